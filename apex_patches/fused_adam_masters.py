@@ -54,9 +54,9 @@ class FusedAdam(Optimizer):
     def _masters(
         self, param_groups: "list[dict[str, Any]]"
     ) -> "Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]":
-        """Each parameter's index in the groups of a state dict, the parameter, and its master weight.
+        """Yield each parameter's index in a state dict, the parameter, and its master weight.
 
-        The latter is None without master weights, and for BF16 params, which step() updates without.
+        The last is None without master weights, and for BF16 params, which step() updates directly.
         """
         for group, group_master, saved in zip(
             self.param_groups, self.param_groups_master, param_groups, strict=False
@@ -67,7 +67,7 @@ class FusedAdam(Optimizer):
                 yield index, p, None if p.dtype == torch.bfloat16 else master
 
     def state_dict(self) -> "dict[str, Any]":
-        """State of the optimizer, with each FP32 master weight as ``master_param`` of its parameter."""
+        """Return the optimizer state, with each FP32 master weight as ``master_param``."""
         state_dict = super().state_dict()
         for index, _, master in self._masters(state_dict["param_groups"]):
             if master is not None:
@@ -76,9 +76,9 @@ class FusedAdam(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: "dict[str, Any]") -> None:
-        """Load a state. Moments and master weights are FP32, whatever the type of their parameter.
+        """Load a state. Moments and master weights are FP32, whatever the dtype of their parameter.
 
-        Without master weights in it, they are copies of the parameters as these are at the next step.
+        Master weights that are not in the state are copied from the parameters at the next step.
         """
         super().load_state_dict(state_dict)
         self._loaded_masters = []
@@ -105,7 +105,7 @@ class FusedAdam(Optimizer):
             )
 
     def _check_loaded_masters(self) -> None:
-        """Before a step after a load: parameters may have been loaded later than the master weights."""
+        """Check loaded master weights before a step: parameters may have been loaded later."""
         without_grad, differ = [], 0
         for p, master, is_saved in self._loaded_masters:
             if p.grad is None:

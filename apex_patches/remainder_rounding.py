@@ -1,4 +1,4 @@
-"""Load fp32 masters exactly where bf16 weights, whose remainders they are kept as, were rounded by torch.
+"""Load fp32 master weights exactly from remainders if torch has rounded the bf16 weights.
 
 https://github.com/NVIDIA/apex/issues/1842
 """
@@ -43,9 +43,9 @@ class DistributedFusedAdam:
     _loaded_params: "list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]"
 
     def _note_loaded_param(self, param: "torch.Tensor", fp32: "torch.Tensor") -> None:
-        """Note what the Adam kernel rounds a loaded FP32 param to: the nearest, ties away from zero.
+        """Record what the Adam kernel rounds a loaded FP32 param to: nearest, ties away from zero.
 
-        PyTorch rounds ties to even, so that some of a BF16 param are one unit smaller.
+        PyTorch rounds ties to even, so some elements of a BF16 param are one unit smaller.
         """
         bits = fp32.float().view(torch.int32)
         rounded = ((bits + 0x8000) >> 16).to(torch.int16)
@@ -53,11 +53,11 @@ class DistributedFusedAdam:
         self._loaded_params.append((param, rounded, smaller))
 
     def _settle_loaded_params(self, at_load: bool = False) -> None:
-        """Make BF16 params those of their loaded remainders, before these are used.
+        """Make BF16 params match their loaded remainders, before these are used.
 
-        Ties that PyTorch has rounded become what the kernel rounds them to. Other params than
-        those of the remainders may be replaced after the optimizer is loaded; else they are taken
-        as they are, without remainders.
+        Ties that PyTorch rounded are rounded as the kernel does. Other differences may disappear
+        when the model is loaded after the optimizer. If not, the params are used as they are,
+        without remainders.
         """
         loaded, self._loaded_params = self._loaded_params, []
         others = 0

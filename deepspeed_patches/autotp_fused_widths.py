@@ -1,4 +1,4 @@
-"""Convert and load fused layers of AutoTP (`shape: [3, -1]`) by the widths of their sub-parameters, and their biases.
+"""Convert and load fused AutoTP layers (`shape: [3, -1]`) and their biases by sub-parameter width.
 
 https://github.com/deepspeedai/DeepSpeed/pull/8185
 """
@@ -57,7 +57,7 @@ if sub_param_shape is not None and conversion_meta.get('is_bias', False):
 
 
 def _with_widths(sub_params: "Any", slices: "Sequence[torch.Tensor]", name: str) -> "Any":
-    """Sub-parameters with their widths, where the metadata has their number, as in (3, -1)."""
+    """Replace a number of sub-parameters in the metadata, as in (3, -1), by their widths."""
     shape, dim = list(sub_params.shape), sub_params.partition_dim
     if isinstance(shape[dim], tuple):
         return sub_params

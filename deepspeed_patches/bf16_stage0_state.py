@@ -26,7 +26,7 @@ fix = Fix(
 )
 
 ZERO = "self.zero_optimization()"
-# BF16_Optimizer saves a file per rank, as ZeRO does, even at stage 0; in bf16 it was the only one up to 0.17.5.
+# BF16_Optimizer saves a file per rank, as ZeRO does, even at stage 0. Up to 0.17.5 it was the only bf16 optimizer.
 BY_OPTIMIZER = f"{ZERO} or isinstance(self.optimizer, BF16_Optimizer)"
 # Without a real optimizer, as for inference, it has no state to load.
 BY_REAL_OPTIMIZER = f"""({ZERO} or
@@ -50,10 +50,10 @@ class DeepSpeedEngine:
     has_moe_layers: bool
 
     def _check_has_optimizer_state(self, checkpoint: "dict[str, object]", load_path: str) -> None:
-        """Refuse the checkpoints that DeepSpeed 0.17.6 to 0.18.4 saved in bf16 without ZeRO.
+        """Refuse checkpoints that DeepSpeed 0.17.6 to 0.18.4 saved in bf16 without ZeRO.
 
         Raises:
-            RuntimeError: no optimizer state was saved; with experts it is in another file.
+            RuntimeError: the checkpoint has no optimizer state. With experts it is in another file.
         """
         if not self.has_moe_layers and checkpoint.get("optimizer") is None:
             found = f"expected the optimizer's state in {load_path}, found none"

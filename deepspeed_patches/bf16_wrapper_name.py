@@ -1,4 +1,4 @@
-"""Choose BF16_Optimizer for bf16 with fp32 gradient accumulation, which two equal names kept from being chosen.
+"""Choose BF16_Optimizer for bf16 with fp32 gradient accumulation: give the two wrappers different names.
 
 https://github.com/deepspeedai/DeepSpeed/pull/7788
 """

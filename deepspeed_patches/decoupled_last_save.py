@@ -1,4 +1,4 @@
-"""Name the last save of the decoupled writer in `latest`.
+"""Write the name of the decoupled writer's last save to `latest`.
 
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L1264
 """

@@ -1,4 +1,4 @@
-"""Load checkpoints of the fast and decoupled writers under torch 2.6 and later.
+"""Load checkpoints of the fast and decoupled writers with torch 2.6 and later.
 
 https://github.com/deepspeedai/DeepSpeed/issues/8500
 """

@@ -1,4 +1,4 @@
-"""Drop the node's copies of all parameters after a load with hpZ, those of frozen ones included.
+"""Drop the secondary copies of all parameters, including frozen ones, after a load with hpZ.
 
 https://github.com/deepspeedai/DeepSpeed/pull/7130
 """
@@ -35,9 +35,9 @@ class DeepSpeedZeroOptimizer_Stage3:
     module: "Any"
 
     def _invalidate_all_secondary_tensors(self) -> None:
-        """After a load those of frozen parameters are old as well.
+        """Drop all secondary tensors after a load, including those of frozen parameters.
 
-        Quantized ones stay: partitioning quantizes them before it copies the values.
+        Quantized ones stay, because partitioning quantizes them before it copies the values.
         """
         for param in self.module.parameters():
             secondary_tensor = getattr(param, "ds_secondary_tensor", None)

@@ -1,4 +1,4 @@
-"""Let `latest` name a checkpoint only when every rank has written its files.
+"""Write `latest` only after all ranks have written their files.
 
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4960
 """

@@ -1,4 +1,4 @@
-"""Replace `latest` in one step, so that a crash leaves the old name or the new one.
+"""Replace `latest` atomically, so that a crash leaves either the old or the new name.
 
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4960
 """

@@ -1,4 +1,4 @@
-"""Resume Muon at ZeRO 1 and 2: convert the momentum that a load has cast to fp32 to the type of the gradients.
+"""Resume Muon at ZeRO 1 and 2: convert the loaded fp32 momentum to the dtype of the gradients.
 
 https://github.com/deepspeedai/DeepSpeed/issues/7746
 """

@@ -1,4 +1,4 @@
-"""Resume Muon at ZeRO-3 with `save_muon_momentum_buffer_in_memory` with the loaded momentum, not the buffer's own.
+"""Resume Muon at ZeRO-3 from the loaded momentum with `save_muon_momentum_buffer_in_memory`.
 
 https://github.com/deepspeedai/DeepSpeed/pull/7919
 """
@@ -39,7 +39,7 @@ class DeepSpeedZeroOptimizer_Stage3:
     fp32_partitioned_groups_flat: "list[torch.Tensor]"
 
     def _keep_loaded_muon_momentum(self) -> None:
-        """Copy the loaded momentum into the buffers in memory that the steps use, and that the next save takes."""
+        """Copy the loaded momentum into the buffers in memory that steps and saves use."""
         buffers = getattr(self, "muon_momentum_buffer_partitioned_groups_flat", {})
         for sub_group_id, buffer in buffers.items():
             state = self.optimizer.state[self.fp32_partitioned_groups_flat[sub_group_id]]

@@ -1,4 +1,4 @@
-"""Link the parameters of every group to their moments, in a run that loads a checkpoint, too.
+"""Link the parameters of all param groups to their moments, also after a load.
 
 https://github.com/deepspeedai/DeepSpeed/pull/5104
 """

@@ -1,4 +1,4 @@
-"""Put the files and the fragments of the ranks in the order of the ranks, and not of their names: 9 before 10.
+"""Sort the ranks' files and fragments by rank number, not by name: rank 9 before rank 10.
 
 https://github.com/deepspeedai/DeepSpeed/pull/5342
 """
@@ -28,7 +28,7 @@ RANK_OF_FRAGMENT = "lambda path: int(path.rpartition('.')[2])"
 
 
 def _ranks_in_name(path: str) -> "list[int]":
-    """The data- and the model-parallel rank in the name of a rank's file."""
+    """Return the data- and model-parallel ranks in the name of a rank's file."""
     return [int(part) for part in os.path.basename(path).split("_") if part.isdigit()]
 
 

@@ -1,4 +1,4 @@
-"""Link parameters to their place in the flat buffer, and convert them from there, with `round_robin_gradients`.
+"""Link and convert parameters at their offsets in the flat buffer with `round_robin_gradients`.
 
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py#L841
 """
@@ -39,14 +39,14 @@ SHAPES = "param_shapes = _param_shapes_of_round_robin(ds_checkpoint)"
 
 
 def _param_shapes_of_round_robin(ds_checkpoint: "Any") -> "dict[tuple[int, int], list[dict[str, Any]]]":
-    """By pipeline and tensor rank, the parameters' shapes by group, in the order in which the optimizer flattens them.
+    """Return the param shapes by group of each (pipeline, tensor) rank, in flat buffer order.
 
-    Empty where that is the order of `param_slice_mappings` as well: without `round_robin_gradients`.
+    Empty without `round_robin_gradients`: `param_slice_mappings` is already in this order.
     """
     param_shapes = {}
     for ranks in itertools.product(range(ds_checkpoint.pp_degree), range(ds_checkpoint.tp_degree)):
         sd = ds_checkpoint.get_2d_parallel_state(pp_index=ranks[0], tp_index=ranks[1])
-        config = sd.get("ds_config")  # the path of a file where the engine was given one
+        config = sd.get("ds_config")  # a file path if the engine was given one
         zero_config = config.get("zero_optimization") if isinstance(config, dict) else None
         if not isinstance(config, str) and not (zero_config or {}).get("round_robin_gradients"):
             return {}
@@ -57,19 +57,19 @@ def _param_shapes_of_round_robin(ds_checkpoint: "Any") -> "dict[tuple[int, int],
 def _slice_mappings_in_buffer_order(
     param_shapes: "list[dict[str, Any]]", optim_sd: "dict[str, Any]", dp_index: int, dp_degree: int
 ) -> "Any":
-    """Where a rank's parameters lie in its flat partitions.
+    """Return the addresses of a rank's parameters in its flat partitions.
 
-    What a checkpoint states with `round_robin_gradients` may be addresses in the order of the param groups.
+    With `round_robin_gradients`, the saved addresses may be in param group order.
     """
     from deepspeed.utils.tensor_fragment import fragment_address
 
     if any(any(paddings) for paddings in optim_sd.get("param_alignment_paddings") or []):
-        return optim_sd["param_slice_mappings"]  # stated by offsets in the buffer
+        return optim_sd["param_slice_mappings"]  # already in flat buffer order
     mappings = []
     for group, shapes in enumerate(param_shapes):
         partition = optim_sd[SINGLE_PARTITION_OF_FP32_GROUPS][group]
         numels = {name: shape.numel() for name, shape in shapes.items()}
-        size = 2 * -(-sum(numels.values()) // (2 * dp_degree))  # each partition begins at a multiple of two elements
+        size = 2 * -(-sum(numels.values()) // (2 * dp_degree))  # a multiple of two elements
         begin, offset, mapping = dp_index * size, 0, {}
         for name, numel in numels.items():
             low, high = max(offset, begin), min(offset + numel, begin + size)

@@ -1,4 +1,4 @@
-"""Make the fp32 parameters from the loaded weights, without ZeRO, where no optimizer states are loaded.
+"""Refresh the fp32 parameters from the loaded weights if no optimizer states are loaded, without ZeRO.
 
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4680
 """

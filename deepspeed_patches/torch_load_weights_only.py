@@ -1,4 +1,4 @@
-"""Load DeepSpeed's own checkpoint files under torch 2.6 and later: the classes that DeepSpeed writes are allowed.
+"""Load DeepSpeed's own checkpoint files with torch 2.6 and later: allow the classes that DeepSpeed writes.
 
 https://github.com/deepspeedai/DeepSpeed/pull/6751
 """
@@ -49,9 +49,9 @@ fix = Fix(
 
 
 def checkpoint_classes() -> "list[type]":
-    """Classes that DeepSpeed writes into checkpoints, and that only hold data: making one from a file runs no code.
+    """Return the classes in DeepSpeed checkpoints that only hold data: loading one runs no code.
 
-    A random state of NumPy is written as well, and not allowed: numpy.ndarray can take objects' addresses from a file.
+    NumPy random states in them are not allowed: an ndarray can read object addresses from a file.
     """
     import argparse
 
@@ -63,18 +63,18 @@ def checkpoint_classes() -> "list[type]":
     classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
     if hasattr(universal_checkpoint, "SubparamShape"):
         classes.append(universal_checkpoint.SubparamShape)
-    classes.append(argparse.Namespace)  # of the client, but DeepSpeedCheckpoint.get_args() hands it out
+    classes.append(argparse.Namespace)  # client state, returned by DeepSpeedCheckpoint.get_args()
     return classes
 
 
 def load_checkpoint_file(path: str, map_location: object = None) -> object:
-    """torch.load for the files of a DeepSpeed checkpoint.
+    """Load a file of a DeepSpeed checkpoint with torch.load.
 
-    Since torch 2.6 torch.load refuses every class that is not allowed. DeepSpeed's own are allowed while the file is
-    read. weights_only is left at its default, so that TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is still obeyed.
+    Since torch 2.6, torch.load refuses classes that are not allowed. Allow DeepSpeed's own during
+    the load. weights_only keeps its default, so TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD still works.
 
     Raises:
-        pickle.UnpicklingError: there are other classes in the file; it names them. None of their code has run.
+        pickle.UnpicklingError: the file contains other classes. None of their code has run.
     """
     import pickle
     import zipfile

@@ -1,4 +1,4 @@
-"""Load the moments of every param group from a universal checkpoint, into a run that has not stepped as well.
+"""Load the moments of all param groups from a universal checkpoint, also before the run's first step.
 
 https://github.com/deepspeedai/DeepSpeed/pull/5263
 """
@@ -46,9 +46,9 @@ class ZeROOptimizer:
     optimizer: "torch.optim.Optimizer"
 
     def _link_states_to_load(self, lp_groups: "list[list[torch.Tensor]]") -> None:
-        """Link every parameter to its optimizer states. A step with zero gradients creates missing ones.
+        """Link all parameters to their states. A step with zero gradients creates missing states.
 
-        Nothing else is left of that step: the partition is put back, and whoever loads the states sets what it counted.
+        That step changes nothing else: the partition is restored, and the load sets the step count.
         """
         param_groups = self.optimizer.param_groups
         for i, param_group in enumerate(param_groups):

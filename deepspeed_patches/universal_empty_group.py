@@ -1,4 +1,4 @@
-"""Load a universal checkpoint on ranks that own nothing of a param group but padding.
+"""Load a universal checkpoint on ranks that own only padding of a param group.
 
 https://github.com/deepspeedai/DeepSpeed/pull/5289
 """
@@ -31,14 +31,14 @@ LOAD = "ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir"
 GUARD = "steps and "
 STEP = "steps[0] is not None"
 PADDING = """if not steps and lp_groups[i]:
-    # Padding alone: training keeps it at the step of its group, with states of zeros.
+    # Only padding: training keeps it at the group's step, with zero states.
     folder = os.path.join(checkpoint_dir, self.param_names[lp_groups[i][0]])
     steps, opt_keys = _step_and_state_keys(folder)"""
 
 
 def _step_and_state_keys(folder: str) -> "tuple[list[object], set[str]]":
-    """The step of a parameter (None if it has none) and its states, but for fp32, in a universal checkpoint."""
-    if not os.path.isdir(folder):  # of an expert: all have taken the same steps, and are there by their global numbers
+    """Return a parameter's step (None if not saved) and the names of its states except fp32."""
+    if not os.path.isdir(folder):  # experts have global numbers there, and all the same step
         folder = folder.replace("deepspeed_experts.", "deepspeed_experts.global_")
     keys = {name for name, extension in map(os.path.splitext, os.listdir(folder)) if extension == ".pt"}
     step = torch.load(os.path.join(folder, "step.pt"), weights_only=True) if "step" in keys else None

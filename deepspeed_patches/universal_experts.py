@@ -1,4 +1,4 @@
-"""Load a universal checkpoint of `deepspeed.moe` experts, on the same or another number of expert-parallel ranks.
+"""Load a universal checkpoint with `deepspeed.moe` experts on any number of expert-parallel ranks.
 
 https://github.com/deepspeedai/DeepSpeed/issues/5716
 """
@@ -46,10 +46,10 @@ OF_ALL, OF_GROUP = "dp_world_size", "dist.get_world_size(group=self.real_dp_proc
 
 
 def _folder_names(param_names: "dict[torch.Tensor, str]", checkpoint_dir: str) -> "dict[torch.Tensor, str]":
-    """The names of the parameters' folders in a universal checkpoint.
+    """Return the names of the parameters' folders in a universal checkpoint.
 
-    A rank counts its own experts from 0. A folder has an expert's number among all: behind `global_` where several
-    expert-parallel ranks have saved, and plain where one has saved them all.
+    Ranks number their own experts from 0, but folders have global expert numbers: with the prefix
+    `global_` if several expert-parallel ranks saved them, without it if one rank saved them all.
     """
     from deepspeed.utils import groups
 
@@ -72,10 +72,10 @@ def _folder_names(param_names: "dict[torch.Tensor, str]", checkpoint_dir: str) -
 
 
 def _settings_to_load(param_groups: "list[dict[str, Any]]", saved: "list[dict[str, Any]]") -> "list[dict[str, Any]]":
-    """The saved settings for each param group.
+    """Return the saved settings for each param group.
 
-    A group of experts keeps its name, by which its ranks are found. Their number depends on how many experts a rank
-    has: where it is another one, all of them get the settings that all had.
+    Expert groups keep their own names, which identify their ranks. If the number of expert groups
+    differs from the saved one, all saved expert groups must have the same settings.
     """
     of_experts = [dict(group) for group in saved if group.get("moe")]
     for group in of_experts:

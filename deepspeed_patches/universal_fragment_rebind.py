@@ -1,4 +1,4 @@
-"""Keep the link of a parameter to its master over a universal load: the moments have links of their own.
+"""Keep each parameter linked to its main parameter in a universal load: link moments separately.
 
 https://github.com/deepspeedai/DeepSpeed/pull/8474
 """

@@ -1,4 +1,4 @@
-"""Load frozen parameters and buffers of a universal checkpoint, which kept the values of the new run.
+"""Load frozen parameters and buffers from a universal checkpoint.
 
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4660
 """
@@ -45,17 +45,17 @@ class DeepSpeedEngine:
     _get_ckpt_name: "Any"
 
     def _load_what_is_not_optimized(self, checkpoint: "dict[str, Any]", load_dir: str, tag: str, strict: bool) -> None:
-        """Load frozen parameters, buffers and extra states of a universal checkpoint; the optimizer has the rest.
+        """Load frozen parameters, buffers and extra states, which the optimizer does not load.
 
         Raises:
-            RuntimeError: some of them are not in the checkpoint, and `strict` is true.
+            RuntimeError: some are missing from the checkpoint, and `strict` is true.
         """
         params = self.module.named_parameters(remove_duplicate=False)
         elsewhere = {name for name, p in params if p.requires_grad or hasattr(p, "ds_id")}
-        # A tied one is saved under the first of its names.
+        # A tied parameter is saved under its first name.
         frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
         partitioned = {name: p for name, p in frozen.items() if hasattr(p, "ds_id")}
-        # With pipeline parallelism the weights are in files of the layers, which a conversion leaves out.
+        # With pipeline parallelism, weights are in layer files, which a conversion omits.
         saved = checkpoint["module"] or {}
         rest = {name: value for name, value in saved.items() if name not in elsewhere}
         found = self.module.load_state_dict(rest, strict=False)
@@ -67,9 +67,9 @@ class DeepSpeedEngine:
             raise RuntimeError(f"expected {expected}, found no {', '.join(missing)}; {remedy}")
 
     def _load_frozen_partitions(self, params: "dict[str, Any]", load_dir: str, tag: str) -> "list[str]":
-        """Load this rank's part of frozen parameters at ZeRO-3, from the parts of the ranks that have saved.
+        """Load this rank's partitions of frozen parameters at ZeRO-3 from the saved partitions.
 
-        Returns the names of those that are not in the files.
+        Returns the names of the parameters that are not in the files.
         """
         import glob
 
@@ -79,11 +79,11 @@ class DeepSpeedEngine:
         of_all_ranks = re.sub(r"^zero_pp_rank_\d+", "zero_pp_rank_*", own_file)
         paths = glob.glob(os.path.join(glob.escape(folder), of_all_ranks))
         paths.sort(key=lambda path: [int(number) for number in re.findall(r"_rank_(\d+)", os.path.basename(path))])
-        fragments: dict[int, dict[str, torch.Tensor]] = {}  # by number of the saving rank, read when needed
+        fragments: dict[int, dict[str, torch.Tensor]] = {}  # by saving rank, read when needed
         missing = []
         for name, param in params.items():
             own, numel = param.ds_tensor.numel(), param.ds_numel
-            size = -(-numel // len(paths))  # of a saving rank's part
+            size = -(-numel // len(paths))  # of a saving rank's partition
             begin = dist.get_rank(group=param.ds_process_group) * own
             first, last = begin // size, (min(begin + own, numel) - 1) // size
             for rank in {0, *range(first, last + 1)} - fragments.keys():

@@ -1,4 +1,4 @@
-"""Refuse a universal checkpoint with another number of param groups than the run has, at ZeRO 1 and 2.
+"""Refuse a universal checkpoint whose number of param groups differs from the run's, at ZeRO 1 and 2.
 
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/base_optimizer.py#L299
 """
@@ -28,7 +28,7 @@ param_groups, saved_groups = self.optimizer.param_groups, optim_sd["param_groups
 if len(param_groups) != len(saved_groups) and not any(group.get("moe") for group in saved_groups):
     raise ValueError(
         f"expected {len(saved_groups)} param groups, as in {optim_state_path}, found {len(param_groups)} "
-        "in this run: which parameters and settings belong to which cannot be told; make the optimizer "
+        "in this run: which parameters and settings belong together is ambiguous; make the optimizer "
         "with the groups of the run that was saved")
 """
 DIFFERENT = CHECK.strip().partition("\n")[2].partition(":")[0].removeprefix("if ")

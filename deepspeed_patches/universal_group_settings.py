@@ -1,4 +1,4 @@
-"""Keep the settings of param groups in a universal checkpoint, and load them: learning rate, betas, weight decay.
+"""Keep param group settings (learning rate, betas, weight decay) in universal checkpoints, and load them.
 
 https://github.com/deepspeedai/DeepSpeed/pull/5263
 """
@@ -47,7 +47,7 @@ class ZeROOptimizer:
     optimizer: "torch.optim.Optimizer"
 
     def _load_group_settings(self, optim_sd: "dict[str, Any]") -> None:
-        """Load the saved settings of the param groups; where that cannot be done, say that the run's own stay."""
+        """Load the saved settings of the param groups, or warn that the run's own stay."""
         import logging
 
         from deepspeed.utils import log_dist

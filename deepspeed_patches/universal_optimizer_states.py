@@ -1,4 +1,4 @@
-"""Convert and load universal checkpoints of any optimizer: the states are those that the optimizer has.
+"""Convert and load universal checkpoints of any optimizer, with all of its states.
 
 https://github.com/deepspeedai/DeepSpeed/issues/8608
 """
@@ -78,13 +78,13 @@ MOMENTUM = "self._load_muon_momentum(checkpoint_folder)"
 
 
 def _flat_states(state: "dict[str, object]", fp32_flat: "torch.Tensor", is_muon: bool = False) -> "dict[str, object]":
-    """What is cut up with a flattened param group: the optimizer's states that have an element for each of its own."""
+    """Return the step and the states that are split like the flattened param group, fp32 first."""
     flat_state: dict[str, object] = {"fp32": fp32_flat}
     for key, value in state.items():
         if key == "step":
             flat_state[key] = value
         elif isinstance(value, torch.Tensor) and value.dim() > 0:
-            # ZeRO 1 and 2 hold Muon's momentum of all of each matrix of which a part is in the partition.
+            # ZeRO 1 and 2 keep Muon's momentum of each matrix in full, even if only part is here.
             is_cut = value.dim() == 1 and value.is_floating_point() and value.numel() >= fp32_flat.numel()
             if not is_cut or (is_muon and key == "momentum_buffer"):
                 raise ValueError(f"expected {fp32_flat.numel()} flat elements of {key}, found {tuple(value.shape)}")
@@ -93,7 +93,7 @@ def _flat_states(state: "dict[str, object]", fp32_flat: "torch.Tensor", is_muon:
 
 
 def _states_of_fragments(slice_base_path: str) -> "list[str]":
-    """The states that a parameter has fragments of, fp32 first; the step is merged on its own."""
+    """Return the states that a parameter has fragments of, fp32 first; the step is separate."""
     paths = glob.glob(os.path.join(glob.escape(slice_base_path), "*", "*"))
     names = [os.path.basename(path).rpartition(".")[0] for path in paths]
     states = ["fp32", *sorted({*names} - {"fp32", "step"})]
@@ -104,19 +104,19 @@ def _states_of_fragments(slice_base_path: str) -> "list[str]":
 
 
 def _saved_states(checkpoint_dir: str, param_names: "list[str]") -> "list[str]":
-    """The states that parameters have in a universal checkpoint, fp32 first; the step is loaded on its own."""
+    """Return the saved states of parameters, fp32 first; the step is loaded separately."""
     files = {file for name in param_names for file in os.listdir(os.path.join(checkpoint_dir, name))}
     states = {name for name, extension in map(os.path.splitext, files) if extension == ".pt"}
     return ["fp32", *sorted(states - {"fp32", "step"})]
 
 
 def _have_step(states: "list[str]", saved: "dict[int, dict[str, object]]") -> bool:
-    """Whether the optimizer counted steps for flat tensors with these states when it was saved."""
+    """Whether the saved optimizer has a step for a flat tensor with these states."""
     return any("step" in state for state in saved.values() if {*states} - {"fp32"} <= state.keys())
 
 
 def _drop_states_not_saved(state: "dict[str, object]", opt_keys: "set[str]", steps: "list[object]") -> None:
-    """Drop what a run has trained where the checkpoint has none, as before the first step."""
+    """Drop the run's states that are not in the checkpoint, as before the first step."""
     if steps:
         saved = opt_keys if steps[0] is None else {*opt_keys, "step"}
         for key in state.keys() - saved:
@@ -132,7 +132,7 @@ class DeepSpeedZeroOptimizer:
     param_names: "Any"
 
     def _load_muon_momentum(self, checkpoint_folder: str) -> None:
-        """Load the momentum of all of each matrix of which a part is in this rank's partition, as Muon updates it."""
+        """Load the full momentum of each matrix with a part in this rank's partition."""
         for group_index, param_group in enumerate(self.optimizer.param_groups):
             if not param_group.get("use_muon", False) or self.cpu_offload:
                 continue

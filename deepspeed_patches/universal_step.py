@@ -1,4 +1,4 @@
-"""Set the optimizer's step when a universal checkpoint is loaded: Adam corrects its bias by it.
+"""Set the optimizer's step in a universal load, because Adam's bias correction depends on it.
 
 https://github.com/deepspeedai/DeepSpeed/pull/4588
 """
@@ -46,7 +46,7 @@ class DeepSpeedEngine:
     skipped_steps: int
 
     def _set_optimizer_step(self) -> None:
-        """Count the steps that the loaded states have taken, and the one that every optimizer takes at its set-up."""
+        """Set the step to the loaded states' steps, plus one for the optimizer's initial step."""
         step = self.global_steps - self.skipped_steps + 1
         inner_optimizer = self.optimizer.optimizer
         for state in [*inner_optimizer.param_groups, *inner_optimizer.state.values()]:

@@ -1,4 +1,4 @@
-"""Convert checkpoints to universal whose ZeRO padding is larger than a partition: a fragment needs no stripping.
+"""Convert checkpoints whose ZeRO padding exceeds a partition to universal: strip no padding from fragments.
 
 https://github.com/deepspeedai/DeepSpeed/issues/6918
 """

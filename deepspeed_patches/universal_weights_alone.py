@@ -1,4 +1,4 @@
-"""Load the weights alone of a universal checkpoint where no optimizer states are asked for, at ZeRO 1 and 2.
+"""Load only the weights of a universal checkpoint if optimizer states are not requested, at ZeRO 1 and 2.
 
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py#L3664
 """
@@ -45,7 +45,7 @@ class ZeROOptimizer:
     _link_all_hp_params: "Any"
 
     def load_hp_weights_from_checkpoint_dir(self, lp_groups_name: str, checkpoint_dir: str) -> None:
-        """Load the fp32 parameters alone: moments, steps, settings and loss scale stay those of this run."""
+        """Load only the fp32 parameters. Moments, steps, settings and loss scale are kept."""
         inner, own = self.optimizer, vars(self)
         of_the_scale = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
         scale = {key: value for key, value in own.items() if key in of_the_scale}
@@ -57,7 +57,7 @@ class ZeROOptimizer:
             group.clear()
             group.update(settings[number])
         own.update(scale)
-        self._link_all_hp_params()  # the load has linked the saved moments
+        self._link_all_hp_params()  # the load linked the saved moments
         self._hp_optimizer_states_linked = False
 
 

@@ -1,4 +1,4 @@
-"""Convert ZeRO-3 checkpoints to universal without padding as data: a rank past a parameter's end holds none of it.
+"""Convert ZeRO-3 checkpoints to universal without padding: ranks past a parameter's end hold no data of it.
 
 https://github.com/deepspeedai/DeepSpeed/pull/8060
 """

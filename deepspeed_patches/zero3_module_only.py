@@ -1,4 +1,4 @@
-"""Load the weights at ZeRO-3 with `load_module_only=True`, which loaded nothing.
+"""Load the weights at ZeRO-3 with `load_module_only=True`.
 
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4612
 """

@@ -1,4 +1,4 @@
-"""Resume ZeRO-3 from a universal checkpoint on several nodes: a rank takes its part, not that of its place on the node.
+"""Resume ZeRO-3 from a universal checkpoint on several nodes: use the data-parallel rank, not the local rank.
 
 https://github.com/deepspeedai/DeepSpeed/pull/7601
 """

@@ -1,4 +1,4 @@
-"""Save the model states of each ZeRO-3 rank in a file of its own, also in a run that has loaded a universal checkpoint.
+"""Save each ZeRO-3 rank's model states to its own file, also after a universal load.
 
 https://github.com/deepspeedai/DeepSpeed/issues/7546
 """

@@ -1,4 +1,4 @@
-"""Refuse at ZeRO-3 a universal checkpoint whose parameters have other sizes than the run's.
+"""Refuse a universal checkpoint whose parameter sizes differ from the run's, at ZeRO-3.
 
 https://github.com/deepspeedai/DeepSpeed/pull/7585
 """

@@ -1,4 +1,4 @@
-"""Load the weights alone of a universal checkpoint where no optimizer states are asked for, at ZeRO 3.
+"""Load only the weights of a universal checkpoint if optimizer states are not requested, at ZeRO 3.
 
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.2/deepspeed/runtime/zero/stage3.py#L3164
 """
@@ -56,11 +56,11 @@ class DeepSpeedZeroOptimizer_Stage3:
     unflatten: "Any"
 
     def _load_hp_weights_from_checkpoint_dir_stage3(self, checkpoint_dir: str, param_names: "list[list[str]]") -> None:
-        """Load the fp32 parameters alone: moments, steps, settings and loss scale stay those of this run.
+        """Load only the fp32 parameters. Moments, steps, settings and loss scale are kept.
 
         Raises:
-            ValueError: a parameter has another size than in the checkpoint.
-            RuntimeError: the partitions of this run are swapped out.
+            ValueError: a parameter's size differs from the checkpoint.
+            RuntimeError: this run's partitions are swapped out.
         """
         for sub_group_id, names in enumerate(param_names):
             fp32_partition = self.fp32_partitioned_groups_flat[sub_group_id]

@@ -1,4 +1,4 @@
-"""Load the weights of the checkpoint that was asked for, not of the latest one, at ZeRO-3 without optimizer states.
+"""Load the weights of the requested tag, not of the latest one, at ZeRO-3 without optimizer states.
 
 https://github.com/deepspeedai/DeepSpeed/issues/8499
 """

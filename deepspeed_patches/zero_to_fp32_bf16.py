@@ -1,4 +1,4 @@
-"""Let zero_to_fp32 read checkpoints of BF16_Optimizer, which name no ZeRO stage.
+"""Let zero_to_fp32 read checkpoints of BF16_Optimizer, which contain no ZeRO stage.
 
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/utils/zero_to_fp32.py#L210
 """
@@ -34,12 +34,12 @@ NOT_NAMED = (
 NOT_OF_ZERO = "ZERO_STAGE not in optimizer_states and SINGLE_PARTITION_OF_FP32_GROUPS not in optimizer_states"
 STAGE = "zero_stage = state_dicts[0][OPTIMIZER_STATE_DICT][ZERO_STAGE]"
 STAGE_OR_1 = "zero_stage = optimizer_states.get(ZERO_STAGE, 1)"
-WHY = "# BF16_Optimizer names no stage; its files are laid out as those of stage 1"
+WHY = "# BF16_Optimizer stores no stage; its files have the layout of stage 1"
 COPY, COPY_AS_LOADED = "copyfile(src, dst)", "_copy_as_loaded(src, dst)"
 
 
 def _copy_as_loaded(src: str, dst: str) -> None:
-    """Copy a script of deepspeed.utils with the text that this process has loaded, which an import hook may change."""
+    """Copy a deepspeed.utils script as this process has loaded it: an import hook may change it."""
     import sys
 
     name = os.path.splitext(os.path.basename(src))[0]

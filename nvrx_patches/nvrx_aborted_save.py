@@ -1,4 +1,4 @@
-"""Forget what an aborted save has left: its call, its forked worker, and its results.
+"""Discard the calls, the forked worker and the results of an aborted save.
 
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5842
 """
@@ -19,7 +19,7 @@ fix = Fix(
 )
 
 FORGET = """if abort:
-    # What was aborted is not finalized, and what it has reported is not of the next save
+    # Aborted calls are not finalized, and their results do not belong to the next save
     while self.async_calls:
         self.async_calls.popleft().async_caller.close(abort=True)
     from . import filesystem_async

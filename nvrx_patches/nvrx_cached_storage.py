@@ -1,4 +1,4 @@
-"""Send GPU tensors to the worker again once their storage is another one.
+"""Send GPU tensors to the worker again if their storage has changed.
 
 https://github.com/NVIDIA-NeMo/RL/issues/3312
 """
@@ -28,8 +28,8 @@ fix = Fix(
 
 
 def _storages_of(tensors: "list[torch.Tensor]") -> list[tuple[object, ...]]:
-    """Where these tensors are: equal as long as what a worker holds of them is their memory."""
-    unknown = object  # a tensor that does not say where it is equals nothing
+    """Return the tensors' storages: equal as long as the worker's handles refer to their memory."""
+    unknown = object  # a tensor without a data pointer never compares equal
     return [(ten.device, ten.data_ptr() or unknown(), ten.stride()) for ten in tensors]
 
 
@@ -62,6 +62,6 @@ def follow_storages(source: Source) -> None:
     identifiers = source.one("_cached_identifiers: set = set()", writer)
     source.insert_after(
         identifiers,
-        "# By identifier, where the tensors are that the worker has\n_cached_storages: dict = {}",
+        "# By identifier, the storages of the tensors that the worker holds\n_cached_storages: dict = {}",
     )
     source.insert_function_before(writer, _storages_of)

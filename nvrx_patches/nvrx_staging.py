@@ -1,4 +1,4 @@
-"""Copy CPU tensors before an asynchronous save returns: its worker shares the trainer's memory.
+"""Copy CPU tensors before an asynchronous save returns, because its worker shares the trainer's memory.
 
 https://github.com/NVIDIA/nvidia-resiliency-ext/pull/376
 """

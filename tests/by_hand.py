@@ -8,16 +8,16 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-ran: list[str] = []  # by the current test, in order
+ran: list[str] = []  # commands of the current test, in order
 
 
 def note(argv: Sequence[str | Path], environment: Mapping[str, str]) -> None:
-    """Remember a program that a test runs."""
+    """Record a program that a test runs."""
     ran.append(command(argv, environment))
 
 
 def command(argv: Sequence[str | Path], environment: Mapping[str, str]) -> str:
-    """A command line with the variables that a test has set or taken away, and paths in the repository as such."""
+    """The command line, with the variables that a test set or unset; paths in the repository are relative."""
     changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
     unset = [f"-u {name}" for name in sorted(os.environ.keys() - environment.keys())]
     variables = [f"{name}={shlex.quote(_relative(value))}" for name, value in sorted(changed.items())]
@@ -26,5 +26,5 @@ def command(argv: Sequence[str | Path], environment: Mapping[str, str]) -> str:
 
 
 def _relative(text: str) -> str:
-    """A path, or several, of which those in the repository are relative to it."""
+    """One path, or several joined by `os.pathsep`; paths in the repository become relative."""
     return os.pathsep.join(one.removeprefix(f"{REPOSITORY}{os.sep}") for one in text.split(os.pathsep))

@@ -1,4 +1,4 @@
-"""Change elements in the files of a checkpoint as nothing tells of: the checksums are made right again."""
+"""Change elements in a checkpoint's files and update the checksums, so that no checksum detects the change."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -13,7 +13,7 @@ Bits: TypeAlias = npt.NDArray[np.uint32]
 
 
 def change_elements(found: Checkpoint, shard: Shard, role: str, first: int, change: Callable[[Bits], Bits]) -> None:
-    """The bits of an fp32 array's shard, from an element on to the end of its first extent."""
+    """Change the bits of a shard's fp32 state, from element `first` to the end of its first extent."""
     extent = shard.streams[role].extents[0]
     values = np.memmap(extent.path, np.uint32, "r+", extent.offset, (extent.nbytes // 4,))
     values[first:] = change(values[first:])

@@ -10,7 +10,7 @@ from upstream import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "commands.md"
 BLOCK = "commands"
-# Where a command has a page of its own.
+# The page of each command that has one.
 GUIDES = {
     "diff": "patches.md",
     "apply": "container.md",
@@ -23,14 +23,14 @@ GUIDES = {
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """That of each command, in the order of `ckpt-patches --help`."""
+    """The parser of each command, in the order of `ckpt-patches --help`."""
     found = dict(command_line._parsers()[1])
     found[command_line.TO_UNIVERSAL] = convert_command.parser(f"ckpt-patches {command_line.TO_UNIVERSAL}")
     return found
 
 
 def tables() -> str:
-    """A row for each command, then one for each option, with the commands that have it."""
+    """A table of commands, then a table of options with the commands that have them."""
     commands = [(_called(name, parser), _purpose(parser), _exit_status(parser)) for name, parser in parsers().items()]
     by_option: dict[tuple[str, str], list[str]] = {}
     for name, parser in parsers().items():
@@ -77,7 +77,7 @@ def _purpose(parser: argparse.ArgumentParser) -> str:
 
 
 def _exit_status(parser: argparse.ArgumentParser) -> str:
-    """What the end of its help has on it; 0 where it has nothing."""
+    """The exit status text at the end of the command's help; `0 success` without one."""
     found = re.search(r"^exit status: (.*(?:\n(?!\n).*)*)", str(parser.epilog), flags=re.MULTILINE)
     return _cell(found[1]) if found else "0 success"
 

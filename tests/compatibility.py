@@ -1,12 +1,11 @@
-"""Write docs/compatibility.md from records: every cell is a result, never a claim.
+"""Write docs/compatibility.md from records: every cell is a recorded result.
 
     python tests/compatibility.py
 
-What each fix finds in each release is in ckpt_patches/engine/outcomes.py. What was shown is of the tests marked
-`compat`, which tests/conftest.py records in tests/recorded/compatibility.json when they run over all releases (`make
-test-all`), and in checkouts.json when they run on a checkout in the place of a release (see tests/upstream.py); kept
-are those of the releases that a stack names, and of the newest with the bug. `make stacks` records stacks.json, `make
-upstream` upstream.json.
+ckpt_patches/engine/outcomes.py has what each fix finds in each release. tests/conftest.py records the results of tests
+marked `compat`: in tests/recorded/compatibility.json for runs over all releases (`make test-all`), and in
+checkouts.json for runs on a checkout in place of a release (see tests/upstream.py). `is_kept` selects the results that
+stay in the record. `make stacks` records stacks.json, `make upstream` upstream.json.
 """
 
 import sys
@@ -34,7 +33,7 @@ CHECKOUTS_RECORD = REPOSITORY / "tests" / "recorded" / "checkouts.json"
 PAGE = REPOSITORY / "docs" / "compatibility.md"
 
 Result = Mapping[str, Any]
-# By delivery the words for results where all tests passed.
+# The cell text of each delivery when all tests passed.
 COLUMNS = {"none": "bug shown", "hook": "fixed", "in place": "fixed"}
 HEADS = ("fix", "applies to", "bug and fix shown on")
 SHOWN = tuple(COLUMNS.values())
@@ -45,7 +44,7 @@ NOTHING_TO_DO = {FIXED_UPSTREAM, NOT_PRESENT}
 
 
 def cell(results: Iterable[Result], passed: str) -> str:
-    """The words for the results of all tests of one fix, release and delivery."""
+    """The cell text for the results of all tests of one fix, release and delivery."""
     results = list(results)
     outcomes = {result["outcome"] for result in results}
     if not results:
@@ -59,7 +58,7 @@ def cell(results: Iterable[Result], passed: str) -> str:
 
 
 def cells(results: list[Result]) -> tuple[str, ...]:
-    """By delivery, the words for one fix and release. Where a plan finds nothing to do, there is nothing to run."""
+    """The cell text of each delivery for one fix and release. If the plan edits nothing, no test has to run."""
     planned = cell((result for result in results if result["delivery"] == PLAN), "")
     found = [
         cell((result for result in results if result["delivery"] == delivery), passed)
@@ -71,14 +70,14 @@ def cells(results: list[Result]) -> tuple[str, ...]:
 
 
 def by_release(fix: str, results: Iterable[Result]) -> dict[str, tuple[str, ...]]:
-    """Of each release that can be run, the oldest first, its cells."""
+    """The cells of each release that can run here, oldest first."""
     mine = [result for result in results if result["fix"] == fix]
     releases = reversed(runnable(DISTRIBUTIONS[package_of(fix)]))
     return {version: cells([result for result in mine if result["version"] == version]) for version in releases}
 
 
 def row(fix: str, results: Iterable[Result]) -> str:
-    """A fix's line: the releases in which it has found what it edits, and those on which the tests have shown it."""
+    """A fix's row: the releases that it edits, and the releases on which tests showed both bug and fix."""
     package = package_of(fix)
     applies = [version for version in RECORDED[package] if MADE in "".join(of_release(fix, package, version))]
     shown = [version for version, found in by_release(fix, results).items() if found == SHOWN]
@@ -88,7 +87,7 @@ def row(fix: str, results: Iterable[Result]) -> str:
 
 
 def exceptions(fix: str, results: list[Result]) -> list[str]:
-    """A line for each other result of what was run, and its reason."""
+    """A line for each other result of a test run, with its reason."""
     found: dict[str, list[str]] = {}
     for version, of_one in by_release(fix, results).items():
         if of_one != SHOWN and {*of_one} - {NOT_RUN, NO_BUG, *NOTHING_TO_DO}:
@@ -99,7 +98,7 @@ def exceptions(fix: str, results: list[Result]) -> list[str]:
 
 
 def notes(results: Iterable[Result]) -> list[str]:
-    """Why releases cannot be run; which commit stands for a release."""
+    """The reasons why releases cannot run here, and the commits tested in place of releases."""
     why: dict[tuple[str, str], list[str]] = {}
     for release in RELEASES:
         if release.note:
@@ -116,14 +115,14 @@ def notes(results: Iterable[Result]) -> list[str]:
 
 
 def table(results: list[Result]) -> str:
-    """The rows of all fixes, and what they do not explain."""
+    """The rows of all fixes, then notes and exceptions."""
     rows = [row(fix, results) for fix in FIXES]
     other = [line for fix in FIXES for line in exceptions(fix, results)]
     return "\n".join([generated.table(HEADS, []), *rows, "", *notes(results), *other])
 
 
 def runs(results: Iterable[Result]) -> str:
-    """When, and on what, the recorded tests ran."""
+    """The dates and the Python and torch versions of the recorded tests."""
     dates: dict[str, set[str]] = {}
     for result in results:
         dates.setdefault(f"Python {result['python']}, torch {result['torch']}", set()).add(result["date"])
@@ -132,7 +131,7 @@ def runs(results: Iterable[Result]) -> str:
 
 
 def blocks(record: Mapping[str, Result]) -> dict[str, str]:
-    """The parts of the page, from the record by test."""
+    """The generated blocks of the page, from the results by test."""
     results = list(record.values())
     unknown = sorted({result["fix"] for result in results} - FIXES.keys())
     if unknown:
@@ -141,12 +140,12 @@ def blocks(record: Mapping[str, Result]) -> dict[str, str]:
 
 
 def recorded() -> dict[str, Result]:
-    """What there is on the disk: the results on releases, and on checkouts in their place."""
+    """The recorded results by test, on releases and on checkouts in their place."""
     return {test: rows[0] for path in (RECORD, CHECKOUTS_RECORD) for test, rows in read(path).items()}
 
 
 def is_kept(result: Result) -> bool:
-    """Whether it is of planning, or of a release that a stack names, or of the newest one with the bug."""
+    """Whether to keep a result: that of a plan, of a release in a stack, or of the newest release with the bug."""
     distribution = DISTRIBUTIONS[package_of(result["fix"])]
     named = {"megatron-core": "megatron", "deepspeed": "deepspeed", "nvidia-resiliency-ext": "nvrx"}.get(distribution)
     of_rows = {getattr(row, named) for row in ROWS} if named else {}
@@ -155,7 +154,7 @@ def is_kept(result: Result) -> bool:
 
 
 def prune() -> None:
-    """Take what is not kept out of the record."""
+    """Remove results that are not kept from the record."""
     record = read(RECORD)
     kept = {test: [one for one in rows if is_kept(one)] for test, rows in record.items()}
     write(RECORD, {test: rows for test, rows in kept.items() if rows})

@@ -1,4 +1,4 @@
-"""Files of torch.save that were changed as nobody but a later torch, or an attacker, would write them."""
+"""Change files of torch.save into files that only a later torch, or an attacker, would write."""
 
 import zipfile
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from ckpt_patches.formats import torch_file, torch_writer
 
 
 def with_other_name(path: Path, old: bytes, new: bytes) -> Path:
-    """The file with something else in its pickle, and right checksums."""
+    """Replace bytes in the file's pickle, with correct checksums."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
@@ -19,7 +19,7 @@ def with_other_name(path: Path, old: bytes, new: bytes) -> Path:
 
 
 def with_other_value(path: Path, change: Callable[[Any], Any]) -> Path:
-    """The file with its value changed in place by `change`; the bytes of its tensors and their checksums stay."""
+    """Apply `change` to the file's value, in place; the bytes of its tensors and their checksums stay."""
     value = torch_file.read(path, trust=True).value
     change(value)
     with zipfile.ZipFile(path) as archive:

@@ -1,4 +1,4 @@
-"""Checkpoints that torch alone has written, on four ranks, once a run of the tests; see programs/dcp_saving.py."""
+"""Checkpoints that torch alone writes, once per test run; see programs/dcp_saving.py."""
 
 import json
 import random
@@ -10,7 +10,7 @@ from typing import Any
 import shared
 from upstream import newest, run, tree
 
-# What each differs in from a training with FSDP2 and AdamW that is saved as torch's documentation says.
+# How each case differs from training with FSDP2 and AdamW, saved as in torch's documentation.
 CASES: dict[str, Mapping[str, Any]] = {
     "fsdp": {},
     "step-9": {"steps": 9},
@@ -36,7 +36,7 @@ CASES: dict[str, Mapping[str, Any]] = {
     "sgd": {"optimizer": "SGD"},
     "adagrad": {"optimizer": "Adagrad"},
     "adafactor": {"optimizer": "Adafactor", "mesh": "none"},
-    # Damage is done to what is saved: a parameter, its state, the elements, and their value.
+    # Damage before the save: parameter, state, range of elements, new value.
     "nan_weight": {"damage": ("norm.weight", "weight", 3, 4, "nan")},
     "nan_moment": {"damage": ("head.weight", "exp_avg", 100, 101, "nan")},
     "lost_moment": {"damage": ("layers.1.up.weight", "exp_avg", 288, 576, 0)},
@@ -46,7 +46,7 @@ CASES: dict[str, Mapping[str, Any]] = {
 }
 
 
-# With a file for each rank and no index, as verl writes them.
+# One file per rank and no index, as verl saves.
 OF_RANKS: dict[str, Mapping[str, Any]] = {
     "fsdp2": {},
     "fsdp2_bf16": {"dtype": "bfloat16"},
@@ -57,24 +57,24 @@ OF_RANKS: dict[str, Mapping[str, Any]] = {
     "global_step_40/actor": {},
 }
 OF_FOUR_RANKS: dict[str, Mapping[str, Any]] = {**OF_RANKS, "hsdp": {"mesh": "hsdp"}, "fsdp_tp": {"mesh": "fsdp_tp"}}
-# Optimizers that torch does not run on DTensors, beside those that it does.
+# Optimizers that torch cannot run on DTensors, and optimizers that it can.
 PLAIN, OF_DTENSOR = ["NAdam", "Adamax", "RAdam"], ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Adadelta"]
 OPTIONS = ("frozen", "unused", "tied", "zeros", "groups")
 
 
 def saved() -> Path:
-    """A folder with one of each; nobody changes them."""
+    """A folder with a checkpoint of each case; read-only."""
     return shared.once("dcp", partial(_write, cases=CASES))
 
 
 def saved_by_ranks(ranks: int) -> Path:
-    """The same of checkpoints with a file for each of two or four ranks."""
+    """A folder with checkpoints of one file per rank, for two or four ranks."""
     cases = {name: {**case, "save": "ranks"} for name, case in (OF_FOUR_RANKS if ranks == 4 else OF_RANKS).items()}
     return shared.once(f"ranks-{ranks}", partial(_write, cases=cases, ranks=ranks))
 
 
 def generated() -> dict[str, Mapping[str, Any]]:
-    """Runs with options that nobody has chosen."""
+    """Runs with random options from a fixed seed."""
     draw = random.Random(42)
     return {f"drawn-{number}": _drawn(draw) for number in range(30)}
 

@@ -3,7 +3,7 @@
     demo.py [--all] [FIX...]
 
 Nothing is simulated: the demonstrations of the fixes run the real releases on CPU ranks, with the import hook off and
-on. Exit status 0 only if every bug showed without the patches and none with them.
+on. The exit status is 0 only if every bug shows without the patches and none with them.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ckpt_patches.demo.run import DemonstrationFailed, Outcome, demonstrations
 from upstream import demonstrate, is_available, needed, newest_affected, tree
 
-# The bugs that this project was founded on, and four of the worst that nothing reports.
+# The bugs that started this project, and four of the worst silent bugs.
 SHOWN = (
     "zarr_create_synchronizer",
     "dp_zero_empty_state",
@@ -29,7 +29,7 @@ SHOWN = (
 )
 DELIVERIES = ("none", "hook")
 WIDTH = 72  # columns of an outcome in the table
-AT_ONCE = min(os.cpu_count() or 1, 8)  # programs
+AT_ONCE = min(os.cpu_count() or 1, 8)  # parallel programs
 
 
 def main() -> int:
@@ -60,10 +60,10 @@ def main() -> int:
 
 
 def install(fixes: list[str]) -> None:
-    """Install the upstream releases that are not there yet, several at a time.
+    """Install the missing upstream releases, four at a time.
 
     Raises:
-        RuntimeError: pip could not install one.
+        RuntimeError: pip failed to install a release.
     """
     known = demonstrations()
     releases = dict.fromkeys(release for fix in fixes for release in (newest_affected(fix), *known[fix].beside))
@@ -75,7 +75,7 @@ def install(fixes: list[str]) -> None:
 
 
 def show(fixes: list[str]) -> dict[str, tuple[Outcome, Outcome]]:
-    """Without and with the patches side by side, as many programs at a time as there are cores."""
+    """Run the demonstrations without and with the patches, `AT_ONCE` programs in parallel."""
     found = {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
         running = {
@@ -91,7 +91,7 @@ def show(fixes: list[str]) -> dict[str, tuple[Outcome, Outcome]]:
 
 
 def result(running: "Future[Outcome]", *, unshown: bool) -> Outcome:
-    """The outcome; of a program that could not run, which does not stop the others, the one that shows nothing."""
+    """The outcome; if the program could not run, print the error and return `unshown` as its `bug`."""
     try:
         return running.result()
     except DemonstrationFailed as error:

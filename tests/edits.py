@@ -1,4 +1,4 @@
-"""What a fix changes in a tree: for tests of the edits themselves, on copies of a few files."""
+"""Check what a fix changes in a tree, for tests of the edits themselves on copies of a few files."""
 
 import ast
 import difflib
@@ -15,13 +15,13 @@ VERSIONS = ("megatron.core.package_info", "deepspeed.git_version_info_installed"
 
 
 def copy_of(tree: Path, fix: str, to: Path) -> Path:
-    """A tree with nothing in it but the files that a fix edits, and those that say whether it is for the release."""
+    """Copy only the files that a fix edits, and those that tell whether it concerns the release, to a new tree."""
     for module in {*EVERYTHING[fix], load(fix).concerns or EVERYTHING[fix][0], *VERSIONS}:
         source, target = module_path(str(tree), module), module_path(str(to), module)
         if os.path.exists(source):
             os.makedirs(os.path.dirname(target), exist_ok=True)
             shutil.copyfile(source, target)
-    for recorded in tree.glob("*.dist-info"):  # which alone says the release of NVRx
+    for recorded in tree.glob("*.dist-info"):  # the only source of NVRx's version
         (to / recorded.name).mkdir(exist_ok=True)
     return to
 
@@ -32,7 +32,7 @@ def plan(tree: Path, fix: str, *, for_upstream: bool = False) -> tuple[FixResult
 
 
 def check_left_alone(copy: Path, fix: str, module: str, old: str, new: str) -> str:
-    """Check that a fix changes no file of a copy once a part of one is other code; the reason that it gives."""
+    """Check that a fix changes no file of a copy after `old` is replaced by `new`; return the fix's reason."""
     rewrite(copy, module, old, new)
     result, made = plan(copy, fix)
     assert (result.outcome, made.files) == (Outcome.NO_MATCH, {})
@@ -40,7 +40,7 @@ def check_left_alone(copy: Path, fix: str, module: str, old: str, new: str) -> s
 
 
 def check_not_needed(tree: Path, fix: str) -> str:
-    """Check that a fix changes nothing in a tree, without a complaint; the words for the compatibility page."""
+    """Check that a fix has nothing to change in a tree; return the text for the compatibility page."""
     result, made = plan(tree, fix)
     words = {Outcome.ALREADY_THERE: FIXED_UPSTREAM, Outcome.NOT_PRESENT: NOT_PRESENT}
     assert result.outcome in words, result
@@ -49,7 +49,7 @@ def check_not_needed(tree: Path, fix: str) -> str:
 
 
 def added_lines(made: TreePlan) -> dict[str, list[str]]:
-    """By the file's name, the lines that we bring: ours to repeat in a test, as upstream's are not."""
+    """The lines that a plan adds, by file name; tests may quote these lines, but not upstream's code."""
     added = {}
     for module, file in made.files.items():
         before, after = file.original.decode().splitlines(), file.patched.decode().splitlines()
@@ -66,7 +66,7 @@ def write(made: TreePlan) -> None:
 
 
 def rewrite(tree: Path, module: str, old: str, new: str) -> None:
-    """Change a file of a copied tree; `old` is there."""
+    """Replace `old`, which must be there, in a file of a copied tree."""
     path = Path(module_path(str(tree), module))
     text = path.read_text()
     assert old in text, f"expected {old!r} in {path}"
@@ -79,7 +79,7 @@ def text(tree: Path, module: str) -> str:
 
 
 def is_same_code(text: bytes, other: bytes) -> bool:
-    """Whether two sources differ in comments and layout at the most; one of them may be broken."""
+    """Whether two sources differ at most in comments and layout; false if one does not parse."""
     try:
         return ast.dump(ast.parse(text)) == ast.dump(ast.parse(other))
     except SyntaxError:

@@ -1,6 +1,6 @@
-"""Checkpoints of every format and kind that the suite writes, and where in their files each tensor lies.
+"""Checkpoints of every format and kind that the suite writes, and the location of each tensor in their files.
 
-The tensors are found by the files alone: by their headers, the index, or the folders, and not by the audit's readers.
+Tensors are located by file headers, the index or the folders, independently of the audit's readers.
 """
 
 import functools
@@ -29,7 +29,7 @@ NEWEST = newest("megatron-core")
 
 @dataclass(frozen=True)
 class Kind:
-    """A checkpoint that is written when it is first asked for."""
+    """A checkpoint that is written on first use."""
 
     write: Callable[[], Path]
     default: bool = False  # in the default run; the others with CKPT_PATCHES_TEST_ALL=1 only
@@ -60,7 +60,7 @@ def _converted(source: Path, name: str) -> Path:
 
 
 def converted(kind: Kind, name: str, *, default: bool = False) -> Kind:
-    """The universal checkpoint of a ZeRO one."""
+    """The universal checkpoint converted from a ZeRO checkpoint."""
     return Kind(lambda: _converted(kind.path, name), default)
 
 
@@ -119,25 +119,25 @@ ZERO = {
     "stage 3, tensor parallel, uneven": parallel("zero3_uneven"),
     "stage 3, AutoTP's maps": parallel("zero3_affine"),
 }
-# Which the converter asks for, where a checkpoint says nothing of how to convert it.
+# Checkpoints without conversion metadata, for which the converter needs --inject_missing_state.
 INJECTED = ("experts, stage 1", "experts, stage 2")
 UNIVERSAL = {f"universal of {name}": converted(kind, name, default=name == "stage 2") for name, kind in ZERO.items()}
 EVERY = {**MEGATRON, **ZERO, **UNIVERSAL}
 
 
-# Where the tensors lie
+# Locations of tensors
 
 
 class Place(NamedTuple):
-    """Where a tensor's elements lie."""
+    """The location of a tensor's elements."""
 
     path: Path
     name: str
     dtype: str  # torch's name
     offset: int  # bytes
     numel: int
-    zip: tuple[int, int] | None = None  # the archive that its checksum stands in
-    first: tuple[int, ...] = ()  # of a chunk, where in its tensor it begins
+    zip: tuple[int, int] | None = None  # offset and size of the archive with its checksum
+    first: tuple[int, ...] = ()  # of a chunk: its offsets in the tensor
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +178,7 @@ def in_zarr(folder: Path) -> Iterator[Place]:
 
 
 def tensors(folder: Path) -> list[Place]:
-    """Every one that has elements."""
+    """The locations of all tensors that have elements."""
     found = [place for path in sorted(folder.rglob("*.pt")) for place in in_torch_file(path)]
     if (folder / torch_dist.INDEX).exists():
         found += in_torch_dist(folder)
@@ -187,7 +187,7 @@ def tensors(folder: Path) -> list[Place]:
 
 
 def put(place: Place, value: bytes, first: int = 0) -> None:
-    """Change elements from that one on, and the checksum with them: as a save of such a state would have written."""
+    """Overwrite elements from `first` on and update the checksum, as if the save had written this state."""
     with open(place.path, "r+b") as file:
         os.pwrite(file.fileno(), value, place.offset + first * item_size(place.dtype))
         if place.zip is not None:

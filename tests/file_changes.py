@@ -1,6 +1,6 @@
-"""Be told of every change that this process makes in the file system, just before it is made.
+"""Call a function just before each file-system change of this process.
 
-For being killed, or for failing, at each of them, one after another. There is no way back: do it in a child.
+Tests use it to kill or fail the process at each change in turn. It cannot be undone: do it in a child process.
 """
 
 import json
@@ -16,17 +16,17 @@ CHANGES = {
     *("os.truncate", "os.chmod", "os.chown"),
 }
 
-# Gets an event of https://docs.python.org/3/library/audit_events.html and its arguments; may raise, or end the process.
+# Takes an event of https://docs.python.org/3/library/audit_events.html and its arguments; may raise or exit.
 Act = Callable[[str, tuple[Any, ...]], object]
 
 
 def is_change(event: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether an audit event announces a change in the file system. What is written into an open file has no event."""
+    """Whether an audit event announces a file-system change. Writes to an open file have no event."""
     return event in CHANGES or (event == "open" and bool(arguments[2] & WRITING))
 
 
 def before_each_change(act: Act) -> None:
-    """Call `act` just before each change, in this process and in those that it forks."""
+    """Call `act` just before each change, in this process and its forks."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if is_change(event, arguments):
@@ -36,7 +36,7 @@ def before_each_change(act: Act) -> None:
 
 
 def in_child(run: Callable[[], Any]) -> tuple[int, Any]:
-    """Run something in a forked child: what it returned (as JSON), or the signal that killed it, negative, and None."""
+    """Run a function in a forked child: 0 and its result (via JSON), or the negative signal that killed it and None."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -29,7 +29,7 @@ def by_symptom() -> str:
 
 
 def _longest(errors: tuple[str, ...]) -> list[str]:
-    """Without those that are a part of another one."""
+    """The errors, except those that are part of another one."""
     words = {error: symptoms.words(error) for error in errors if len(symptoms.words(error)) > 1}
     parts = {a for a in words for b in words if words[a] != words[b] and symptoms.contains(words[b], words[a])}
     return [error for error in errors if error not in parts]

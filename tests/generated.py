@@ -1,4 +1,4 @@
-"""The parts of pages that programs write from records, between `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
+"""The blocks of pages that programs generate, between `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -36,30 +36,30 @@ def block(page: str, name: str) -> list[str]:
 
 
 def write(path: Path, blocks: Mapping[str, str]) -> None:
-    """Bring the blocks of a page up to date."""
+    """Update the blocks of a page."""
     replace_durably(path, filled(path.read_text(encoding="utf-8"), blocks).encode())
     print(f"wrote {path}")
 
 
 def require(*records: Path) -> None:
-    """Exit with an error if a record is missing: a page is never written from nothing."""
+    """Exit with an error if a record is missing, so that no page is written without results."""
     for path in records:
         if not path.exists():
             sys.exit(f"expected recorded results in {path}, found none; run `make test-all` first")
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
+    """A Markdown table."""
     columns = list(heads)
     return "\n".join([line(columns), "|---" * len(columns) + "|", *map(line, rows)])
 
 
 def line(cells: Iterable[str]) -> str:
-    """A line of a table in Markdown."""
+    """A row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
 def themed(svg: str) -> str:
-    """A picture of matplotlib, with its lightness inverted where the reader's theme is dark."""
+    """A matplotlib SVG whose lightness is inverted in a reader's dark theme."""
     style = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.93) hue-rotate(180deg); } }</style>"
     return svg if style in svg else svg.replace(" <defs>\n", f" <defs>\n  {style}\n", 1)

@@ -1,4 +1,4 @@
-"""What saves, loads and conversions of upstream do at a size, counted without and with the fixes.
+"""Count the operations of upstream's saves, loads and conversions at a size, without and with the fixes.
 
 Used by tests/test_scale.py, which asserts that no count grows faster with the fixes, and by the benchmark that draws
 docs/scale.svg.
@@ -15,22 +15,22 @@ from zero_checkpoints import PERMISSIVE
 
 DELIVERIES = {"upstream": "none", "ours": "hook"}
 MEASURES = ("messages", "bytes", "opened", "created", "metadata", "written")
-# For each rank: a barrier; the bytes of a sum of failures twice, in place of barriers; some that Gloo's sockets write.
+# Extra per rank: a barrier; two 8-byte sums of failures in place of barriers; bytes that Gloo's sockets write.
 ALLOWED = {"messages": 1, "bytes": 16, "written": 1024}
-SAME = 1.05  # which of two ranks comes first is chance, and so who makes a file
+SAME = 1.05  # tolerance: which rank comes first, and so creates a file, is random
 
-Counts = dict[str, list[dict[str, int]]]  # by part: of each rank, by measure
-Sides = Mapping[str, Sequence[Mapping[str, int]]]  # of one part, by side
+Counts = dict[str, list[dict[str, int]]]  # by part, rank and measure
+Sides = Mapping[str, Sequence[Mapping[str, int]]]  # of one part, by side, rank and measure
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a run; a run leaves out what it has no use for."""
+    """The size of a run; a run ignores fields that it does not use."""
 
     ranks: int
     layers: int = 4
-    hidden: int = 64  # elements: the square of it to a layer
-    chunks: int = 64  # of zarr
+    hidden: int = 64  # a layer has hidden * hidden elements
+    chunks: int = 64  # zarr chunks
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ ZERO = Run("zero", ("deepspeed", newest("deepspeed")), ("--stages", "1,3"))
 
 
 def counted(run: Run, size: Size, side: str, folder: Path) -> Counts:
-    """The counts of one side; those of DeepSpeed include the conversion of the checkpoints that were saved."""
-    out = folder / f"{side:8}"  # names are in what is written: those of both sides are equally long
+    """The counts of one side; for DeepSpeed they include the conversion of the saved checkpoints."""
+    out = folder / f"{side:8}"  # files contain the path, so it has the same length on both sides
     sizes = [text for name, number in vars(size).items() for text in (f"--{name}", str(number))]
     found = _run(run.release, side, run.command, out, *sizes, *run.arguments)
     if run is ZERO:
@@ -63,7 +63,7 @@ def counted(run: Run, size: Size, side: str, folder: Path) -> Counts:
 
 
 def _converted(folder: Path, stage: str, side: str) -> list[dict[str, int]]:
-    """By upstream's converter or ours: with one worker, all is done in the process that counts."""
+    """The counts of upstream's or our converter; with one worker, all work is in the counting process."""
     module = {"upstream": "deepspeed.checkpoint.ds_to_universal", "ours": "deepspeed_patches.ds_to_universal"}[side]
     folders = ("--input_folder", folder / stage / "global_step1", "--output_folder", folder / f"universal{stage}")
     workers = ("--num_extract_workers", "1", "--num_merge_workers", "1")
@@ -77,10 +77,10 @@ def _run(release: tuple[str, str], side: str, *arguments: str | Path) -> Counts:
 
 
 def faster(small: Sides, large: Sides) -> list[str]:
-    """Where ours grows faster than upstream's from a small run of one part to a large one, in words.
+    """Describe each count that grows faster with the fixes than without, from a small to a large run of one part.
 
-    That is more at the large size, by more than at the small one and what ALLOWED gives each rank, and more times as
-    much. Compared are all ranks together, and the rank that does most.
+    Such a count exceeds upstream's at the large size by more than at the small one (plus ALLOWED per rank), and by a
+    larger factor. Compares the sum over all ranks, and the busiest rank.
     """
     found = []
     for name, (whose, together) in itertools.product(MEASURES, (("all ranks", sum), ("one rank", max))):

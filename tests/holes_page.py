@@ -1,4 +1,4 @@
-"""Draw docs/holes.svg: what `ckpt-patches audit --plot` makes of two damaged checkpoints of real trainings.
+"""Draw docs/holes.svg: the `ckpt-patches audit --plot` of two damaged checkpoints from real training runs.
 
 python tests/holes_page.py
 """
@@ -24,7 +24,7 @@ PICTURE = REPOSITORY / "docs" / "holes.svg"
 
 
 def damaged(folder: Path) -> list[Report]:
-    """Of zarr, without a rank's slice of two states and with two odd elements; of ZeRO, without one rank's parts."""
+    """Audits of zarr without a rank's slice of two states, with two bad elements, and of ZeRO without a rank's part."""
     zarr = copied(written(ZARR).whole[-1], folder)
     put_nan(zarr)
     flip_one_bit_of_a_master(zarr)
@@ -37,7 +37,7 @@ def damaged(folder: Path) -> list[Report]:
 
 
 def _lose_a_slice(path: Path, parameter: str, role: str) -> None:
-    """What the second rank has written of a parameter."""
+    """Set rank 1's part of a parameter's state to zero."""
     found = audit(path).checkpoint
     shard = next(shard for shard in found.shards if shard.parameter == parameter and role in shard.streams)
     part = shard.numel // (found.data_parallel or 1)

@@ -1,4 +1,4 @@
-"""An installed megatron-core of two small modules that two fixes edit, with a RECORD: for tests of apply and revert."""
+"""A small installed megatron-core with a RECORD and two modules that fixes edit, for tests of apply and revert."""
 
 import base64
 import hashlib
@@ -25,7 +25,7 @@ DIST_INFO = "megatron_core-0.14.0.dist-info"
 
 
 def make_installed(root: Path) -> Path:
-    """Write the tree; its root."""
+    """Write the tree; return its root."""
     make(root)
     (root / ZARR).parent.mkdir(exist_ok=True)
     (root / ZARR).write_text(ZARR_TEXT)
@@ -44,7 +44,7 @@ def record_row(root: Path, path: Path) -> str:
 
 
 def everything(root: Path) -> dict[str, tuple[bytes | str | None, int, int]]:
-    """Every file and folder: text or where the link leads (None for a folder), mode, owner."""
+    """Every path: content or link target (None for a folder), mode, owner."""
     found: dict[str, tuple[bytes | str | None, int, int]] = {}
     for path in sorted(root.rglob("*")):
         status = path.lstat()
@@ -54,7 +54,7 @@ def everything(root: Path) -> dict[str, tuple[bytes | str | None, int, int]]:
 
 
 def snapshot(root: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file with its bytes and mode; bytecode aside."""
+    """Every file except bytecode, with its bytes and mode."""
     files = (path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {str(path.relative_to(root)): (path.read_bytes(), path.stat().st_mode) for path in files}
 

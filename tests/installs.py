@@ -1,4 +1,4 @@
-"""Environments into which the project is installed: by its own tests, and those of other Pythons."""
+"""Virtual environments in which tests install the project, also with other Python versions."""
 
 import functools
 import os
@@ -16,9 +16,8 @@ import shared
 from upstream import REPOSITORY, trees
 
 SHOW_HOOK = "import sys; print([type(finder).__name__ for finder in sys.meta_path])"
-# Others ask this to learn whether Megatron is installed.
 PTH = "training_checkpoint_patches.pth"
-# By the name of an installed package its folder in the working tree.
+# The folder in the working tree of each installed package.
 PACKAGES = {
     "apex_patches": "apex_patches",
     "ckpt_patches": "ckpt_patches",
@@ -27,12 +26,13 @@ PACKAGES = {
     "nvrx_patches": "nvrx_patches",
 }
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
+# Other packages use this check to detect Megatron.
 IS_MEGATRON_THERE = "import importlib.util; print(importlib.util.find_spec('megatron'))"
 
 
 @functools.cache
 def find_python(version: str) -> str | None:
-    """The one that runs, one on PATH, or one of pyenv (whose shims on PATH may not run)."""
+    """A Python of this version: the running one, one on PATH, or pyenv's (whose shims on PATH may fail)."""
     if version == RUNNING:
         return sys.executable
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
@@ -41,14 +41,14 @@ def find_python(version: str) -> str | None:
 
 
 def is_python(candidate: str, version: str) -> bool:
-    """Whether this is an interpreter of that version, with which a virtual environment can be made."""
+    """Whether this is an interpreter of that version that can create virtual environments."""
     program = "import sys, venv; print(*sys.version_info[:2], sep='.')"
     done = subprocess.run([candidate, "-I", "-c", program], capture_output=True, text=True)
     return (done.returncode, done.stdout.strip()) == (0, version)
 
 
 def without_roots_rights(*command: str) -> list[str]:
-    """The command, which may not write where nobody else may; skips the test where root cannot give that right up."""
+    """The command, bound by file permissions also as root; skip the test if root cannot drop that right."""
     if os.geteuid() != 0:
         return list(command)
     dropped = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"]
@@ -58,10 +58,10 @@ def without_roots_rights(*command: str) -> list[str]:
 
 
 class Environment:
-    """A virtual environment; pip, setuptools and wheel are lent to it while pip runs."""
+    """A virtual environment; it uses this Python's pip, setuptools and wheel while pip runs."""
 
     def __init__(self, folder: Path) -> None:
-        """One that is there."""
+        """Use an existing one."""
         self.folder = folder
         self.executable = folder / "bin" / "python"
         (self.site_packages,) = folder.glob("lib/python*/site-packages")
@@ -69,7 +69,7 @@ class Environment:
 
     @classmethod
     def make(cls, folder: Path, python: str = sys.executable) -> "Environment":
-        """A new one, with nothing in it."""
+        """Create a new, empty one."""
         subprocess.run([python, "-m", "venv", "--without-pip", str(folder)], check=True)
         made = cls(folder)
         made.tools.mkdir()
@@ -80,12 +80,12 @@ class Environment:
         return made
 
     def copy(self, folder: Path) -> "Environment":
-        """One with the same packages; the programs in bin/ are still those of this one."""
+        """A copy with the same packages; the programs in its bin/ still use this environment."""
         shutil.copytree(self.folder, folder, symlinks=True)
         return Environment(folder)
 
     def python(self, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run its Python, with nothing of ours in the environment but `env`."""
+        """Run its Python with `env`, without other variables of Python, pytest or this project."""
         return self._run(args, cwd or self.folder, env)
 
     def _run(self, args: Sequence[str], cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -114,14 +114,14 @@ class Environment:
         return sorted(str(path.relative_to(self.folder)) for top in tops for path in top.rglob("*"))
 
     def hook(self) -> str:
-        """What a plain `python -c` has in sys.meta_path; nothing may be said on stderr."""
+        """The finders in sys.meta_path of a plain `python -c`, after checking that stderr is empty."""
         done = self.python("-c", SHOW_HOOK)
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout
 
 
 def copy_working_tree(folder: Path) -> Path:
-    """What git would commit now: tracked files and new ones, without the ignored."""
+    """Copy tracked and new files of the working tree, without ignored ones."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
@@ -132,7 +132,7 @@ def copy_working_tree(folder: Path) -> Path:
 
 
 def editable(clone: Path) -> Environment:
-    """An environment in which a copy of the working tree is installed, and all that is installed here."""
+    """An environment with a copy of the working tree, and all packages that are installed here."""
     if (clone / ".venv").exists():
         return Environment(clone / ".venv")
     environment = Environment.make(clone / ".venv")
@@ -145,8 +145,8 @@ def editable(clone: Path) -> Environment:
 
 
 def failed_tests(clone: Path, *options: str) -> list[str]:
-    """The tests of a copy of the working tree that fail or raise an error, on the upstream releases that are here."""
-    subprocess.run(["git", "init", "--quiet"], cwd=clone, check=True)  # some tests ask which files are of it
+    """The tests of a working-tree copy that fail or raise an error, on the upstream releases installed here."""
+    subprocess.run(["git", "init", "--quiet"], cwd=clone, check=True)  # some tests list git's files
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", *options)
     done = editable(clone).python(*command, cwd=clone, CKPT_PATCHES_TREES=str(trees()))
     assert re.search(r"\d+ (passed|failed)", done.stdout), done.stdout + done.stderr
@@ -155,7 +155,7 @@ def failed_tests(clone: Path, *options: str) -> list[str]:
 
 
 def wheel() -> Path:
-    """The wheel of the working tree, built once a run of the tests in an empty folder."""
+    """The wheel of the working tree, built once per test run in an empty folder."""
     (built,) = shared.once("wheel", _build_wheel).glob("*.whl")
     return built
 
@@ -168,5 +168,5 @@ def _build_wheel(folder: Path) -> None:
 
 
 def installed() -> Environment:
-    """An environment with the wheel, made once a run of the tests; to be read only."""
+    """An environment with the wheel, created once per test run; read-only."""
     return Environment(shared.once("installed", lambda folder: Environment.make(folder).install(str(wheel()))))

@@ -1,10 +1,10 @@
-"""What has changed upstream: the newest release and the main branch of each package, compared with their last record.
+"""Compare the newest release and the main branch of each upstream package with their last record.
 
     make upstream
 
-plans all fixes on each, and on what is new runs their demonstrations without the fix and with it, as their contract
-does. It prints what is not as recorded in tests/recorded/upstream.json, writes that, and exits with 1 if something
-could not be had. CKPT_PATCHES_TEST_MEGATRON_MAIN and the like name a checkout; else the branch is cloned into .trees/.
+plans all fixes on each and, for a new version, runs the demonstrations without and with the fix, like the fixes'
+contract. It prints the differences from tests/recorded/upstream.json, updates it, and exits with 1 if a version was not
+available. CKPT_PATCHES_TEST_MEGATRON_MAIN etc. name a checkout; otherwise the branch is cloned into .trees/.
 """
 
 import datetime
@@ -46,8 +46,8 @@ REPOSITORIES = {
     NVRX: "https://github.com/NVIDIA/nvidia-resiliency-ext",
     APEX: "https://github.com/NVIDIA/apex",
 }
-INSIDE = {NVRX: "src"}  # the folder of a repository that is on the path
-# pip looks for a release that this Python and system can install; tests/upstream.py installs others, too.
+INSIDE = {NVRX: "src"}  # the folder of a repository that goes on the path
+# By default pip finds only releases for this Python and system; tests/upstream.py also installs others.
 TARGET = ("--ignore-requires-python", "--python-version=3.12", "--platform=manylinux_2_39_x86_64")
 WORKS, NO_MATCH = "works", Outcome.NO_MATCH.value
 WORDS = {
@@ -56,7 +56,7 @@ WORDS = {
     NO_MATCH: "no match",
     Outcome.NOT_PRESENT.value: "not present",
 }
-Seen = Mapping[str, Any]  # version, date, plans (words by fix), shown (words by fix)
+Seen = Mapping[str, Any]  # version, date, plans (text by fix), shown (text by fix)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Subject:
     package: str
     name: str  # "deepspeed, newest release"
     version: str  # "0.19.8", or "edaa722126 of 2026-08-22"
-    root: Path  # that is on the path
+    root: Path  # goes on the path
 
 
 def main() -> int:
@@ -90,16 +90,16 @@ def main() -> int:
 
 
 def recorded() -> dict[str, Any]:
-    """What was seen, by the titles of the subjects."""
+    """The last record, by the titles of the subjects."""
     found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     return found
 
 
-# What there is
+# Releases and branches
 
 
 def released_newest(package: str, title: str) -> Subject | None:
-    """The newest release on the package index; None of what is on none."""
+    """The newest release on the package index; None for a package that is on no index."""
     distribution = DISTRIBUTIONS[package]
     if distribution in CHECKOUT_VARIABLES:
         return None
@@ -119,7 +119,7 @@ def branch(package: str, title: str) -> Subject:
     folder = Path(os.environ.get(variable) or trees() / f"{distribution}-{MAIN}")
     if variable not in os.environ:
         environments.checkout("HEAD", folder, REPOSITORIES[package])
-        os.environ.update({variable: str(folder)} if variable else {})  # as one that was named: what it needs beside
+        os.environ.update({variable: str(folder)} if variable else {})  # so that `needed` finds it
     commit, date = _run(["git", "-C", str(folder), "log", "-1", "--format=%H %cs"]).split()
     root = installed_checkout(distribution, folder) if package == DEEPSPEED else folder / INSIDE.get(package, "")
     return Subject(package, title, f"{commit[:10]} of {date}", root)
@@ -132,11 +132,11 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-# What the fixes do there
+# Results of the fixes
 
 
 def seen(subject: Subject, before: Seen) -> Seen:
-    """What each fix finds, and on what is not the recorded version, whether it works."""
+    """The plan of each fix and, for a version that is not recorded, whether the fix works."""
     names = fixes_for(subject.package, overlays=SWITCHED)
     results = plan_tree(str(subject.root), subject.package, names).results
     plans = {result.name: plan_in_words(result, subject.root) for result in results}
@@ -151,7 +151,7 @@ def seen(subject: Subject, before: Seen) -> Seen:
 
 
 def plan_in_words(result: FixResult, root: Path) -> str:
-    """The outcome; of what applies or is there what each edit finds, and the modules; of what does not match why."""
+    """Describe a plan: its outcome, the reason for a mismatch, and what its edits found in which modules."""
     reason = result.reason.replace(f"{root}{os.sep}", "")
     return " ".join(filter(None, [result.outcome.value, *(("-", reason) if reason else ()), *detail(result)]))
 
@@ -162,7 +162,7 @@ def detail(result: FixResult) -> Iterator[str]:
 
 
 def in_words(fix: str, root: Path) -> str:
-    """What its demonstration shows: as the contract of the fixes has it, or what not."""
+    """The result of a fix's demonstration: `works`, or how it breaks the fixes' contract."""
     try:
         without, with_it = (demonstrate_on(root, fix, delivery) for delivery in ("none", "hook"))
     except DemonstrationFailed as error:
@@ -172,11 +172,11 @@ def in_words(fix: str, root: Path) -> str:
     return WORKS if not with_it.bug else f"the bug shows with the fix: {with_it.found}"
 
 
-# What is not as it was
+# Differences from the record
 
 
 def report(title: str, before: Seen, now: Seen) -> list[str]:
-    """Lines of a list: what is new and what differs; none where nothing does."""
+    """List items for what is new or differs; empty without changes."""
     if not before:
         missing = [f"- `{f}`, {title}: {w}" for f, w in sorted(now["plans"].items()) if outcome_of(w) == NO_MATCH]
         return [f"- {title} {now['version']}: first look: {count(now)}", *missing, *odd(title, {}, now)]
@@ -195,7 +195,7 @@ def outcome_of(words: str) -> str:
 
 
 def planned(title: str, before: Seen, now: Seen) -> Iterator[str]:
-    """A line for each fix whose plan is another one; of the same outcome, the code has moved."""
+    """A line for each fix whose plan changed; if the outcome is the same, the code has moved."""
     for fix, words in sorted(now["plans"].items()):
         earlier = before["plans"].get(fix)
         if words != earlier:
@@ -205,14 +205,14 @@ def planned(title: str, before: Seen, now: Seen) -> Iterator[str]:
 
 
 def odd(title: str, before: Seen, now: Seen) -> Iterator[str]:
-    """A line for each fix of which not what is recorded was shown; without a record, of which it does not work."""
+    """A line for each fix whose demonstration differs from the record or, without a record, does not work."""
     for fix, words in sorted(now["shown"].items()):
         if words != before.get("shown", {}).get(fix, WORKS):
             yield f"- `{fix}`, {title}: {words}"
 
 
 def section(record: Mapping[str, Seen]) -> str:
-    """Of docs/compatibility.md: a line for each subject, then what does not work there."""
+    """The section of docs/compatibility.md: a line for each subject, then what does not work there."""
     lines = [[f"{title} {now['version']}", now["date"], works(now), idle(now)] for title, now in record.items()]
     missing = [f"- {line.removeprefix('- ')}" for title, now in record.items() for line in report(title, {}, now)[1:]]
     return "\n".join([generated.table(("what", "date", "works", "other"), lines), *(["", *missing] if missing else [])])

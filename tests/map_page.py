@@ -1,4 +1,4 @@
-"""Draw docs/map.svg: who reads and writes what at a save, a conversion and a load, with each fix where its bug sits.
+"""Draw docs/map.svg: the data flow of saves, conversions and loads, with each fix at the stage of its bug.
 
 python tests/map_page.py
 """
@@ -25,18 +25,18 @@ COLUMNS = ("Save", "On disk, and conversion", "Load")
 
 @dataclass(frozen=True)
 class Stage:
-    """Something that a program does, or what lies on the disk."""
+    """A step of a program, or files on disk."""
 
     package: str
     column: int
     title: str
     text: tuple[str, ...]  # who reads and writes what
-    modules: tuple[str, ...] = ()  # upstream's; none of files
-    tools: str = ""  # of this package, that read or write the files
+    modules: tuple[str, ...] = ()  # upstream's; empty for files
+    tools: str = ""  # this package's commands that read or write the files
 
 
-# Each stage: its name, column, title and tools; who reads and writes what; behind @ upstream's modules, without the
-# name of the package.
+# Each stage: its name, column, title and tools; then who reads and writes what; after @ upstream's modules, without
+# the package name.
 MEGATRON = """\
 rng | save | Collect the states of random numbers
   each rank reads its own
@@ -192,10 +192,10 @@ STAGES = dict(
     ]
 )
 
-# A fix, and the stages in which its bug shows.
+# The stages in which each fix's bug shows.
 SITS = {name: load(name).stages for name in FIXES}
 
-# What goes from one stage to another.
+# The arrows between stages.
 CHAINS = """
 rng > format > state > gather > share > zarr > megatron files > migration > check > groups > optimizer > offload
 share > async > megatron files > check
@@ -208,12 +208,12 @@ universal files > universal load > settings > links
 """
 ARROWS = [arrow for chain in CHAINS.strip().splitlines() for arrow in pairwise(chain.split(" > "))]
 
-# Units of the picture, which is as wide as a page of text when it is scaled to two thirds.
+# In units of the picture; scaled to two thirds, it is as wide as a page of text.
 WIDTH, MARGIN, GUTTER, GAP = 1260, 24, 54, 20
 BOX = (WIDTH - 2 * MARGIN - 2 * GUTTER) // 3
 LINE, FIX, PAD = 17, 22, 12
 HEADING, COLUMN_HEADING = 44, 28
-TITLE_LETTER, LETTER, CODE_LETTER = 7.6, 6.5, 7.3  # how wide one is at most, on average over a line
+TITLE_LETTER, LETTER, CODE_LETTER = 7.6, 6.5, 7.3  # maximum average width of a letter in a line
 STYLE = """
 text { font-family: "DejaVu Sans", Verdana, Arial, sans-serif; font-size: 12px; fill: #24292f; }
 .heading { font-size: 19px; font-weight: bold; } .column { font-size: 14px; fill: #57606a; font-weight: bold; }
@@ -230,17 +230,17 @@ text { fill: #e6edf3; } .column, .soft { fill: #9198a1; } .fix { fill: #ffa198; 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a box."""
+    """A text line of a box."""
 
     text: str
-    style: str  # of the style sheet
+    style: str  # classes of the style sheet
     height: int
-    letter: float  # how wide a letter is
+    letter: float  # width of a letter
 
 
 @dataclass(frozen=True)
 class Box:
-    """A stage in its place."""
+    """A stage with its position."""
 
     stage: Stage
     x: int
@@ -257,7 +257,7 @@ class Box:
 
 
 def lines_of(name: str) -> tuple[Line, ...]:
-    """What is written in a stage's box."""
+    """The text lines of a stage's box."""
     stage = STAGES[name]
     found = [Line(part, "title", LINE, TITLE_LETTER) for part in _wrapped(stage.title, TITLE_LETTER)]
     found += [Line(part, "soft", LINE, LETTER) for text in stage.text for part in _wrapped(text, LETTER)]
@@ -272,7 +272,7 @@ def _wrapped(text: str, letter: float) -> list[str]:
 
 
 def boxes(package: str, top: int) -> dict[str, Box]:
-    """The stages of a package, below each other in their columns, the middle one as high as the others are."""
+    """The boxes of a package, stacked in their columns; the middle column is spread to the height of the others."""
     columns = [[name for name, own in STAGES.items() if (own.package, own.column) == (package, at)] for at in range(3)]
     heights = [sum(Box(STAGES[name], 0, 0, lines_of(name)).height for name in names) for names in columns]
     tallest = max(height + GAP * (len(names) - 1) for height, names in zip(heights, columns, strict=True))
@@ -288,7 +288,7 @@ def boxes(package: str, top: int) -> dict[str, Box]:
 
 
 def drawing() -> str:
-    """The picture; the same of the same tables."""
+    """The picture; equal tables give equal text."""
     parts: list[str] = []
     y = MARGIN
     titles = ((CORE, "megatron-core"), (DEEPSPEED, "DeepSpeed"), (NVRX, "nvidia-resiliency-ext"), (APEX, "apex"))
@@ -339,7 +339,7 @@ def _arrows(placed: dict[str, Box]) -> list[str]:
 
 
 def _arrow(begin: Box, end: Box, every: Iterable[Box]) -> str:
-    """Straight down in a column, or around what lies between; through the gutter to the next column."""
+    """An arrow straight down in a column, around boxes in between, or through the gutter to the next column."""
     if begin.x != end.x:
         between = end.x - GUTTER // 2
         return _path(
@@ -347,7 +347,7 @@ def _arrow(begin: Box, end: Box, every: Iterable[Box]) -> str:
         )
     if any(box.x == begin.x and begin.y < box.y < end.y for box in every):
         edge, beside = begin.x, begin.x - MARGIN // 2
-        if begin.stage.column == LOAD:  # on whose left there are the arrows from the files
+        if begin.stage.column == LOAD:  # its left side has the arrows from the files
             edge, beside = begin.x + BOX, begin.x + BOX + MARGIN // 2
         return _path([(edge, begin.middle), (beside, begin.middle), (beside, end.middle), (edge, end.middle)])
     x = begin.x + BOX // 2

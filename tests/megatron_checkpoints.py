@@ -1,4 +1,4 @@
-"""Checkpoints that the tests of the audit share: a real training writes each configuration once a session."""
+"""Checkpoints that the audit's tests share; a real training run writes each configuration once per session."""
 
 import functools
 import json
@@ -13,7 +13,7 @@ Ranges = dict[str, list[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a run is set up; see `tests/programs/megatron_saving.py`."""
+    """The setup of a run; see `tests/programs/megatron_saving.py`."""
 
     version: str = "0.14.0"
     ranks: int = 4
@@ -26,7 +26,7 @@ class Configuration:
     backend: str = "zarr"
     reload: str = "no"
     pp: int = 1
-    memory: str = "any"  # what padding is of: "zeros", or what was there before
+    memory: str = "any"  # padding: "zeros", or the memory's old content
     recorded: bool = False  # with fingerprints
 
     def __str__(self) -> str:
@@ -42,11 +42,11 @@ class Configuration:
         return "-".join((*parts, f"seed{self.seed}"))
 
     def options(self) -> list[str]:
-        """The program's."""
+        """The program's options."""
         return [f"--{name}={value}" for name, value in vars(self).items() if name not in ("version", "recorded")]
 
 
-# Those of the default tests; two data-parallel ranks, four with two tensor-parallel ones, and fp16 with skipped steps.
+# The default tests' runs: two data-parallel ranks; four, with two tensor-parallel ranks; fp16 with skipped steps.
 ZARR = Configuration(ranks=2, races=10)
 ZARR_TP = Configuration(ranks=8, tp=2, races=20)
 ZARR_FP16 = Configuration(ranks=4, dtype="fp16", iterations="0,3,30", races=10)
@@ -54,7 +54,7 @@ ZARR_FP16 = Configuration(ranks=4, dtype="fp16", iterations="0,3,30", races=10)
 
 @dataclass(frozen=True)
 class Written:
-    """What a run wrote."""
+    """The checkpoints that a run wrote."""
 
     whole: list[Path]
     raced: dict[Path, dict[str, Ranges]]  # "slices" and "different", as ranges by array
@@ -62,7 +62,7 @@ class Written:
 
 @functools.cache
 def written(configuration: Configuration) -> Written:
-    """What the run wrote; the processes of a parallel session share it."""
+    """The checkpoints of a run, shared by parallel test processes."""
 
     def write(out: Path) -> None:
         release = tree("megatron-core", configuration.version)

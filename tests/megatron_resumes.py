@@ -1,4 +1,4 @@
-"""Saves and resumes of every optimizer in every format that a release of megatron-core has."""
+"""Save and resume every optimizer of a megatron-core release in every format."""
 
 import itertools
 import json
@@ -13,10 +13,10 @@ HYBRID = [
     "-".join(word for word in ("hybrid", fraction, *words) if word)
     for fraction, *words in itertools.product(("0.0", "0.5", "1.0"), ("", "precision-aware"), ("", "overlap"))
 ]
-# Two optimizers that round differently share the parameters, and which has which depends on the data-parallel size.
+# Two optimizers that round differently share the parameters; the split depends on the data-parallel size.
 SPLIT_DIFFERS = ("fused", "hybrid-0.5", 4)
 ROUNDING = 1e-6
-# In the default run; `make test-all` takes all.
+# In the default run; `make test-all` runs all.
 SOME_HYBRID = ["hybrid-0.0", "hybrid-0.5", "hybrid-0.5-precision-aware-overlap", "hybrid-1.0-precision-aware"]
 
 
@@ -30,12 +30,12 @@ def optimizers(version: str) -> list[str]:
 
 
 def inner_optimizers(version: str) -> list[str]:
-    """Up to 0.8 megatron-core does not import without Apex, and so always takes Apex's optimizer."""
+    """The inner optimizers of a release; up to 0.8, megatron-core needs Apex and always uses its optimizer."""
     return ["fused"] if numbers(version) < (0, 9) else ["fused", "torch"]
 
 
 def exact(row: Mapping[str, Any]) -> bool:
-    """Whether a resume gave back what was saved, and the same steps; where their arithmetic changes, up to rounding."""
+    """Whether a resume restored the saved state and took the same steps, up to rounding if their arithmetic changes."""
     if row["result"] == "bit-equal":
         return True
     split = (row["inner"], "-".join(row["optimizer"].split("-")[:2]), row["ranks"]) == SPLIT_DIFFERS
@@ -44,14 +44,14 @@ def exact(row: Mapping[str, Any]) -> bool:
 
 
 def refused_by_upstream(version: str, inner: str) -> set[str]:
-    """The optimizers that a release does not build: 0.9 none at all without Apex or Transformer Engine."""
+    """The optimizers that a release cannot build; 0.9 builds none without Apex or Transformer Engine."""
     if inner == "fused":
         return set()
     return set(optimizers(version)) if numbers(version) < (0, 10) else {"precision-aware"} & set(optimizers(version))
 
 
 class Resumes(NamedTuple):
-    """What was found."""
+    """The results of resumes."""
 
     rows: list[dict[str, Any]]  # one for each optimizer and format
     log: str  # of all ranks

@@ -49,15 +49,15 @@ Next, in this order:
 
 
 def files(root: Path, name: str, module: str, upstream: str) -> dict[Path, str]:
-    """By path, the text of each file that is made or changed.
+    """The text of each file to create or change, by path.
 
     Raises:
-        UserError: the name is taken or is none, or no upstream package has such a module.
+        UserError: the name is taken or invalid, or the module is of no upstream package.
     """
     package = _package_of(module)
     _check(name)
     folder = folder_of(module)
-    style = "deepspeed" if package == DEEPSPEED else "megatron"  # of the tests that upstream has
+    style = "deepspeed" if package == DEEPSPEED else "megatron"  # of upstream's tests
     values = {
         "name": name,
         "words": name.title().replace("_", ""),
@@ -83,7 +83,7 @@ def files(root: Path, name: str, module: str, upstream: str) -> dict[Path, str]:
 
 
 def folder_of(module: str) -> str:
-    """Where the fixes of its package are, in a clone."""
+    """The folder in a clone with the fixes of a module's package."""
     return FOLDERS[_package_of(module)][-1]
 
 

@@ -1,4 +1,4 @@
-"""Old checkpoints by hand: optimizer state in flattened ranges, as megatron-core up to 0.15 saves it."""
+"""Handmade old checkpoints: optimizer state in flattened ranges, as megatron-core up to 0.15 saves it."""
 
 import io
 import json
@@ -32,7 +32,7 @@ CONFIG = {
 
 @dataclass
 class Old:
-    """A checkpoint that is written chunk by chunk; `write` gives it its index."""
+    """A checkpoint that is written chunk by chunk; `write` adds its index."""
 
     folder: Path
     metadata: Metadata = field(default_factory=lambda: Metadata({}, storage_data={}))
@@ -75,7 +75,7 @@ class Old:
 
 
 def settings(*steps: int, kind: str = "fully_sharded_model_space") -> dict[str, Any]:
-    """What is not sharded: a parameter group for each step."""
+    """The common state, with a param group for each step."""
     decays = [(step, float(number == 0)) for number, step in enumerate(steps or (3, 3))]
     groups = [{"wd_mult": decay, "lr_mult": 1.0, "betas": (0.9, 0.999), "step": step} for step, decay in decays]
     return {"optimizer": {"optimizer": {"param_groups": groups}, "param_state_sharding_type": kind}}
@@ -84,7 +84,7 @@ def settings(*steps: int, kind: str = "fully_sharded_model_space") -> dict[str, 
 def flattened(
     folder: Path, shapes: dict[str, Shape], fragments: dict[str, Shape] | None = None, ranks: int = 2
 ) -> tuple[Old, dict[str, torch.Tensor]]:
-    """A checkpoint without its index, and what its tensors hold; of each shard data-parallel ranks have even parts."""
+    """A checkpoint without its index, and its tensors' values; data-parallel ranks have even parts of each shard."""
     old, truth = Old(folder), {}
     for number, (name, shape) in enumerate(shapes.items()):
         cut = (fragments or {}).get(name, (1,) * len(shape))
@@ -108,7 +108,7 @@ def flattened(
 
 
 def _values(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
-    """A weight, its master and the moments, of a step that moved every element."""
+    """A weight, its main parameter and its moments, after a step that changed every element."""
     master = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
     gradient = master * 0.01 + 1e-4
     states = dict(zip(STATES, (master, gradient, gradient.square()), strict=True))

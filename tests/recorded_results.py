@@ -1,7 +1,7 @@
-"""Results of tests on upstream's releases, as tests/recorded has them: equal results of several releases once.
+"""Test results on upstream's releases, as in tests/recorded: equal results of several releases are stored once.
 
-A file is JSON: for each test, with `*` for the release in its parameters, the rows that it recorded, and with each row
-the releases that gave it. A line is a row, and the lines are sorted: the difference between two records is readable.
+A file is JSON: for each test, with `*` for the release in its parameters, the recorded rows, each with the releases
+that gave it. Each row is a line, and the lines are sorted, so that diffs are readable.
 
     {
     "tests/test_a.py::test_resume[*-hook]": [
@@ -10,7 +10,7 @@ the releases that gave it. A line is a row, and the lines are sorted: the differ
     ]
     }
 
-Releases are listed and not given as ranges: a range would claim a release that comes in between later.
+Releases are listed, not given as ranges: a range would include a release that is added in between later.
 """
 
 import fcntl
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-Record = Mapping[str, Iterable[Mapping[str, Any]]]  # by test, with its parameters
+Record = Mapping[str, Iterable[Mapping[str, Any]]]  # by test name with parameters
 VERSION, RELEASES = "version", "releases"
 EN_DASH = "\N{EN DASH}"
-ANY = "*"  # for the release in a test's parameters
+ANY = "*"  # in place of the release in a test's parameters
 
 
 def read(path: Path) -> dict[str, list[Row]]:
-    """The rows of each test, each with its "version", in the order of their text; nothing if there is no file."""
+    """The rows of each test, each with its "version", sorted by test; empty without a file."""
     stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     found: dict[str, list[Row]] = {}
     for test, rows in stored.items():
@@ -40,10 +40,10 @@ def read(path: Path) -> dict[str, list[Row]]:
 
 
 def write(path: Path, record: Record) -> None:
-    """Store the rows of all tests, which must have a "version" each.
+    """Store the rows of all tests; each row needs a "version".
 
     Raises:
-        ValueError: a test's rows cannot be told from those of another release.
+        ValueError: a test's parameters do not name the release, or contain `*`.
     """
     releases: dict[str, dict[str, list[str]]] = {}
     for test, rows in record.items():
@@ -57,7 +57,7 @@ def write(path: Path, record: Record) -> None:
 
 
 def add(path: Path, record: Record) -> None:
-    """Put the rows of tests in place of those of earlier runs, beside those of other tests."""
+    """Replace the rows of these tests from earlier runs, and keep those of other tests."""
     if not record:
         return
     path.parent.mkdir(exist_ok=True)
@@ -67,11 +67,11 @@ def add(path: Path, record: Record) -> None:
 
 
 def ranges(versions: Iterable[str], known: Sequence[str]) -> str:
-    """Releases, and for those that follow each other the first and the last of them.
+    """Releases as text; consecutive ones are a range from the first to the last.
 
     Args:
         versions: some of `known`.
-        known: all releases of a package, oldest first; a range has every one that lies in it.
+        known: all releases of a package, oldest first; a range contains each of them between its ends.
     """
     chosen = set(versions)
     runs: list[list[str]] = []
@@ -98,5 +98,5 @@ def _lines(releases: Mapping[str, list[str]]) -> str:
 
 
 def _numbers(version: str) -> list[int]:
-    """Of a release, for its order; none of a main branch."""
+    """The numbers of a release, as a sort key; empty for a main branch."""
     return [int(number) for number in re.findall(r"\d+", version)]

@@ -1,6 +1,6 @@
-"""Everything in a checkpoint, taken away in turn.
+"""Remove or replace each part of a checkpoint in turn.
 
-Each file, key and tensor is deleted, or replaced by what lies beside it or by what the next save has in its place.
+Each file, key and tensor is deleted, or replaced by its neighbor or by its counterpart in the next save.
 """
 
 import os
@@ -20,20 +20,20 @@ from torch_dist_indexes import INDEX, changed_index
 
 DELETED, NEIGHBOR, NEXT_STEP = "deleted", "from its neighbor", "from the next step"
 Key = tuple[Any, ...]
-# What is not looked into: the run's configuration, and how a conversion cuts parameters up, which no load reads.
+# Handled as one value: the run's configuration, and how a conversion splits parameters, which no load reads.
 AS_ONE = ("ds_config", "universal_checkpoint_info")
-TENSOR, CHUNK = "tensor", "chunk"  # in an index
-OBJECT = "taken out.pt"  # what an index calls an object, as a file
+TENSOR, CHUNK = "tensor", "chunk"  # kinds of index entries
+OBJECT = "taken out.pt"  # file for the bytes of an index object
 
 
 @dataclass(frozen=True)
 class Change:
-    """One of them."""
+    """One removal or replacement."""
 
     how: str
     file: str  # in the checkpoint's folder, or an object of the index
-    key: Key = ()  # in the file's value; empty: the whole file
-    source: Key | str = ()  # of a neighbor: its key or file
+    key: Key = ()  # in the file's value; empty: the complete file
+    source: Key | str = ()  # the neighbor's key or file
 
     def __str__(self) -> str:
         where = "".join(f"[{part!r}]" for part in self.key)
@@ -41,7 +41,7 @@ class Change:
 
 
 def changes(folder: Path, later: Path) -> Iterator[Change]:
-    """All of a checkpoint; `later` is the next one of the run."""
+    """All changes of a checkpoint; `later` is the run's next checkpoint."""
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     arrays = sorted(str(path.parent.relative_to(folder)) for path in folder.rglob(".zarray"))
     ranks = sorted(path.name for path in folder.glob("mp_rank_*") if path.is_dir())
@@ -61,14 +61,14 @@ def changes(folder: Path, later: Path) -> Iterator[Change]:
 
 
 def _like(file: str, files: list[str]) -> str:
-    """The file beside this one whose name differs in its numbers alone."""
+    """A file whose name differs only in digits."""
     shape = "".join("0" if c.isdigit() else c for c in file)
     own = [f for f in files if "".join("0" if c.isdigit() else c for c in f) == shape and f != file]
     return own[0] if own else ""
 
 
 def _alike(folder: Path, array: str, arrays: list[str]) -> str:
-    """The next array of the same shape and type."""
+    """The next array with the same metadata."""
     own = (folder / array / ".zarray").read_bytes()
     at = arrays.index(array)
     found = (other for other in (*arrays[at + 1 :], *arrays[:at]) if (folder / other / ".zarray").read_bytes() == own)
@@ -76,14 +76,14 @@ def _alike(folder: Path, array: str, arrays: list[str]) -> str:
 
 
 def _content(path: Path) -> Any:
-    """Of a file, or of all in a folder."""
+    """The bytes of a file, or of each file in a folder."""
     if path.is_file():
         return path.read_bytes()
     return {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
 
 
 def _in_index(folder: Path, later: Path) -> Iterator[Change]:
-    """Each tensor, chunk and object that the index of torch.distributed.checkpoint has."""
+    """The changes of each tensor, chunk and object in the index of torch.distributed.checkpoint."""
     with changed_index(folder) as index:
         names, places = list(index.state_dict_metadata), index.storage_data
         objects = [key.fqn for key in places if key.offset is None]
@@ -109,7 +109,7 @@ def _in_index(folder: Path, later: Path) -> Iterator[Change]:
 
 
 def _taken_out(folder: Path, name: str, scratch: str, called: str) -> Path:
-    """A file of what an object's bytes are."""
+    """Write an object's bytes to a file; return its path."""
     with changed_index(folder) as index:
         (place,) = [place for key, place in index.storage_data.items() if key.fqn == name]
     path = Path(scratch, called, OBJECT)
@@ -125,7 +125,7 @@ def _put_back(folder: Path, name: str, path: Path) -> None:
 
 
 def _append(folder: Path, index: Any, key: Any, data: bytes) -> None:
-    """Write what an entry has to the end of its file."""
+    """Append an entry's new data to its file."""
     place = index.storage_data[key]
     with open(folder / place.relative_path, "ab") as file:
         place.offset, place.length = file.tell(), file.write(data)
@@ -199,7 +199,7 @@ def _at(value: Any, key: Key) -> Any:
 
 
 def _neighbor(value: Any, key: Key, found: Any) -> Key | None:
-    """The next entry of the same kind beside it."""
+    """The key of the next sibling entry of the same kind."""
     holder = _at(value, key[:-1])
     names = (
         list(holder.fields if isinstance(holder, Instance) else holder)
@@ -223,7 +223,7 @@ def _same(path: Path, one: Any, other_path: Path, other: Any) -> bool:
 
 
 def make(change: Change, folder: Path, later: Path) -> None:
-    """Change a copy of the checkpoint."""
+    """Apply a change to a copy of the checkpoint."""
     path, then = folder / change.file, later / change.file
     if change.file == INDEX and change.key:
         _change_index(change, folder, later)

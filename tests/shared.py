@@ -1,4 +1,4 @@
-"""What is costly is made once a run of the tests, by whichever of its processes asks for it first."""
+"""Create costly files once per test run, in the test process that needs them first."""
 
 import atexit
 import contextlib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @functools.cache
 def folder() -> Path:
-    """One of the run; the last of its processes removes it."""
+    """The shared folder of the test run; the last of its processes removes it."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     path = Path(tempfile.gettempdir(), f"ckpt-patches-{run}")
     path.mkdir(mode=0o700, exist_ok=True)
@@ -30,9 +30,9 @@ def folder() -> Path:
 
 
 def once(name: str, make: Callable[[Path], object]) -> Path:
-    """The run's file or folder of that name, which `make` is given to write; nobody changes it after that.
+    """The test run's file or folder of that name, which `make` writes on first use; read-only afterwards.
 
-    Others wait while it is made. What was written by a call that failed is removed, and the next to ask makes it anew.
+    Other processes wait meanwhile. If `make` fails, its output is removed, and the next caller tries again.
     """
     path, done = folder() / name, folder() / f".{name}.done"
     if not done.exists():

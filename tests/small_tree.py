@@ -1,7 +1,7 @@
-"""A tree with small modules of targets' names: for tests of the engine, where a real package would say no more.
+"""A tree with small modules that have targets' names, for tests of the engine that need no real package.
 
-They call `np.product`, which the fix numpy2_product turns into `np.prod`. What else the fixes look at is there as in
-the release, with all fixes in it: in a tree that lacks it they would be missed.
+The modules call `np.product`, which the fix numpy2_product replaces by `np.prod`. Other files that fixes read are
+copied from the release with all fixes applied, so that no fix reports them as missing.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ PACKAGE_INFO = "MAJOR = 0\nMINOR = 14\nPATCH = 0\nPRE_RELEASE = ''\n"
 
 
 def make(root: Path, text: str | bytes = UPSTREAM) -> Path:
-    """Write the tree; the module's path."""
+    """Write the tree; return the module's path."""
     path = root.joinpath(*MODULE.split(".")).with_suffix(".py")
     for name, data in _others().items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def make(root: Path, text: str | bytes = UPSTREAM) -> Path:
 
 @functools.cache
 def _others() -> dict[str, bytes]:
-    """The files of the targets, with all fixes, by their paths in the tree."""
+    """The other targets' files, with all fixes applied, by path in the tree."""
     root = str(tree_of_release("megatron-core", RELEASE))
     made = plan_tree(root, CORE)
     paths = {module: module_path(root, module) for module in made.texts}
@@ -64,7 +64,7 @@ def _others() -> dict[str, bytes]:
 
 
 def make_two(root: Path) -> tuple[Path, Path]:
-    """Write the tree with two modules that one fix edits; their paths."""
+    """Write the tree with two modules that one fix edits; return their paths."""
     first = make(root)
     second = root.joinpath(*SECOND.split(".")).with_suffix(".py")
     second.write_text(UPSTREAM)
@@ -80,7 +80,7 @@ def python(
     through: Callable[..., list[str]] = lambda *command: list(command),
     stdout: int = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[str]:
-    """Run this Python with the tree first on its path, by the command that `through` makes of it; output captured."""
+    """Run this Python with the tree first on its path and capture its output; `through` wraps the command."""
     inherited = {
         k: v
         for k, v in os.environ.items()
@@ -98,7 +98,7 @@ def python(
     )
 
 
-# Prints whether the function that runs is the edited one.
+# Prints whether the loaded function is the edited one.
 IS_PATCHED = f"import {MODULE} as m; print('prod' in m.size.__code__.co_names)"
 IS_PATCHED_SECOND = IS_PATCHED.replace(MODULE, SECOND)
 
@@ -108,13 +108,13 @@ def command(*arguments: str, on: Path = Path("/"), **env: str) -> subprocess.Com
 
 
 def on_terminal(*arguments: str, on: Path = Path("/"), columns: int, **env: str) -> str:
-    """What the command prints to a terminal of so many columns."""
+    """The command's output on a terminal with this many columns."""
     main, other = pty.openpty()
     fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     python("-m", "ckpt_patches", *arguments, tree=on, env=env, check=False, stdout=other)
     os.close(other)
     shown = b""
-    with contextlib.suppress(OSError):  # the end, where the other side is closed
+    with contextlib.suppress(OSError):  # at the end, after the other side is closed
         while part := os.read(main, 1 << 16):
             shown += part
     os.close(main)

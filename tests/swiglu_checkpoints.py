@@ -1,4 +1,4 @@
-"""Checkpoints of SwiGLU by hand, cut as torch FSDP2 cuts it, or without it: rows in place, or mixed."""
+"""Handmade SwiGLU checkpoints, sharded as torch FSDP2 does or without it, with rows in place or mixed."""
 
 import argparse
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ LAYERS, FFN, HIDDEN = 2, 24, 12
 FC1, FC2 = "decoder.layers.mlp.linear_fc1", "decoder.layers.mlp.linear_fc2"
 SHAPES = {f"{FC1}.weight": (2 * FFN, HIDDEN), f"{FC1}.bias": (2 * FFN,), f"{FC2}.weight": (HIDDEN, FFN)}
 STATES = ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
-ONE_CHUNK, TWO_CHUNKS, MIXED = "one chunk", "two chunks", "mixed"  # of a shard
-Piece = tuple[int, tuple[int, ...], torch.Tensor]  # of a rank, from this element on
+ONE_CHUNK, TWO_CHUNKS, MIXED = "one chunk", "two chunks", "mixed"  # how a shard is stored
+Piece = tuple[int, tuple[int, ...], torch.Tensor]  # rank, offsets, data
 
 
 def saved(
@@ -28,9 +28,9 @@ def saved(
     numbered: bool = False,
     without: str = "",
 ) -> dict[str, torch.Tensor]:
-    """Write it; its tensors.
+    """Write a checkpoint; return its tensors.
 
-    Layers are along the first axis, or, where they are `numbered`, have tensors of their own.
+    Layers are along the first axis or, if `numbered`, have separate tensors.
     """
     old, truth = Old(folder), dict[str, torch.Tensor]()
     for seed, state in enumerate(STATES):
@@ -64,7 +64,7 @@ def _of_fc2(whole: torch.Tensor, tensor_parallel: int, data_parallel: int, how: 
 
 
 def _rows(whole: torch.Tensor, tensor_parallel: int, data_parallel: int, how: str) -> Iterator[Piece]:
-    """Of [W; V]."""
+    """The pieces of [W; V]."""
     of_w, of_v = (half.chunk(tensor_parallel) for half in whole.chunk(2))
     for rank, rows in enumerate(torch.cat(own) for own in zip(of_w, of_v, strict=True)):
         for place, shard in enumerate(rows.chunk(data_parallel)):

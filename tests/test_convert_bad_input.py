@@ -220,6 +220,14 @@ def test_the_bias_of_sub_parameters_is_refused_where_nothing_states_its_own(tmp_
     check_refused(parallel("fused_bias")["fused_bias"], tmp_path / "out", expected)
 
 
+def test_a_stage_with_other_param_groups_is_refused(tmp_path: Path) -> None:
+    """A load would give all stages those of the first."""
+    folder = shutil.copytree(parallel("megatron")["megatron"], tmp_path / "in" / "global_step7")
+    for path in folder.glob("*_mp_rank_0[23]_optim_states.pt"):
+        changed(path, lambda s: s["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0].update(lr=1.0))
+    check_refused(folder, tmp_path / "out", "has the param groups of the first pipeline stage alone")
+
+
 def test_the_undamaged_twin(folder: Path, tmp_path: Path) -> None:
     ours(folder, tmp_path / "out" / "universal")
 

@@ -31,7 +31,7 @@ def save(delivery: str, folder: Path, *options: object, ranks: int = 2) -> None:
 
 
 def load(delivery: str, folder: Path, *options: object, ranks: int = 2) -> tuple[list[Any], bool, str]:
-    """Whose random numbers come next for experts, whether the others are the saved ones, and the warning."""
+    """The saved rank of each rank's expert RNG state, whether other states are the saved ones, and the warning."""
     found = line(delivery, "load", folder, *options, ranks=ranks)
     assert found["error"] == ""
     assert len(found["said"]) < 2
@@ -70,7 +70,7 @@ def test_in_another_layout_states_are_ignored(ep: int, ranks: int, form: tuple[s
 @pytest.mark.long
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_expert_tensor_parallel_ranks_of_their_own(ep: int, tmp_path: Path) -> None:
-    """With TP 2, ETP 1 and four ranks: with EP 4 alone the data-parallel ranks have different experts."""
+    """States are lost only with EP 4, where, at TP 2 and ETP 1, data-parallel ranks have different experts."""
     options = ("--tp", 2, "--etp", 1, "--ep", ep)
     save("none", tmp_path / "none", *options, ranks=4)
     assert load("none", tmp_path / "none", *options, ranks=4) == ([0, 1, 0, 1], True, "")
@@ -108,7 +108,7 @@ def test_without_experts_nothing_changes(form: tuple[str, ...], tmp_path: Path) 
 
 
 def test_in_fsdp_dtensor_it_is_not_known_whose_the_experts_state_is(tmp_path: Path) -> None:
-    """torch has each of the keys that ranks share written by the rank that writes the least so far."""
+    """The rank of a saved state is unknown: torch lets the rank that wrote the least so far write a shared key."""
     options = ("--ep", 4, *FSDP)
     save("none", tmp_path, *options, ranks=4)
     experts, model, said = load("none", tmp_path, *options, ranks=4)
@@ -139,7 +139,7 @@ def test_without_the_fix_the_load_of_its_fsdp_dtensor_fails(
 
 
 def test_what_was_saved_in_fsdp_dtensor_has_the_state_of_each_tensor_parallel_rank(tmp_path: Path) -> None:
-    """Since 0.19 they all ask for that of the first."""
+    """With the fix, each rank loads its own state; since 0.19, upstream loads the first rank's."""
     options = ("--tp", 2, "--ep", 1, *FSDP)
     save("none", tmp_path, *options)
     assert load("none", tmp_path, *options) == ([0, 0], False, "")

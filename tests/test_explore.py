@@ -1,4 +1,4 @@
-"""The explorer: cases that it draws, those that it has found, and that its judge can say no."""
+"""The explorer: its drawn cases and its corpus are right, and its judge detects errors."""
 
 import json
 from dataclasses import replace
@@ -26,10 +26,10 @@ from upstream import newest, newest_affected
 Case = dict[str, Any]
 CORPUS = kept()
 NEWEST = {package: Stack(package, newest(space.distribution)) for package, space in SPACES.items()}
-# Of those drawn with these numbers the ones that can be resumed.
+# The numbers of drawn cases that can be resumed.
 SAMPLE = {"deepspeed": (3, 6, 10, 12, 14, 15, 18, 19, 20, 21, 22, 27, 31, 32, 38), "megatron": (1, 2, 3, 4, 6)}
 TOOLS = ("audit", "fingerprint")
-MORE = 10  # of each package: right, or loud
+MORE = 10  # cases per package: right, or loud
 SMALL = {
     "deepspeed": complete(
         {"package": "deepspeed", "ranks": 2, "nodes": 1, "run": {}, "load": {"ranks": 2, "nodes": 1}}
@@ -61,7 +61,7 @@ def test_no_drawn_case_is_silent(package: str, number: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", CORPUS)
 def test_what_was_found_is_right_with_the_fixes_and_silent_or_loud_without_one(name: str) -> None:
-    """A case of the corpus is named after the fix that it needs, or after the tool that was wrong."""
+    """Each case needs the fix in its name; one named after a tool is right."""
     known, fix = CORPUS[name], name.partition("-")[0]
     case = known["case"]
     if fix in TOOLS:
@@ -128,7 +128,7 @@ def test_a_case_is_plain_data_and_the_same_for_a_seed(package: str) -> None:
 def test_a_case_shrinks_to_what_it_needs(
     package: str, needed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a judge that looks at some options alone; of 100 cases those that have all of them."""
+    """A case shrinks to the options that a stub judge needs; tries those of 100 cases that have all of them."""
     tried: list[Case] = []
     plain, stack = SPACES[package].plain, NEWEST[package]
 
@@ -175,7 +175,7 @@ def test_a_repair_of_a_whole_checkpoint_is_silent(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_repair_that_leaves_other_elements_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It repairs a main parameter, and then there are other moments."""
+    """A repair of a main parameter that also changes moments is silent."""
 
     def spoiled(path: Path, output: Path, older: Path | None, workers: int) -> Any:
         result = repair(path, output, older, workers)
@@ -239,7 +239,7 @@ def test_a_fingerprint_that_is_wrong_is_silent(
 
 
 def change_a_moment(checkpoint: Path) -> None:
-    """The lowest bit of its elements."""
+    """Flip the lowest bit of its elements."""
     found = audit(checkpoint, 1).checkpoint
     shard = next(shard for shard in found.shards if EXP_AVG in shard.streams)
     change_elements(found, shard, EXP_AVG, 0, lambda bits: bits ^ 1)

@@ -1,4 +1,4 @@
-"""`ckpt-patches fingerprint`: real checkpoints have the numbers of the state that the run held, in any layout."""
+"""`ckpt-patches fingerprint`: real checkpoints have the fingerprints of the run's state, in any layout."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ KINDS = ["stage1", "stage2", "stage3"]
 
 @pytest.fixture(scope="module", params=KINDS)
 def checkpoint(request: pytest.FixtureRequest) -> Path:
-    """Of eight ranks, most of which hold parts of a parameter and padding."""
+    """A checkpoint of eight ranks; most have parts of a parameter, and padding."""
     return trained(RELEASE, request.param)[request.param]
 
 
@@ -37,13 +37,13 @@ def copy(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def by_formula(tensor: torch.Tensor) -> int:
-    """Element by element."""
+    """The fingerprint, element by element."""
     bits = tensor.detach().float().flatten().numpy().view(np.uint32).tolist()
     return sum(mix(index, value) for index, value in enumerate(bits)) % MODULUS
 
 
 def test_a_zero_checkpoint_has_those_of_the_live_state(checkpoint: Path) -> None:
-    """Which the run gathered by DeepSpeed's own functions when it saved."""
+    """Fingerprints equal those of the live state, which DeepSpeed's own functions gathered at the save."""
     truth = torch.load(checkpoint.parent / "truth.pt")
     expected = {(name, state_named(key)): by_formula(states[key]) for name, states in truth.items() for key in KEYS}
     found = list(fingerprints(checkpoint))
@@ -52,7 +52,7 @@ def test_a_zero_checkpoint_has_those_of_the_live_state(checkpoint: Path) -> None
 
 
 def test_a_universal_checkpoint_has_those_of_its_zero_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
-    """By upstream's converter and by ours."""
+    """Upstream's converter and ours keep fingerprints."""
     assert convert(tmp_path / "upstream", checkpoint, version=RELEASE, delivery="hook") == {checkpoint.parent.name: ""}
     ours(checkpoint, tmp_path / "ours")
     expected = sorted(fingerprints(checkpoint))
@@ -66,7 +66,7 @@ def test_of_tensor_parallel_ranks_they_are_those_of_the_whole_parameter(case: st
     assert convert(tmp_path, source, version=RELEASE, delivery="hook") == {case: ""}
     found = sorted(fingerprints(source))
     assert sorted(universal_states.fingerprints(tmp_path / case)) == found
-    if case == "megatron":  # the others have classes beside the tensors that torch does not load by itself
+    if case == "megatron":  # the others contain classes that torch does not load by itself
         states = converted(tmp_path / case)
         expected = {(name, state_named(key)): by_formula(of[key]) for name, of in states.items() for key in KEYS}
         assert {(one.parameter, one.state): one.value for one in found} == expected

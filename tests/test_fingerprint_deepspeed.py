@@ -1,4 +1,4 @@
-"""A resume of DeepSpeed is proven where it is exact, at every stage, ordinary and universal; and else it is not."""
+"""Only exact resumes of DeepSpeed are proven, at every stage, from ordinary and universal checkpoints."""
 
 import json
 import shutil
@@ -21,16 +21,16 @@ ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
 NEWEST, OTHER = newest("deepspeed"), newest_affected("zero3_fragment_bounds")[1]
 CASES = ["stage0-2", "stage1-2", "stage2-2", "stage3-2", "bf16_optimizer-2"]
 ROUND_ROBIN = (
-    "stage2_round_robin-2"  # with it upstream's links, and so its universal checkpoints, are of other parameters
+    "stage2_round_robin-2"  # upstream then links parameters to others' state, also in its universal checkpoints
 )
 CASES.append(ROUND_ROBIN)
 if all_releases():
     CASES = [f"{kind}-{groups}" for kind in KINDS for groups in (1, 2)]
-PARAMETERS = {"pipeline": 6}  # of other kinds 7
+PARAMETERS = {"pipeline": 6}  # 7 for other kinds
 
 
 def output(version: str, *arguments: str | Path, ranks: int, env: dict[str, str] | None = None) -> tuple[Any, str]:
-    """What the program found, by case, and all that it printed."""
+    """The program's results by case, and all of its output."""
     options = ("--ranks", str(ranks), "--node", str(ranks))
     on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": "hook"}
     done = run(PROGRAM, *arguments, *options, env={**ON, **(env or {})}, **on)
@@ -38,7 +38,7 @@ def output(version: str, *arguments: str | Path, ranks: int, env: dict[str, str]
 
 
 def trained(version: str, ranks: int = 2) -> Path:
-    """The folder with what was saved of every case, and `universal` beside it where there is such a thing."""
+    """The folder with the checkpoint of every case, and `universal` beside it if it was converted."""
 
     def train(folder: Path) -> None:
         output(version, "train", folder, *CASES, ranks=ranks)
@@ -76,7 +76,7 @@ def test_every_exact_resume_is_proven_whole(version: str, tag: str, saved: int, 
     for case in loaded:
         number = PARAMETERS.get(case.rpartition("-")[0], 7)
         assert f"resume proven: {number} parameters, {3 * number} states, " in log
-        assert exact(found[str(folder / case)]) or ranks != saved  # whose losses are rounded otherwise
+        assert exact(found[str(folder / case)]) or ranks != saved  # where losses are rounded differently
 
 
 @pytest.mark.parametrize("case", [*CASES[1:4], ROUND_ROBIN])
@@ -91,7 +91,7 @@ def test_the_files_are_what_the_run_has_recorded(case: str, capsys: pytest.Captu
 
 
 def test_a_conversion_of_other_parameters_data_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As upstream's converter makes one of a run with round_robin_gradients; with its fix it is what was recorded."""
+    """A conversion with another parameter's data is found, such as upstream's of a run with round_robin_gradients."""
     folder = trained(NEWEST) / ROUND_ROBIN / "universal"
     assert command_line.main(["fingerprint", str(folder)]) == 0
     mixed = shutil.copytree(folder, tmp_path / "universal")
@@ -115,7 +115,7 @@ def test_the_number_goes_through_our_conversion_into_the_run_that_loads(
 
 
 def test_what_is_not_as_recorded_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One bit of a moment, as nothing but the record tells."""
+    """One flipped bit of a moment, which only the record detects, stops a conversion."""
     source = tmp_path / "stage1-2"
     shutil.copytree(trained(NEWEST) / "stage1-2" / "global_step2", source)
     found = zero_reader.read(source)
@@ -149,7 +149,7 @@ def test_a_run_without_it_loads_such_a_checkpoint_as_ever(off: dict[str, str]) -
 def test_a_record_that_a_run_without_it_has_saved_again_proves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As of a client's state that is loaded, kept, and saved two steps later; the newest release refuses to."""
+    """A record in client state that is loaded and saved again later proves nothing; the newest release refuses that."""
     folder = tmp_path / "stage1-1"
     output(OTHER, "train", tmp_path, folder.name, ranks=2)
     output(OTHER, "resume", folder, "--save", "again/stage1-1", ranks=2, env={"CKPT_PATCHES_FINGERPRINT": "0"})

@@ -1,6 +1,7 @@
-"""With each fix of DeepSpeed switched off, what its bug does to a state is caught: by a load, or by the files.
+"""With each fix of DeepSpeed switched off, the damage of its bug to a state is detected: at load, or in the files.
 
-By nobody but the record of the save. The bugs that die are their own fixes' tests; docs/fingerprint.md has the list.
+Only the record of the save detects it. Bugs that raise errors are in their own fixes' tests; docs/fingerprint.md has
+the list.
 """
 
 import shutil
@@ -29,7 +30,7 @@ CAUGHT = "FingerprintError: fingerprint: the state after the load is not what wa
 
 
 class Bug(NamedTuple):
-    """Where a fix's bug shows."""
+    """A fix, and where its bug shows."""
 
     fix: str
     release: str
@@ -55,7 +56,7 @@ def output(bug: Bug, *arguments: str | Path) -> CompletedProcess[str]:
 
 
 def resumed(bug: Bug, folder: Path) -> str:
-    """All that a run says that resumes what another one has saved, both without the fix."""
+    """The output of a run that resumes another run's checkpoint, both without the fix."""
     output(bug, "train", folder, bug.case)
     case = folder / bug.case
     if bug.tag:
@@ -76,7 +77,7 @@ def test_a_load_is_caught(bug: Bug, tmp_path: Path) -> None:
 
 
 def test_other_rates_are_said(tmp_path: Path) -> None:
-    """Settings that differ are an error; a schedule may change the rate."""
+    """Other rates are a warning, since a schedule may change them; other settings are an error."""
     bug = Bug("universal_group_settings", "0.14.0", "stage1-2", "universal", "")
     said = resumed(bug, tmp_path)
     assert "WARNING: resume proven: 7 parameters, 21 states" in said
@@ -84,7 +85,7 @@ def test_other_rates_are_said(tmp_path: Path) -> None:
 
 
 def test_moments_of_the_first_group_alone(tmp_path: Path) -> None:
-    """After a step; before one such a load dies."""
+    """The bug is detected after a step; before one, such a load fails."""
 
     def program(*arguments: str | Path, skip: str) -> CompletedProcess[str]:
         env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": skip}
@@ -100,7 +101,7 @@ def test_moments_of_the_first_group_alone(tmp_path: Path) -> None:
 
 
 def test_ranks_in_the_order_of_their_names_are_caught_by_the_files(tmp_path: Path) -> None:
-    """Of more than ten ranks, which are not run here: the record is made of the files that they would have saved."""
+    """The wrong order of more than ten ranks is detected; the record is built from crafted files, without a run."""
     source = tmp_path / "11" / "global_step2"
     shutil.copytree(of_ranks(11), source)
     states = {(one.parameter, one.state): State(one.numel, one.value) for one in fingerprints(source)}
@@ -113,7 +114,7 @@ def test_ranks_in_the_order_of_their_names_are_caught_by_the_files(tmp_path: Pat
 
 
 def test_a_second_universal_load_that_leaves_the_masters_as_they_are(tmp_path: Path) -> None:
-    """What a step takes is right after the first one; what `safe_get_full_fp32_param` gives is no state."""
+    """The second load is detected. The result of `safe_get_full_fp32_param` is not part of the state."""
 
     def program(*arguments: str | Path, skip: str) -> str:
         env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": skip}
@@ -128,7 +129,7 @@ def test_a_second_universal_load_that_leaves_the_masters_as_they_are(tmp_path: P
 
 
 def test_experts_of_another_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """One expert-parallel rank has saved all of them, and two load."""
+    """Another rank's experts are detected if one rank saved and two load."""
 
     def program(*arguments: str | Path, skip: str = "") -> str:
         env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": skip}
@@ -150,7 +151,7 @@ def test_experts_of_another_rank(tmp_path: Path, capfd: pytest.CaptureFixture[st
 
 
 def test_frozen_parameters_and_buffers_are_proven_and_missed() -> None:
-    """Of stages 1 and 3, loaded on another number of ranks; upstream loads neither."""
+    """With the fix, both are proven at stages 1 and 3 on another number of ranks; upstream loads neither."""
     demonstration = demonstrations()["universal_frozen_and_buffers"]
     program = [sys.executable, str(demonstration.path), SHORT]
     environ = {**environment_for(tree("deepspeed", newest("deepspeed")), "hook"), "CKPT_PATCHES_FINGERPRINT": "1"}

@@ -1,4 +1,4 @@
-"""Fingerprints of Megatron's checkpoints: of the whole tensors that torch and zarr load, whatever they are cut into."""
+"""Fingerprints of Megatron's checkpoints: those of the complete tensors that torch and zarr load, in any sharding."""
 
 import shutil
 from pathlib import Path
@@ -38,9 +38,9 @@ def found_in(path: Path) -> dict[tuple[str, str], int]:
 def loaded_by_zarr(path: Path) -> dict[str, torch.Tensor]:
     tensors = {}
     folders = [file.parent for file in path.glob("*/.zarray")]
-    for folder in [one for one in folders if one.suffix != ".sync"]:  # that is one of locks
+    for folder in [one for one in folders if one.suffix != ".sync"]:  # a folder of locks
         metadata = (folder / ".zarray").read_text()
-        if "bfloat16" in metadata:  # which it does not know, and stores as these integers
+        if "bfloat16" in metadata:  # which zarr does not know and stores as these integers
             copy = path.parent / "as_integers" / folder.name
             shutil.copytree(folder, copy)
             (copy / ".zarray").write_text(metadata.replace("bfloat16", "<i2"))
@@ -52,7 +52,7 @@ def loaded_by_zarr(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", [*some(TORCH_DIST), *some(ZARR)])
 def test_they_are_those_of_what_torch_or_zarr_loads(name: str, tmp_path: Path) -> None:
-    """Of zarr in chunks of each tensor-parallel rank, which data-parallel ranks have written ranges of."""
+    """The fingerprints are equal. In zarr, data-parallel ranks wrote ranges of a tensor-parallel rank's chunks."""
     path = Path(shutil.copytree(EVERY[name].path, tmp_path / "checkpoint"))
     tensors = (loaded_by_zarr if name in ZARR else loaded_by_torch)(path)
     expected = {parameter_and_state(key): by_formula(t) for key, t in tensors.items() if t.dtype in FLOATS}
@@ -64,7 +64,7 @@ def test_they_are_those_of_what_torch_or_zarr_loads(name: str, tmp_path: Path) -
 def test_a_migrated_checkpoint_has_those_of_the_old_one(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The old one holds flattened ranges, and the new one boxes."""
+    """Its fingerprints are equal, though flattened ranges became n-dimensional boxes."""
     old, new = EVERY[name].path, tmp_path / "new"
     assert command_line.main(["migrate", str(old), "--output", str(new), "--no-sync"]) == 0
     capsys.readouterr()
@@ -87,7 +87,7 @@ def test_buckets_are_said_to_be_left_out(name: str, capsys: pytest.CaptureFixtur
 def test_tensors_that_no_32_bit_float_holds_are_said_to_be_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is neither said nor counted would look proven."""
+    """Such tensors are reported; otherwise they would look proven."""
     doubles, numbers = torch.ones(3, dtype=torch.float64), torch.arange(4)
     save({"a": torch.ones(2), "b": doubles, "c": numbers, "d": doubles}, checkpoint_id=tmp_path, no_dist=True)
     assert command_line.main(["fingerprint", str(tmp_path)]) == 0
@@ -120,7 +120,7 @@ SHAPES = st.one_of(st.lists(SIZES, min_size=1, max_size=4), st.sampled_from([[3,
 
 @given(shape=SHAPES, data=st.data())
 def test_boxes_that_fill_a_tensor_add_up(shape: list[int], data: st.DataObject) -> None:
-    """Cut along every axis, and each box in two runs, as ranks write it."""
+    """Boxes cut along every axis, each in two runs, as ranks write it, add up to the tensor."""
     cuts = [sorted({0, size, data.draw(st.integers(0, size))}) for size in shape]
     whole = np.random.default_rng(len(shape)).integers(0, 2**32, tuple(shape), dtype=np.uint32)
     total = 0

@@ -1,4 +1,4 @@
-"""The fingerprint of a tensor does not care how it is divided, and cares for every bit and every place."""
+"""The fingerprint of a tensor depends on every bit and its position, and not on how the tensor is divided."""
 
 import itertools
 
@@ -13,10 +13,10 @@ from hypothesis.extra.numpy import arrays
 from ckpt_patches.fingerprint import on_device
 from ckpt_patches.fingerprint.element_hash import MODULUS, ROW, mix, of_places, of_run, scrambled, sums_of_rows
 
-# Few values, so that equal ones meet, and those of 16-bit floats, whose low half is zero.
+# A few values, so that equal ones occur, and those of 16-bit floats, whose low half is zero.
 VALUES = st.one_of(st.sampled_from([0, 1, 0x3F800000, 0x80000000]), st.integers(0, 2**32 - 1))
 TENSORS = arrays(np.uint32, st.integers(2, 200), elements=VALUES)
-# Around the ends of rows, where another factor comes in.
+# Around the ends of rows, where the factor changes.
 BEGINS = st.sampled_from([0, 1, 7, ROW - 100, ROW - 1, ROW, 3 * ROW - 5, 2**40 - 50])
 
 
@@ -35,12 +35,12 @@ def long(seed: int, rows: float) -> npt.NDArray[np.uint32]:
     ],
 )
 def test_what_one_element_adds(index: int, bits: int, expected: int) -> None:
-    """The test vectors of docs/fingerprint.md."""
+    """One element adds the value in docs/fingerprint.md's test vectors."""
     assert mix(index, bits) == expected
 
 
 def test_the_scrambler_is_splitmix64() -> None:
-    """The first numbers that the authors' program gives from a state of 1234567."""
+    """The first numbers equal those of the authors' program from state 1234567."""
     state = 1234567
     found = [scrambled((state + step * 0x9E3779B97F4A7C15) % MODULUS) for step in range(3)]
     assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
@@ -57,7 +57,7 @@ def test_a_run_is_the_sum_of_its_elements(bits: npt.NDArray[np.uint32], begin: i
     seed=st.integers(0, 9), begin=BEGINS, rows=st.sampled_from([2, 2.5, 3]), cuts=st.lists(st.floats(0, 1), max_size=4)
 )
 def test_any_split_gives_the_same_sum(seed: int, begin: int, rows: float, cuts: list[float]) -> None:
-    """Whole rows, which are taken two elements at a time, in one piece and in many."""
+    """Complete rows, which are taken two elements at a time, give the same sum in one piece and in many."""
     bits = long(seed, rows)
     ends = sorted({0, len(bits), *(int(cut * len(bits)) for cut in cuts)})
     parts = [of_run(bits[first:last], begin + first) for first, last in itertools.pairwise(ends)]
@@ -75,7 +75,7 @@ def test_one_flipped_bit_gives_another(bits: npt.NDArray[np.uint32], begin: int,
 
 @given(bits=TENSORS, begin=BEGINS, data=st.data())
 def test_two_swapped_slices_give_another(bits: npt.NDArray[np.uint32], begin: int, data: st.DataObject) -> None:
-    """Of one element or of many."""
+    """Swapping slices of one or more elements changes the sum."""
     numel = data.draw(st.integers(1, len(bits) // 2))
     one = data.draw(st.integers(0, len(bits) - 2 * numel))
     other = data.draw(st.integers(one + numel, len(bits) - numel))
@@ -92,7 +92,7 @@ def test_another_place_gives_another(bits: npt.NDArray[np.uint32], begin: int, b
 
 @given(numel=st.integers(1, 200), begin=BEGINS)
 def test_zeros_count(numel: int, begin: int) -> None:
-    """So that elements that are missing are not taken for zeros."""
+    """Each zero changes the sum, so missing elements are not taken for zeros."""
     assert of_run(np.zeros(numel, np.uint32), begin) != of_run(np.zeros(numel - 1, np.uint32), begin)
 
 
@@ -114,7 +114,7 @@ def test_sums_of_rows_are_those_of_the_formula(seed: int, rows: int, offset: int
     assert int(sums_of_rows(bits)[-1]) == last % MODULUS
 
 
-# The device's arithmetic, which is torch's anywhere: on the CPU it is the same
+# Arithmetic on devices: torch's, with the same results on the CPU
 
 
 def as_tensor(bits: npt.NDArray[np.uint32]) -> torch.Tensor:
@@ -128,6 +128,6 @@ def test_on_a_device_a_run_is_the_same(bits: npt.NDArray[np.uint32], begin: int)
 
 @given(seed=st.integers(0, 9), begin=BEGINS, rows=st.sampled_from([2, 2.5, 3]), cut=st.integers(0, 5000))
 def test_on_a_device_whole_rows_are_the_same(seed: int, begin: int, rows: float, cut: int) -> None:
-    """Wherever they begin in memory."""
+    """Their sum is the same at any offset in memory."""
     bits = long(seed, rows)
     assert on_device.of_run(as_tensor(bits)[cut:], begin + cut) == of_run(bits[cut:], begin + cut)

@@ -1,4 +1,4 @@
-"""A load is held against the record of the save, and what differs is named with what it looks like."""
+"""A load is compared with the record of the save, and each difference is named with its likely cause."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ def some(seed: int = 0) -> Tensors:
 
 
 def live(tensors: Tensors, **changed: Any) -> Live:
-    """All on one rank."""
+    """A live state, all on one rank."""
 
     def parts() -> Iterator[Part]:
         for (name, state), tensor in tensors.items():
@@ -46,7 +46,7 @@ def live(tensors: Tensors, **changed: Any) -> Live:
 
 
 def difference(tensors: Tensors) -> Difference:
-    """The one between the usual tensors and these."""
+    """The only difference between the default tensors and these."""
     (found,) = verdict_of(live(tensors), recorded(live(some()))).differences
     return found
 
@@ -61,7 +61,7 @@ def test_a_state_that_is_what_was_saved_is_proven(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_record_stands_in_a_checkpoint_as_plain_numbers() -> None:
-    """Which torch loads with weights_only, and others print."""
+    """A record is plain: torch loads it with weights_only, and other tools can print it."""
     plain = recorded(live(some()))
     again = json.loads(json.dumps(plain, default=str))
     assert again["states"]["first.weight"]["master"][:2] == plain["states"]["first.weight"]["master"][:2]
@@ -93,7 +93,7 @@ def test_what_differs_is_named_with_what_it_looks_like(tensor: torch.Tensor, kin
 
 
 def test_a_state_that_is_not_there_is_missing() -> None:
-    """A parameter that is not there is another run's."""
+    """A missing state is an error; a missing parameter is another model's and only unproven."""
     tensors = some()
     del tensors[FIRST]
     assert difference(tensors).kind == verdicts.MISSING
@@ -104,7 +104,7 @@ def test_a_state_that_is_not_there_is_missing() -> None:
 
 
 def test_a_setting_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the rate, which a schedule sets."""
+    """Any setting that differs is an error, except for the rate, which a schedule sets."""
     monkeypatch.delenv("CKPT_PATCHES_FINGERPRINT", raising=False)
     assert not verdict_of(live(some(), lr=1.0, betas=(0.9, 0.95)), recorded(live(some()))).is_wrong
     with pytest.raises(FingerprintError, match=r"^fingerprint: .* 0 states and 3 settings of 3 parameters differ"):
@@ -124,7 +124,7 @@ UNREADABLE = [
     ({"format": 1, "states": 3}, "expected a record of fingerprints, found dict"),
 ]
 NOTHING = "fingerprint: nothing is proven of this resume\n  not proven: the checkpoint: "
-# Of another step, it is no record of this checkpoint; a run that recorded nothing could not.
+# A record of another step is not of this checkpoint: a run without fingerprints saved it again.
 NO_RECORD = [
     (None, "it has no fingerprint: it was saved without CKPT_PATCHES_FINGERPRINT"),
     (of_step({**recorded(live(some())), STEP: 3}, 4), "the record is of step 3, and the checkpoint of step 4"),
@@ -159,7 +159,7 @@ def test_a_record_that_cannot_be_read_is_an_error(
 def test_a_load_of_which_nothing_can_be_compared_is_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As with other names of all parameters; where something is proven, the rest is named."""
+    """Nothing proven is an error, as with other names of all parameters; one proven state is enough."""
     monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", "1")
     renamed = {(f"module.{name}", state): tensor for (name, state), tensor in some().items()}
     with pytest.raises(FingerprintError, match=r"nothing is proven of this resume\n.*: this run has no such parameter"):
@@ -182,13 +182,13 @@ def test_another_padding_of_the_vocabulary_and_another_dtype_prove_nothing() -> 
 
 
 def test_a_note_in_a_state_dict_that_others_write_is_nothing() -> None:
-    """As of Megatron's local checkpoints, which are pickled whole."""
+    """The note is pickled as None; Megatron's local checkpoints pickle the full state dict."""
     note = live(some())
     assert pickle.loads(pickle.dumps({"note": note})) == copy.deepcopy({"note": note}) == {"note": None}
 
 
 def prove_as_a_stage(rank: int, port: int) -> tuple[list[str], dict[str, str]]:
-    """Each rank has a buffer that no other has, as the stages of a pipeline have, and the second lacks one later."""
+    """Prove a rank with a buffer that no other rank has, like pipeline stages; later the second rank lacks one."""
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     buffers = {f"{verdicts.BUFFER}{rank}": {"value": "a"}, f"{verdicts.BUFFER}{rank} lost": {"value": "b"}}
     record = recorded(Live(list, others=buffers))
@@ -203,7 +203,7 @@ def test_what_each_stage_of_a_pipeline_has_is_proven_together() -> None:
 
 
 def prove_with_one_record(rank: int, port: int) -> str:
-    """The second rank has lost it, or has one that cannot be read."""
+    """The errors if the second rank has lost the record, or has one that cannot be read."""
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     found = []
     for first, second in (({"format": 2}, None), ({"format": 2}, {"format": 3})):

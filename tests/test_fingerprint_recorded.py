@@ -1,4 +1,4 @@
-"""What a run has recorded is what the files hold, goes through a migration, and is proven in the run that loads."""
+"""The record of a run equals its files, survives a migration, and is proven in the run that loads."""
 
 import json
 import shutil
@@ -66,7 +66,7 @@ def some(gpts: list[Gpt]) -> list[Gpt]:
 
 
 def saved(gpt: Gpt) -> Path:
-    """Its checkpoint."""
+    """The path of its checkpoint."""
 
     def save(folder: Path) -> None:
         root = tree("megatron-core", gpt.version)
@@ -91,7 +91,7 @@ def test_the_files_are_what_the_run_has_recorded(gpt: Gpt, capsys: pytest.Captur
     )
     status, out = said(capsys, "audit", "--json", str(saved(gpt)))
     (found,) = json.loads(out)["checkpoints"]
-    # Of these buckets the padding is not initialised, and can look like damage.
+    # The padding of these buckets is uninitialized and can look like damage.
     assert status == 0 or (gpt.format == "fully_sharded_bucket_space" and found["verdict"] == "UNKNOWN")
     noted = {finding["name"] for finding in found["findings"] if f"compared {states} states" in finding["detail"]}
     assert noted == {"recorded"}
@@ -116,7 +116,7 @@ def test_of_every_format(release: str, name: str, tmp_path: Path, capsys: pytest
 
 
 def test_of_many_buckets_of_two_ranks_in_the_torch_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Their end padding is not in the file."""
+    """All states are compared, though the end padding is not in the file."""
     root = tree("megatron-core", NEWEST)
     run("saved_in_torch", tmp_path, tree=root, delivery="hook", env=ON)
     status, out = said(capsys, "fingerprint", str(tmp_path))
@@ -126,7 +126,7 @@ def test_of_many_buckets_of_two_ranks_in_the_torch_format(tmp_path: Path, capsys
     assert "not compared" not in out
 
 
-# How a checkpoint is loaded that another layout of ranks has saved.
+# The layouts that load a checkpoint of another layout of ranks.
 OTHER = {
     "--tp 2 --dp 2": ["--pp 2 --dp 2", "--tp 1 --dp 4"],
     "--tp 2 --dp 2 --backend zarr": ["--pp 2 --dp 2 --backend zarr", "--tp 1 --dp 4 --backend zarr"],
@@ -136,7 +136,7 @@ OTHER = {
 
 
 def in_other_layouts() -> list[Any]:
-    """Those above, and of all releases one of each other: of 0.12 zarr, whose torch_dist is for an older torch."""
+    """The cases above and one of each other release: 0.12 in zarr, as its torch_dist needs an older torch."""
     chosen = [gpt for gpt in some(GPTS) if gpt.options in OTHER and not gpt.format]
     versions = [str(one.id) for one in releases("megatron-core", oldest="0.12.0")] if all_releases() else []
     more = [one for one in versions if one not in {gpt.version for gpt in chosen}]
@@ -176,7 +176,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def change(path: Path, role: str, bits: Callable[[Bits], Bits]) -> None:
-    """Elements of a state of the word embedding, from the sixteenth on, in its first chunk's file."""
+    """Change a state of the word embedding from element 16 on, in its first chunk's file."""
     found = torch_dist_reader.read(path)
     shard = next(shard for shard in found.shards if "word_embeddings" in shard.parameter)
     change_elements(found, shard, role, 16, bits)
@@ -191,7 +191,7 @@ def lost(bits: Bits) -> Bits:
 
 
 def test_one_flipped_bit_is_damage(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a moment, which nothing else in the checkpoint tells of."""
+    """A flipped bit of a moment, which only the record detects, is damage."""
     change(copy, EXP_AVG, flipped)
     status, out = said(capsys, "fingerprint", str(copy))
     assert status == 1
@@ -223,7 +223,7 @@ def test_a_repair_says_which_states_are_no_more_what_was_recorded(
 
 
 def test_a_migration_carries_the_list_of_what_was_repaired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a master that was made anew and moments that were reset, which look like lost ones."""
+    """The list is kept; without it, a rebuilt main parameter and reset moments would look like lost ones."""
     (old,) = [gpt for gpt in GPTS if gpt == Gpt("0.14.0", "--tp 2 --dp 2", default=True)]
     damaged, repaired, new = tmp_path / "damaged", tmp_path / "repaired", tmp_path / "new"
     shutil.copytree(saved(old), damaged)

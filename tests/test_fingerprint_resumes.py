@@ -12,7 +12,7 @@ ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
 
 
 def cases() -> list[Any]:
-    """Release, inner optimizer, and on how many ranks what two have saved is resumed."""
+    """Release, inner optimizer, and the number of ranks that resume two ranks' save."""
     return [
         pytest.param(*release.values, inner, ranks, id=f"{release.id}-{inner}-{ranks}")
         for release in newest_by_default(releases("megatron-core", oldest="0.12.0"))

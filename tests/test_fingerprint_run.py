@@ -1,4 +1,4 @@
-"""What a run of the real megatron.training keeps beside its optimizer is recorded, and proven when it has loaded."""
+"""The state of a real megatron.training run besides its optimizer is recorded, and proven after a load."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
 
 
 def program(what: str, folder: Path, *options: object, version: str = NEWEST, **env: str) -> str:
-    """Its last line, and what was logged."""
+    """The program's log and output."""
     done = run(
         "run_proof",
         what,
@@ -41,7 +41,7 @@ def test_a_resume_is_proven_with_its_scheduler_position_and_rng_states(version: 
     said = program("load", saved(version=version), version=version)
     assert "resume proven: learning-rate scheduler\n" in said
     assert "resume proven: RNG states, data position\n" in said
-    # The second of two data-parallel ranks had drawn other numbers on the host.
+    # The second of two data-parallel ranks had drawn other random numbers on the host.
     assert "not proven: RNG states of other data-parallel ranks: Megatron saves those of the first one" in said
     assert '{"error": ""}' in said
 
@@ -54,7 +54,7 @@ def test_a_resume_is_proven_with_its_scheduler_position_and_rng_states(version: 
     ],
 )
 def test_what_a_load_leaves_otherwise_is_an_error(odd: str, line: str) -> None:
-    without = {"CKPT_PATCHES_SKIP": "scheduler_steps"}  # which loads into a scheduler that has stepped
+    without = {"CKPT_PATCHES_SKIP": "scheduler_steps"}  # the fix for loads into a scheduler that has stepped
     said = program("load", saved(), "--odd", odd, **without)
     assert "FingerprintError: fingerprint: the run after the load is not what was saved: values that differ: 1" in said
     assert line in said
@@ -65,7 +65,7 @@ def test_what_a_load_leaves_otherwise_is_an_error(odd: str, line: str) -> None:
 
 @pytest.mark.long
 def test_rng_states_of_experts_that_are_of_another_rank_are_an_error(tmp_path: Path) -> None:
-    """Without the fix `expert_rng` each rank loads those of the first one."""
+    """Another rank's RNG states are an error: without the fix `expert_rng`, each rank loads the first one's."""
     options: tuple[Any, ...] = ("--ranks", 2, "--ep", 2)
     for skipped in ("", "expert_rng"):
         folder, env = tmp_path / (skipped or "fixed"), {"CKPT_PATCHES_SKIP": skipped}

@@ -1,4 +1,4 @@
-"""CKPT_PATCHES_FINGERPRINT: off nothing is computed and nothing kept; `warn` says what is wrong and goes on."""
+"""CKPT_PATCHES_FINGERPRINT: if off, nothing is computed or recorded; `warn` logs what is wrong and continues."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def test_off_nothing_is_recorded_and_nothing_said(off: dict[str, str], tmp_path:
 
 
 def test_a_run_without_it_loads_a_checkpoint_with_a_record(tmp_path: Path) -> None:
-    """And one without this package: the key is another one of the common state."""
+    """A run without this package loads it, too: the record is one more key of the common state."""
     formats = checkpoint_formats(NEWEST)
     resumed(tmp_path, "save", ",".join(formats), CKPT_PATCHES_FINGERPRINT="1")
     for off in ({}, {"CKPT_PATCHES": "off"}):

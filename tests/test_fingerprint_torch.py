@@ -28,7 +28,7 @@ from ckpt_patches.fingerprint.shards import indices, runs
 from upstream import newest, run_json, tree
 
 FROZEN = {"frozen": True, "tied": True}
-# How a run saves and how another one loads; the meshes are of programs/dcp_saving.py.
+# How a run saves and how another one loads; programs/dcp_saving.py defines the meshes.
 PROVEN: dict[str, dict[str, Any]] = {
     "FSDP2 to FSDP2 with tensor parallelism": {"load": {"mesh": "fsdp_tp"}},
     "FSDP2 with tensor parallelism to tensor parallelism": {"save": {"mesh": "fsdp_tp"}, "load": {"mesh": "tp"}},
@@ -60,7 +60,7 @@ CASES = [*PROVEN.values(), *(case for case, _ in REFUSED.values()), {"idiom": "n
 
 
 def loaded() -> Path:
-    """A folder with all checkpoints, by the number of the case, and what each rank said."""
+    """A folder with all checkpoints, by the number of the case, and each rank's results."""
 
     def write(folder: Path) -> None:
         folder.mkdir()
@@ -215,7 +215,7 @@ def test_parts_are_those_that_torch_makes(case: tuple[tuple[int, ...], list[Any]
 def boxes_of(
     shape: Sequence[int], placements: Sequence[Any], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """The boxes of a part: in the part, and in the whole tensor."""
+    """The boxes of a part: in the part, and in the complete tensor."""
     found = []
     for part, offsets in runs(indices(shape, placements, mesh, coordinate)):
         sizes = [own.stop - own.start for own in part]
@@ -224,13 +224,13 @@ def boxes_of(
 
 
 def test_swiglu_rows_in_each_others_places_are_another_state() -> None:
-    """W and V in one tensor, of which a rank has parts of both, as Megatron-LM#2769 files them."""
+    """Mixed rows change the fingerprint. Each rank has parts of W and V, in one tensor, as in Megatron-LM#2769."""
     whole = torch.arange(16.0).reshape(8, 2)
     parts = [torch.cat([whole[:4].chunk(2)[rank], whole[4:].chunk(2)[rank]]) for rank in range(2)]
     found = 0
     for rank, part in enumerate(parts):
         distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(f"rank{rank}",))  # torch keeps what it made of equal ones
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(f"rank{rank}",))  # torch caches equal meshes
         model = nn.Module()
         model.weight = nn.Parameter(DTensor.from_local(part, mesh, [_StridedShard(0, split_factor=2)], run_check=False))
         own = sums(training_state.live(model, torch.optim.SGD([model.weight], 0.1)).parts(), main=True)
@@ -241,6 +241,6 @@ def test_swiglu_rows_in_each_others_places_are_another_state() -> None:
 
 
 def test_a_strided_shard_is_of_each_chunk() -> None:
-    """As of W and V of SwiGLU that are one tensor: rank 1 of two has the second half of each."""
+    """For W and V of SwiGLU in one tensor, rank 1 of two has the second half of each."""
     assert indices((8, 2), [_StridedShard(0, split_factor=2)], (2,), (1,)) == [[2, 3, 6, 7], [0, 1]]
     assert indices((8,), [_StridedShard(0, split_factor=2), Shard(0)], (2, 2), (1, 0)) == [[2, 3]]

@@ -1,7 +1,7 @@
-"""With each fix of megatron-core switched off, what its bug does to a state is caught, or the run dies of the bug.
+"""With each fix of megatron-core switched off, the damage of its bug to a state is detected, or the run fails.
 
-By nobody but the record of the save: the programs are those that show the bugs. What is not caught is said here and in
-docs/fingerprint.md, by name.
+Only the record of the save detects it: the programs are those that show the bugs. This file and docs/fingerprint.md
+name what is not detected.
 """
 
 import json
@@ -27,8 +27,8 @@ def without(*fixes: str) -> dict[str, str]:
     return {**ON, "CKPT_PATCHES_SKIP": ",".join(fixes)}
 
 
-# These load what was saved, in some sharded formats, and step otherwise from the second step on: the loaded groups of
-# the hybrid optimizer have a step, which it gives its inner optimizers before each step.
+# These load the saved state, in some sharded formats, and step differently from the second step on: the loaded groups
+# of the hybrid optimizer have a step, which it copies to its inner optimizers before each step.
 NOT_CAUGHT = {f"hybrid-0.5-precision-aware{word}" for word in ("", "-overlap")}
 
 
@@ -54,7 +54,7 @@ def test_no_optimizer_goes_on_with_a_state_that_is_not_the_saved_one(
     assert {row["optimizer"] for row in silent} <= (NOT_CAUGHT if fix == "hybrid_offload_resume" else set())
     assert all(row["result"].endswith("the loaded state is bit-equal") for row in silent)
     caught = [row for row in rows if row["result"].startswith(f"load died: {CAUGHT[:60]}")]
-    assert caught or (inner, fix) == ("fused", "torch_adam_step")  # which all die by KeyError
+    assert caught or (inner, fix) == ("fused", "torch_adam_step")  # which all fail with KeyError
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def saved_and_loaded(release: str, kind: str, fixes: list[str], folder: Path) ->
 GROUPS = [
     ("0.12.0", "plain", ["--stages"], ["stage1.b.weight: weight_decay 0.0, saved as 0.1"]),
     ("0.18.2", "mup", [], ["stage0.a.weight: eps 2.5e-09, saved as 1e-08"]),
-    # The rate of one parameter alone: a schedule may change it, so that is said and is no error.
+    # Only one parameter's rate differs: a schedule may change it, so it is a warning, not an error.
     ("0.18.2", "decoupled", [], ["WARNING: resume proven: ", "rate: 9.756", "when saved: 1 parameters"]),
 ]
 

@@ -1,4 +1,4 @@
-"""The table of bugs by release: agrees with what was recorded, `list` shows it, and docs/symptoms.md has it."""
+"""The table of bugs by release agrees with the records; `list` and docs/symptoms.md show it."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def test_every_fix_has_a_row_that_fits(name: str) -> None:
 
 
 def contradictions(fix: Fix) -> list[str]:
-    """The releases of which a fix says other than the recorded tests; those that were not run prove nothing."""
+    """The releases for which a fix contradicts the recorded tests; releases that were not run are ignored."""
     record = [result for result in compatibility.recorded().values() if result["fix"] == fix.name]
     found = []
     for version in RECORDED[fix.package]:
@@ -57,7 +57,7 @@ def test_a_range_that_is_too_long_or_too_short_contradicts_the_record() -> None:
     assert contradictions(dataclasses.replace(fix, releases=(("0.8.0", "0.15.0"),))) == ["0.7.0", "0.15.0"]
 
 
-# All releases of the default matrix in each run, not only the newest: a range begins and ends at the older ones.
+# All releases of the default matrix in each run, not only the newest, since ranges begin and end at older ones.
 TESTED = [
     (one.distribution, one.version)
     for one in RELEASES
@@ -67,7 +67,7 @@ TESTED = [
 
 @pytest.mark.parametrize("release", TESTED, ids="==".join)
 def test_list_for_a_release_agrees_with_list_of_its_tree(release: tuple[str, str]) -> None:
-    """`--for` reads `Fix.releases`; `--tree` tries the edits on the source."""
+    """Both options agree: `--for` reads `Fix.releases`; `--tree` plans the edits of the source."""
     of_release = names("--for", "==".join(release))
     assert of_release
     assert of_release == names("--tree", str(tree(*release)))

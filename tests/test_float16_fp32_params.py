@@ -1,4 +1,4 @@
-"""float16_fp32_params: the audit of what an optimizer that is not distributed saves."""
+"""float16_fp32_params: the audit of a non-distributed optimizer's save."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ NEWEST = newest_affected("float16_fp32_params")[1]
 
 @pytest.mark.parametrize("inner", ["torch", "fused"])
 def test_it_is_whole(inner: str, tmp_path: Path) -> None:
-    """torch's Adam counts the steps of each parameter, and megatron-core saves one step for all."""
+    """The verdict is WHOLE: torch's Adam counts steps per parameter, megatron-core saves one."""
     out = tmp_path / "checkpoint"
     run("float16_saving", out, "--inner", inner, "--native-fp32", tree=tree("megatron-core", NEWEST), delivery="hook")
     found = audit(out)

@@ -1,4 +1,4 @@
-"""The messages of patches for upstream: what a reviewer of one release reads."""
+"""The messages of patches for upstream, for a reviewer of one release."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from upstream import newest, tree
 
 SUBJECT = 72  # characters
 COLUMNS = {CORE: 100, DEEPSPEED: 119, NVRX: 100, APEX: 100}  # of a line of code
-# What a reviewer has no use for: the delivery by an import hook, other projects' tools, other releases, links to pages.
+# Irrelevant for a reviewer: the import hook, this project's tools, other releases, links to pages.
 FOREIGN = re.compile(r"ckpt[-_]patch|\bhook|\bours?\b|\bwe\b|\b0\.\d+\.\d+\b|\]\(|docs/", re.IGNORECASE)
 TREES = [(name, v) for name, pinned in PINNED.items() for v in pinned]
 NOBODY = Author("Zoë Å", "zoe@example.org", 0)

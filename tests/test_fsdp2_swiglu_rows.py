@@ -1,4 +1,4 @@
-"""fsdp2_swiglu_rows: the real megatron-core on other numbers of ranks and in other releases, and mixed checkpoints."""
+"""fsdp2_swiglu_rows: the real megatron-core on other rank counts and in other releases, and mixed checkpoints."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,12 +29,12 @@ def saved(ranks: Sequence[str], delivery: str = "hook", version: str = SAVED_BY)
 
 
 def mixed_by_audit(folder: Path) -> set[str]:
-    """In which tensors the audit finds mixed rows."""
+    """The tensors in which the audit finds mixed rows."""
     return {found.array for found in audit(folder).findings if found.kind.name == "mixed_rows"}
 
 
 def migrated(ranks: Sequence[str], delivery: str = "hook") -> Path:
-    """The same, with rows in place."""
+    """The folder of `saved` after migration, with rows in place."""
 
     def migrate(folder: Path) -> None:
         folder.mkdir()
@@ -50,7 +50,7 @@ def migrated(ranks: Sequence[str], delivery: str = "hook") -> Path:
 
 
 def other_rows(folder: Path, ranks: Sequence[str], version: str, delivery: str) -> dict[str, int | str]:
-    """By form how many rows are not the saved run's after a load, or that it was refused."""
+    """The number of rows that differ from the saved run after a load, or `refused`, by form."""
     found: dict[str, int | str] = run_json(
         "fsdp2_rows", "load", folder, *ranks, tree=tree("megatron-core", version), delivery=delivery
     )
@@ -59,20 +59,20 @@ def other_rows(folder: Path, ranks: Sequence[str], version: str, delivery: str) 
 
 @pytest.mark.parametrize("ranks", [TWO, ALONE], ids=" ".join)
 def test_the_newest_release_loads_what_the_fix_saved_on_three_ranks(ranks: Sequence[str]) -> None:
-    """The middle rank of them holds rows of W and rows of V."""
+    """All rows are right, though the middle rank has rows of W and of V."""
     assert other_rows(saved(THREE), ranks, NEWEST, "none")[IN_PLACE] == 0
 
 
 @pytest.mark.parametrize("ranks", [TWO, THREE], ids=" ".join)
 def test_mixed_rows_of_three_ranks_load_on_as_many_and_are_refused_on_others(ranks: Sequence[str]) -> None:
-    """The number of chunks does not tell there: who has written which does."""
+    """Mixed rows are identified by the rank that wrote each chunk, not by the number of chunks."""
     mixed = 0 if ranks == THREE else REFUSED
     assert other_rows(saved(THREE), ranks, SAVED_BY, "hook") == {IN_PLACE: 0, MIXED: mixed}
 
 
 @pytest.mark.long
 def test_a_release_saves_mixed_rows_and_the_newest_one_loads_them_with_the_fix() -> None:
-    """Without it, with other rows, and without an error; on three ranks that release neither saves nor loads."""
+    """Rows are right with the fix, and silently wrong without. On three ranks, 0.18 neither saves nor loads."""
     folder = saved(TWO, "none")
     for form in (IN_PLACE, MIXED):
         assert other_rows(folder, TWO, SAVED_BY, "none")[form] == 0
@@ -120,7 +120,7 @@ def test_the_newest_release_loads_what_a_release_without_the_fix_saved_and_was_m
 
 @pytest.mark.long
 def test_a_release_with_the_fix_loads_what_was_migrated() -> None:
-    """Without the fix it mixes rows that are in place."""
+    """The release loads all rows right; without the fix, it mixes rows that are in place."""
     folder = migrated(TWO, "none")
     for loading in (TWO, THREE, FOUR, ALONE):
         assert other_rows(folder, loading, SAVED_BY, "hook") == {IN_PLACE: 0, MIXED: 0}

@@ -1,4 +1,4 @@
-"""fully_reshardable_shift: what the real megatron-core saves as `fully_reshardable` is what its ranks hold."""
+"""fully_reshardable_shift: the real megatron-core saves its ranks' state as `fully_reshardable`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +14,9 @@ NEWEST = newest_affected(FIX)[1]
 
 
 def wrong_elements(version: str, saved_by: str, loaded_by: str, folder: Path, *options: str) -> dict[str, int]:
-    """How many elements of each state are not the saved run's after a load, by parameter, on all ranks.
+    """The number of elements that differ from the saved run after a load, by rank, parameter and state.
 
-    The masters and moments that the ranks held are written beside the checkpoint by the run that saves it.
+    The saving run writes its ranks' main parameters and moments beside the checkpoint.
     """
     root = tree("megatron-core", version)
     run("shifted_saving", folder, *options, tree=root, delivery=saved_by)
@@ -25,7 +25,7 @@ def wrong_elements(version: str, saved_by: str, loaded_by: str, folder: Path, *o
 
 
 def fixed_upstream(version: str) -> bool:
-    """By Megatron-LM#5077, which is in no release."""
+    """Whether Megatron-LM#5077, which is in no release, fixed it."""
     return version == "main"
 
 
@@ -47,7 +47,7 @@ def test_upstream_saves_what_lies_behind_a_padded_bucket_elsewhere(
 def test_a_load_brings_back_every_element(
     version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """By an unpatched run, too: the file is right."""
+    """An unpatched run loads every element right from the fixed file."""
     assert wrong_elements(version, delivery, "none", tmp_path) == {}
     if fixed_upstream(version):
         record_property("compat", edits.check_not_needed(tree("megatron-core", version), FIX))
@@ -65,12 +65,12 @@ def test_on_more_ranks_gathered_in_both_ways(options: tuple[str, ...], tmp_path:
 
 @pytest.mark.slow
 def test_the_load_of_a_shifted_checkpoint_is_as_before(tmp_path: Path) -> None:
-    """The fix is in the save alone; `ckpt-patches repair` puts such a checkpoint right."""
+    """The fix changes only the save; `ckpt-patches repair` repairs such a checkpoint."""
     assert wrong_elements(NEWEST, "none", "hook", tmp_path) == wrong_elements(NEWEST, "none", "none", tmp_path / "none")
 
 
 def test_upstreams_own_repair_is_told_from_other_code(tmp_path: Path) -> None:
-    """Of its main branch; with a part of it alone nothing is certain."""
+    """The repair of its main branch is recognized; a mere part of it does not match."""
     repair = (
         "bucket_padding = bucket.grad_data.numel() - bucket.numel_unpadded",
         "adjusted_start = param_world_start - padding_adjustment",

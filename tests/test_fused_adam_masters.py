@@ -1,4 +1,4 @@
-"""fused_adam_masters: apex from before it had master weights, and one that uses those of bf16 weights."""
+"""fused_adam_masters: apex without master weights, and one that uses those of bf16 weights."""
 
 from pathlib import Path
 
@@ -11,14 +11,14 @@ MODULE = "apex.optimizers.fused_adam"
 
 
 def test_apex_without_master_weights_is_left_alone(tmp_path: Path) -> None:
-    """Every commit calls itself 0.1, so that no release can say that they are not there yet."""
+    """The fix does not apply; the version cannot tell, as every commit has 0.1."""
     copy = edits.copy_of(tree(*newest_affected(FIX)), FIX, tmp_path)
     edits.rewrite(copy, MODULE, "        master_weights=False,\n", "")
     assert edits.check_not_needed(copy, FIX) == NOT_PRESENT
 
 
 def test_masters_of_bf16_weights_are_not_left_out(tmp_path: Path) -> None:
-    """As apex#1731 proposes; the fix would not save them."""
+    """The fix does not match apex#1731, whose master weights it would not save."""
     copy = edits.copy_of(tree(*newest_affected(FIX)), FIX, tmp_path)
     used = "g_bf.append(p.grad)\n"
     reason = edits.check_left_alone(

@@ -1,6 +1,6 @@
 """On a real GPU, without the stub, as the other tests do it on the CPU.
 
-Several ranks share the GPU: NCCL takes them for ranks of different hosts, and sends over sockets.
+Several ranks share the GPU: NCCL treats them as ranks of different hosts and sends over sockets.
 """
 
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_the_state_gathered_in_its_place_is_upstreams(ranks: int) -> None:
 
 @pytest.mark.parametrize("form", ["dp_reshardable", "fully_reshardable"])
 def test_a_checkpoint_of_a_gpu_is_whole(form: str, tmp_path: Path) -> None:
-    """What upstream leaves unwritten is memory that had been used before."""
+    """The verdict is WHOLE, though unwritten elements are reused memory."""
     options = ("--ranks=2", "--iterations=1,3", f"--format={form}", "--backend=torch_dist")
     run("megatron_saving", tmp_path, *options, tree=tree("megatron-core", NEWEST), delivery="none", env=ON_A_GPU)
     saved = sorted(tmp_path.glob("iter_*"))
@@ -72,7 +72,7 @@ def test_a_resume_is_proven_with_its_rng_states(odd: str, tmp_path: Path) -> Non
 # Without spawn as the start method of the program, DeepSpeed 0.19.8's decoupled writer cannot use CUDA.
 # The others save or load zarr, for which these releases need NumPy 1.
 NOT_THERE = ("decoupled_last_save", "numpy2_product", "zarr_create_synchronizer", "zarr_range_write")
-# Older ones use the GPU where they are imported, after which no rank can be forked, or do not import with torch 2.11.
+# Older ones use the GPU at import, so that no rank can be forked, or do not import with torch 2.11.
 OLDEST_DEEPSPEED = (0, 19, 6)
 
 

@@ -1,4 +1,4 @@
-"""What the command tells its users: help, pages, and suggestions for a name that does not exist."""
+"""The command's help, pages, and suggestions for unknown names."""
 
 import argparse
 import re
@@ -58,7 +58,7 @@ def test_the_version_has_the_name() -> None:
 
 
 def test_the_tables_of_commands_are_current() -> None:
-    """`python tests/command_tables.py` writes them."""
+    """The tables are current; `python tests/command_tables.py` writes them."""
     page = command_tables.PAGE.read_text()
     assert generated.block(page, command_tables.BLOCK) == command_tables.tables().splitlines()
 
@@ -81,7 +81,7 @@ def test_the_exit_status_in_the_tables_is_that_of_the_help() -> None:
     )
 
 
-# A name that does not exist
+# Unknown names
 
 
 @pytest.mark.parametrize("verb", ["diff", "apply", "revert"])
@@ -196,7 +196,7 @@ def test_explain_without_a_name_lists_all_pages_with_their_titles() -> None:
 
 
 def test_no_message_names_a_page_of_docs() -> None:
-    """A user of pip has none; `explain` has them."""
+    """Messages name no docs/ page, which pip users lack; `explain` prints the pages."""
     folders = ("ckpt_patches", "deepspeed_patches", "megatron/patches", "nvrx_patches", "apex_patches")
     found = []
     for path in (path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")):

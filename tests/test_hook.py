@@ -1,4 +1,4 @@
-"""The import hook's contract: every must and never of it."""
+"""The import hook's contract."""
 
 import py_compile
 import sys
@@ -37,10 +37,10 @@ def test_a_module_that_no_fix_edits_keeps_its_ordinary_loader(tmp_path: Path) ->
 
 
 def test_what_is_not_a_target_is_left_to_the_other_finders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "meta_path", [])  # nobody else is asked
-    monkeypatch.delattr("ckpt_patches.hook.finder", raising=False)  # by a test before this one
+    monkeypatch.setattr(sys, "meta_path", [])  # no other finder
+    monkeypatch.delattr("ckpt_patches.hook.finder", raising=False)  # set by an earlier test
     monkeypatch.setitem(sys.modules, "ckpt_patches.hook.finder", None)  # cannot be imported
-    monkeypatch.setattr("ckpt_patches.engine.registry.has_plugins", True)  # until then a plug-in may edit any module
+    monkeypatch.setattr("ckpt_patches.engine.registry.has_plugins", True)  # the search for plug-ins is done
     finder = PatchFinder(Switches({}))
     assert finder.find_spec("numpy") is None
     assert finder.find_spec("megatron.core") is None
@@ -77,7 +77,7 @@ def test_pdb_shows_the_edited_source(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 13), reason="until Python 3.12 the interpreter prints the lines on disk")
 def test_an_exception_that_nobody_catches_shows_the_edited_source(tmp_path: Path) -> None:
-    """Which the interpreter prints itself."""
+    """The traceback, which the interpreter prints itself, shows edited source."""
     make(tmp_path)
     done = python("-c", f"import {MODULE} as m\nm.size('x')", tree=tmp_path, check=False)
     assert done.returncode == 1
@@ -227,7 +227,7 @@ def test_bytecode_alone_is_said_to_have_no_source(tmp_path: Path) -> None:
     assert "ckpt_patches.errors.StrictModeError" in done.stderr
 
 
-UNKNOWN = {  # a real fix's anchor is gone from this text
+UNKNOWN = {  # this text lacks a real fix's anchor
     "megatron.core.dist_checkpointing.strategies.zarr": "def _create_zarr_array(tensor):\n    return None\n",
 }
 ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
@@ -321,7 +321,7 @@ def test_an_unknown_value_is_an_error_that_lists_the_valid_ones(
     assert f"{variable}={value}" in line
     assert all(name in line for name in valid)
     said = python("-c", "pass", tree=tmp_path, env={variable: value, "RANK": "1"}).stderr
-    assert said.count("\n") == (variable == "CKPT_PATCHES")  # an environment of its own may have it wrong
+    assert said.count("\n") == (variable == "CKPT_PATCHES")  # each rank reports it, as its environment may differ
 
 
 def test_removed_switches_are_named_in_one_line(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_fingerprints_without_the_hook_are_a_warning(tmp_path: Path) -> None:
     assert (done.stdout.strip(), quiet.stderr) == ("False", "")
 
 
-# What is said
+# Messages
 
 
 def info_lines(stderr: str) -> list[str]:
@@ -364,7 +364,7 @@ def test_a_programs_own_logging_gets_the_line(tmp_path: Path) -> None:
 
 
 def test_what_is_said_before_a_program_sets_up_logging_leaves_nothing_in_its_way(tmp_path: Path) -> None:
-    """The first line comes before, on stderr; what follows goes where the program sends it."""
+    """The logger is unchanged: the first line goes to stderr, later ones where the program sends them."""
     make_unknown(tmp_path)
     code = f"import {MODULE}, logging\nlogger = logging.getLogger('ckpt_patches')\n"
     code += "print(logger.handlers, logger.propagate, logger.level)"

@@ -1,4 +1,4 @@
-"""The import hook beside other hooks, late, in threads: never half a fix, never in the way, and what it says runs."""
+"""The import hook beside other hooks, installed late, in threads: no partial fix, no interference, true reports."""
 
 import py_compile
 import sys
@@ -12,13 +12,13 @@ from small_tree import IS_PATCHED, IS_PATCHED_SECOND, MODULE, SECOND, UPSTREAM, 
 
 pytestmark = pytest.mark.long
 
-# Imported by the command line, so that it is the last thing that is looked for in sys.meta_path.
+# A module that programs import last, for one more search of sys.meta_path.
 LATER = "later"
 STRICT = {"CKPT_PATCHES": "strict"}
 
 
 def program(tree: Path, text: str, **env: str) -> tuple[int, str, str]:
-    """Run a program with the tree on its path: exit status, output, and what was said on stderr."""
+    """Run a program with the tree on its path: exit status, stdout and stderr."""
     (tree / f"{LATER}.py").write_text("")
     done = python("-c", textwrap.dedent(text), tree=tree, env=env, check=False)
     return done.returncode, done.stdout.strip(), done.stderr
@@ -29,20 +29,20 @@ def warnings(stderr: str) -> list[str]:
 
 
 def about(stderr: str, *words: str) -> None:
-    """Check that the fix is said not to be active, in one line with these words; another needs the same modules."""
+    """Check that one line with these words reports the fix as not active; other fixes need the same modules."""
     (line,) = (line for line in warnings(stderr) if "numpy2_product" in line)
     for word in ("numpy2_product is NOT active", *words):
         assert word in line
 
 
 def runs(tree: Path, text: str, *lines: str, **env: str) -> None:
-    """Check that a program prints these lines, and goes well."""
+    """Check that a program prints these lines and succeeds."""
     status, output, stderr = program(tree, text, **env)
     assert (status, output.splitlines()) == (0, list(lines)), stderr
 
 
 def is_reported(tree: Path, text: str, output: str, *words: str, in_strict: str = "") -> None:
-    """Check that a program prints `output` and warns; and that strict mode ends it after `in_strict`."""
+    """Check that a program prints `output` and warns, and that strict mode ends it after `in_strict`."""
     status, printed, stderr = program(tree, text)
     assert (status, printed) == (0, output), stderr
     about(stderr, *words)
@@ -51,7 +51,7 @@ def is_reported(tree: Path, text: str, output: str, *words: str, in_strict: str 
     assert "StrictModeError: the fix numpy2_product is NOT active" in stderr
 
 
-# Another hook's loader, and the ways in which hooks bring theirs in.
+# Another hook's loader, and the ways in which hooks install theirs.
 OTHER = """
 import importlib.machinery as im, importlib.util, sys
 class Other(im.SourceFileLoader): pass
@@ -62,7 +62,7 @@ def others(spec):
 
 
 def takes(name: str, at: str) -> str:
-    """A hook that answers for one module, without asking anybody else."""
+    """A hook that finds one module without asking other finders."""
     return f"""{OTHER}
 class Takes:
     @staticmethod
@@ -122,7 +122,7 @@ print("load_checkpoint_file" in vars(converter), "max(" in open(converter.__file
 
 @pytest.mark.slow
 def test_a_late_install_breaks_no_program_that_ran_without_us(tmp_path: Path) -> None:
-    """The converter would import a function from a module that was loaded without it."""
+    """No import fails; with the fix, the converter would import a function from a module loaded without it."""
     (tmp_path / "late.py").write_text(LATE_DEEPSPEED)
     tree = upstream.tree("deepspeed", "0.12.6")
     done = upstream.run(tmp_path / "late.py", "warn", tree=tree)
@@ -138,7 +138,7 @@ def test_a_late_install_breaks_no_program_that_ran_without_us(tmp_path: Path) ->
 @pytest.mark.parametrize("at", ["0", "1", "len(sys.meta_path)"])
 @pytest.mark.parametrize("first", [MODULE, SECOND])
 def test_a_module_that_another_hook_loads_takes_the_whole_fix_away(tmp_path: Path, at: str, first: str) -> None:
-    """Wherever that hook stands, and whichever module is met first. Behind the ordinary finder it is never asked."""
+    """The fix is off at any hook position and import order; behind the standard finder, that hook is never asked."""
     make_two(tmp_path)
     order = [IS_PATCHED, IS_PATCHED_SECOND] if first == MODULE else [IS_PATCHED_SECOND, IS_PATCHED]
     text = takes(SECOND, at) + "\n".join([*order, f"import {LATER}"])
@@ -157,7 +157,7 @@ def test_a_module_without_source_takes_the_whole_fix_away(tmp_path: Path) -> Non
 
 
 def test_a_part_that_is_loaded_already_is_named_when_another_hook_takes_the_rest(tmp_path: Path) -> None:
-    """Between two imports nothing can be taken back any more."""
+    """The report names the loaded part, which cannot be undone."""
     make_two(tmp_path)
     text = IS_PATCHED + takes(SECOND, "0") + f"{IS_PATCHED_SECOND}\nimport {LATER}"
     said = f"Its part in {MODULE} is loaded already"
@@ -165,7 +165,7 @@ def test_a_part_that_is_loaded_already_is_named_when_another_hook_takes_the_rest
 
 
 def test_a_module_of_another_tree_takes_the_whole_fix_away(tmp_path: Path) -> None:
-    """A namespace package may have portions in several folders."""
+    """The fix is off if one module comes from another folder of a namespace package."""
     make_two(tmp_path / "one")
     _, other = make_two(tmp_path / "two")
     text = f"""
@@ -183,7 +183,7 @@ def test_a_module_of_another_tree_takes_the_whole_fix_away(tmp_path: Path) -> No
     assert f"is loaded from {other}, of another tree" in stderr
 
 
-# The real hooks of others
+# Real third-party hooks
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_hooks_that_load_modules_themselves_are_reported(tmp_path: Path, install
 
 
 def test_wrapt_which_asks_the_others_hands_the_module_to_our_loader(tmp_path: Path) -> None:
-    """Tracing tools watch for imports with it: its loader is a proxy of ours."""
+    """Our loader runs, through wrapt's proxy, with which tracing tools watch imports."""
     make(tmp_path)
     text = f"import wrapt\nwrapt.when_imported({MODULE!r})(lambda m: print('seen', m.__name__))\n{IS_PATCHED}"
     status, output, stderr = program(tmp_path, text, **STRICT)
@@ -208,7 +208,7 @@ def test_wrapt_which_asks_the_others_hands_the_module_to_our_loader(tmp_path: Pa
 
 
 def test_a_loader_around_ours_that_calls_it_runs_the_edited_code(tmp_path: Path) -> None:
-    """As those of ddtrace and New Relic do, which are no proxies."""
+    """Loaders like those of ddtrace and New Relic, which are no proxies, run the edited code."""
     make_two(tmp_path)
     text = f"""{OTHER}
 class Around:
@@ -254,7 +254,7 @@ class Keeps:
     def find_spec(cls, name, path=None, target=None): return cls.kept(name, tuple(path or sys.path))
 sys.meta_path.insert(1, Keeps)
 """
-# Two that ask each other need a way out themselves, which real ones have.
+# Two that ask each other need a recursion guard, which real ones have.
 ASK_IN_TURN = ASKS.replace("class Asks:", "class Asks:\n    asking = False").replace(
     "        for finder", "        if self.asking: return None\n        self.asking = True\n        for finder"
 )
@@ -308,13 +308,13 @@ def test_finders_in_front_are_not_asked_again(tmp_path: Path) -> None:
     sys.meta_path.insert(0, Counts)
     import {MODULE}
     """
-    # One question of the import itself, one of ours: who would load the modules that the plan edits.
+    # One call by the import itself, one by us to find the loaders of the modules that the plan edits.
     status, output, stderr = program(tmp_path, textwrap.dedent(text) + f"print(asked.count({MODULE!r}))", RANK="1")
     assert (status, output, stderr) == (0, "2", "")
 
 
 def test_a_hook_that_compiles_what_our_loader_has_gets_upstreams_code(tmp_path: Path) -> None:
-    """Half of a fix would be in it, and nobody could say which."""
+    """Upstream's code runs; otherwise an unknown part of a fix could."""
     make(tmp_path)
     text = f"""{OTHER}
 class Compiles:
@@ -334,7 +334,7 @@ sys.meta_path.insert(0, Wraps)
     is_reported(tmp_path, text, "False", "Compiles")
 
 
-# What is said is what runs
+# Reports match what runs
 
 
 def test_strict_mode_is_not_swallowed_by_the_idiom_for_a_missing_package(tmp_path: Path) -> None:
@@ -446,13 +446,13 @@ stub = Lazy("stub")
 @pytest.mark.parametrize("stub", STUBS)
 @pytest.mark.parametrize("hook", [takes(MODULE, "0"), ""], ids=["beside a hook", "alone"])
 def test_a_stub_in_the_place_of_a_target_disturbs_nothing(tmp_path: Path, stub: str, hook: str) -> None:
-    """Programs put them there to do without a package."""
+    """Programs use stubs to avoid a package; they cause no error."""
     make_two(tmp_path)
     text = f"{STUBS[stub]}\nimport sys\nsys.modules[{SECOND!r}] = stub\n{hook}\n{IS_PATCHED}\nimport {LATER}"
     status, output, stderr = program(tmp_path, text)
     assert (status, "Traceback" in stderr, "could not look" in stderr) == (0, False, False), stderr
     module = "module" in stub and stub != "no module"
-    assert output == str(not hook and not module)  # a module that nobody of us has loaded takes the fix away
+    assert output == str(not hook and not module)  # a module that we did not load turns the fix off
 
 
 @pytest.mark.parametrize(
@@ -577,7 +577,7 @@ def test_the_spec_of_an_edited_module_can_be_pickled(tmp_path: Path) -> None:
     assert python("-c", code, tree=tmp_path).stdout.strip() == "SourceFileLoader"
 
 
-# Who gets to see it
+# Where messages appear
 
 
 def test_a_program_that_switches_all_loggers_off_gets_it_on_stderr(tmp_path: Path) -> None:
@@ -668,7 +668,7 @@ thread.join()
 
 
 def test_a_fork_in_another_thread_while_a_tree_is_planned_does_not_wait_for_it(tmp_path: Path) -> None:
-    """It takes logging's lock and then that of the import system; a deadlock is a test that runs into its limit."""
+    """The fork, which takes logging's lock and then the import lock, does not wait; a deadlock would time out."""
     make(tmp_path)
     runs(tmp_path, FORK, "forked 0", "True")
 
@@ -733,7 +733,7 @@ def test_threads_that_meet_the_first_targets_at_once_are_all_served(tmp_path: Pa
     assert len(stderr.splitlines()) == 1
 
 
-# What is left behind in a process
+# Side effects in a process
 
 
 LEFT = f"""
@@ -745,7 +745,7 @@ print(sorted(os.environ.keys() - before[0].keys()), gc.isenabled() == before[1],
 
 
 def test_what_is_left_behind_in_a_process(tmp_path: Path) -> None:
-    """docs/hook.md lists it."""
+    """Only what docs/hook.md lists is left."""
     make(tmp_path)
     for rank in ("0", "3"):
         assert program(tmp_path, LEFT, RANK=rank)[1] == "[] True True"
@@ -754,7 +754,7 @@ def test_what_is_left_behind_in_a_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("daemon", "lines"), [(True, 1), (False, 2)])
 def test_the_workers_of_a_data_loader_do_not_repeat_the_line(tmp_path: Path, daemon: bool, lines: int) -> None:
-    """A rank that the same module starts logs its own."""
+    """Workers log nothing; a rank that the same module starts logs its own line."""
     make(tmp_path)
     (tmp_path / "load.py").write_text(
         "import importlib, multiprocessing\n"

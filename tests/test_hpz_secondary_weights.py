@@ -8,13 +8,13 @@ from upstream import newest_affected, run_json, tree
 
 FIX = "hpz_secondary_weights"
 NEWEST = newest_affected(FIX)[1]
-# The last that drops no secondary partition after a load, and the first that drops those of trained parameters.
+# The last release that drops no secondary partition after a load, and the first that drops trained parameters'.
 NONE, TRAINED = "0.18.2", "0.18.3"
 LOADS = ("all", "module", "weights", "universal")
 
 
 def right(version: str, fixed: bool, folder: Path, *arguments: str) -> list[str]:
-    """The loads after which the loss is that of the run that was saved; with all other fixes."""
+    """The loads after which the loss equals the saved run's, with all other fixes on."""
     root, env = tree("deepspeed", version), {} if fixed else {"CKPT_PATCHES_SKIP": FIX}
     found = run_json("hpz_loads", folder, *arguments, tree=root, delivery="hook", env=env)
     expected = found.pop("expected")
@@ -24,12 +24,12 @@ def right(version: str, fixed: bool, folder: Path, *arguments: str) -> list[str]
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_every_load(fixed: bool, tmp_path: Path) -> None:
-    """Where gathered parameters are loaded, upstream partitions them again, and from 0.18.3 on renews the second."""
+    """Every load is right with the fix; without it, since 0.18.3, only loads into gathered parameters are."""
     assert right(NEWEST, fixed, tmp_path, *LOADS) == (list(LOADS) if fixed else ["module", "weights"])
 
 
 def test_persistent_parameters_are_gathered_from_what_was_loaded(tmp_path: Path) -> None:
-    """Their secondary partitions are not read: to drop them changes nothing."""
+    """Every load is right: their secondary partitions are not read, so dropping them has no effect."""
     assert right(NEWEST, True, tmp_path, *LOADS, "--persistent") == list(LOADS)
 
 

@@ -1,4 +1,4 @@
-"""hybrid_offload_reload, the way of the report: Megatron-Bridge's own checkpoint load to finetune, then one step."""
+"""hybrid_offload_reload as reported: Megatron-Bridge loads a checkpoint for fine-tuning, then takes one step."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from upstream import DELIVERIES, releases, run_json, tree
 BRIDGES = releases("megatron-bridge")
 CORE = "0.16.1"
 
-# All parameters but the norms and biases, which start from ones and zeros in the checkpoint as well.
+# All parameters except norms and biases, which are ones and zeros in the checkpoint as well.
 MATRICES = [
     "decoder.layers.0.mlp.linear_fc1.weight",
     "decoder.layers.0.mlp.linear_fc2.weight",
@@ -22,7 +22,7 @@ MATRICES = [
 
 
 def finetune(version: str, delivery: str, out: Path, *options: str) -> list[dict[str, Any]]:
-    """What became of the weights, for each way to load and each offload fraction."""
+    """The resulting weights, for each way to load and each offload fraction."""
     bridge = tree("megatron-bridge", version)
     cases = run_json(
         "bridge_finetune", out, *options, tree=tree("megatron-core", CORE), path=[bridge], delivery=delivery
@@ -49,7 +49,7 @@ def test_keeps_the_loaded_weights(version: str, delivery: str, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("version", BRIDGES)
 def test_the_work_around_alone_keeps_them(version: str, tmp_path: Path) -> None:
-    """As the program does it, it is a real one: it has something to change."""
+    """The program's workaround is effective: it changes copies."""
     for case in finetune(version, "none", tmp_path, "--work-around"):
         clones = ["CPU clone"] if case["fraction"] else []
         assert (case["lost"], case["work_around_changes"]) == ([], [*clones, "fp32 shard"]), case

@@ -25,7 +25,7 @@ def resumes(
     env: dict[str, str] | None = None,
     root: Path | None = None,
 ) -> dict[str, set[str]]:
-    """What the resumes in the oldest and the newest format of a release (of a copy, in `root`) gave, by optimizer."""
+    """The results of resumes in a release's oldest and newest format, by optimizer; `root` is a copy of the release."""
     formats = checkpoint_formats(version)
     rows = run_lines(
         "exact_resume",
@@ -56,14 +56,14 @@ def test_without_this_fix_alone_it_is_not(tmp_path: Path) -> None:
     assert {"bit-equal"} not in found.values()
 
 
-# Megatron-LM leaves out the parameters that are fp32 themselves since 86e928a97f (2026-08-10). In our words:
+# Megatron-LM skips parameters that are fp32 themselves since 86e928a97f (2026-08-10). Rewritten:
 NATIVE_FP32_LEFT_OUT = """fp32_param = self.param_to_fp32_param.get(param)
             if fp32_param is None:
                 continue"""
 
 
 def leave_out_native_fp32(folder: Path) -> Path:
-    """The newest release, with the hand-over of the state as it is since that commit."""
+    """The newest release, with the state transfer as since that commit."""
     copy = folder / f"megatron-core-{NEWEST}"
     shutil.copytree(tree("megatron-core", NEWEST), copy, ignore=shutil.ignore_patterns("__pycache__"))
     loop = "for param, v in self.state.items():\n            "
@@ -73,7 +73,7 @@ def leave_out_native_fp32(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_parameters_that_are_fp32_themselves_resume_where_the_hand_over_leaves_them_out(tmp_path: Path) -> None:
-    """They have no master, and offloaded a clone on the CPU, which is what is stepped."""
+    """These parameters, which have no main parameter but a CPU clone if offloaded, resume bit-equal."""
     copy = leave_out_native_fp32(tmp_path)
     names = ("hybrid-1.0-precision-aware-fp32",)
     assert resumes(NEWEST, "hook", tmp_path / "fixed", names, root=copy) == {names[0]: {"bit-equal"}}
@@ -82,7 +82,7 @@ def test_parameters_that_are_fp32_themselves_resume_where_the_hand_over_leaves_t
 
 
 def from_old(folder: Path, steps: int, **env: str) -> str:
-    """What a resume with the fix says of a checkpoint that was saved without it, with nothing offloaded."""
+    """The result of a resume with the fix from a checkpoint saved without it, with nothing offloaded."""
     on = tree("megatron-core", NEWEST)
     run_json("hybrid_old_step", folder, "save", "--steps", str(steps), tree=on)
     found: str = run_json("hybrid_old_step", folder, "load", tree=on, delivery="hook", env=env)

@@ -1,4 +1,4 @@
-"""apply and revert: everything or nothing, byte for byte, one at a time, and honest to pip."""
+"""apply and revert: atomic, exact to the byte, one at a time, and consistent with pip's RECORD."""
 
 import csv
 import json
@@ -93,7 +93,7 @@ def test_bytecode_with_an_unchecked_hash_does_not_outlive_the_edit(tree: Path) -
 def test_bytecode_that_may_not_be_removed_matters_only_where_it_would_be_run(
     tree: Path, mode: str, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python itself looks whether the other kinds belong to the text."""
+    """Bytecode that Python itself compares with the source may stay."""
     subprocess.run([sys.executable, "-m", "compileall", "-q", "--invalidation-mode", mode, str(tree)], check=True)
     monkeypatch.setattr(os, "access", lambda path, wanted: Path(path).name != "__pycache__")
     (cached,) = (tree / ZARR).parent.glob("__pycache__/zarr.*.pyc")
@@ -102,14 +102,14 @@ def test_bytecode_that_may_not_be_removed_matters_only_where_it_would_be_run(
 
 
 def test_a_hard_link_elsewhere_keeps_its_text(tree: Path, tmp_path: Path) -> None:
-    """Package managers share one copy of a file between environments."""
+    """Another environment's hard link, as package managers make it, keeps its text."""
     os.link(tree / ZARR, tmp_path / "cache.py")
     apply(tree, ZARR_FIX)
     assert (tmp_path / "cache.py").read_text() == ZARR_TEXT
 
 
 def test_a_symbolic_link_is_one_again_and_what_it_leads_to_keeps_its_text(tree: Path, tmp_path: Path) -> None:
-    """Some package managers fill an environment with links."""
+    """Revert restores a link, as some package managers make it; its target does not change."""
     (tree / ZARR).rename(tmp_path / "cache.py")
     (tree / ZARR).symlink_to("../../../../../cache.py")
     before = everything(tree)
@@ -132,7 +132,7 @@ def test_a_symbolic_link_that_leads_elsewhere_by_now_is_not_made_again(tree: Pat
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 def test_what_root_applies_stays_the_property_of_its_owner(tree: Path) -> None:
-    """A file that only its owner may read would be lost to him."""
+    """Files keep their owner, who could not read a private file of root."""
     os.chown(tree / ZARR, 65534, 65534)
     (tree / ZARR).chmod(0o600)
     before = everything(tree)
@@ -145,7 +145,7 @@ def test_what_root_applies_stays_the_property_of_its_owner(tree: Path) -> None:
 
 @pytest.mark.parametrize("leads_to", ["other", "nothing"])
 def test_what_is_left_beside_a_file_is_not_written_through(leads_to: str, tree: Path, tmp_path: Path) -> None:
-    """Left where somebody deleted our folder after a kill; or put there."""
+    """Links with our temporary names, left by a killed run or planted, are not followed."""
     (tmp_path / "other").write_text("of somebody else")
     names = [".zarr.py.ckpt-patches", ".zarr.py.ckpt-patches-before"]
     for name in names:
@@ -172,7 +172,7 @@ def test_record_stays_true(tree: Path) -> None:
     listed = (tree / DIST_INFO / "RECORD").read_text()
     ours = [path for path in snapshot(tree) if path.startswith(installed.STATE_FOLDER)]
     assert ours
-    assert all(path in listed for path in ours)  # an uninstall of megatron-core takes them along
+    assert all(path in listed for path in ours)  # an uninstall of megatron-core removes them
 
 
 # Refusals
@@ -197,7 +197,7 @@ def damage(path: Path) -> None:
 def test_an_original_that_is_not_what_it_was_is_refused_and_nothing_changes(
     tree: Path, change: Callable[[Path], object], break_: Callable[[Path], object]
 ) -> None:
-    """Both start from the originals: what is written back would be garbage."""
+    """apply and revert both start from the originals and refuse a changed or missing one."""
     apply(tree)
     backup = installed.state_folder(tree, CORE) / "originals" / ZARR
     break_(backup)
@@ -240,7 +240,7 @@ def edit_state(tree: Path, edit: Callable[[Any], object]) -> None:
 
 @pytest.mark.parametrize("path", ["../other", "/etc/hostname", ""])
 def test_a_state_that_names_a_file_outside_of_the_tree_is_refused(tree: Path, path: str) -> None:
-    """A tree can come from somebody else, with our folder in it."""
+    """Such a state is refused, since a tree with our folder may come from somebody else."""
     apply(tree)
     edit_state(tree, lambda state: state["files"][0].update(path=path))
     before = everything(tree)
@@ -261,7 +261,7 @@ def test_a_fix_that_only_another_version_knows_is_not_taken_out_in_silence(tree:
 
 
 def test_an_applied_fix_that_fits_no_more_is_not_taken_out_in_silence(tree: Path) -> None:
-    """As after an upgrade of ours: a fix that these originals do not take."""
+    """A fix that no longer matches the originals, as after our upgrade, is an error."""
     before = snapshot(tree)
     apply(tree)
     edit_state(tree, lambda state: state["fixes"].append("zarr_range_write"))
@@ -278,7 +278,7 @@ def test_an_applied_fix_that_fits_no_more_is_not_taken_out_in_silence(tree: Path
 
 
 def without_rights() -> list[str]:
-    """As root, drop the right to write anywhere."""
+    """The command prefix that drops root's right to write anywhere."""
     return ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--reuid=65534", "--regid=65534", "--clear-groups"]
 
 
@@ -295,7 +295,7 @@ def test_a_read_only_tree_is_one_clear_line(tree: Path, tmp_path: Path) -> None:
     assert "no permission to write there; nothing of megatron.core was changed" in line
 
 
-# Company
+# Concurrency
 
 
 def test_two_at_once_take_turns(tree: Path) -> None:

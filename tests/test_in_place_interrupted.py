@@ -1,4 +1,4 @@
-"""apply and revert that are killed, or that the disk fails, at each change that they make: all or nothing."""
+"""apply and revert, killed or with a disk error at each change that they make, change all or nothing."""
 
 import contextlib
 import errno
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.long
 
 BOTH = {"apply": apply, "revert": revert}
 KEPT = ".ckpt-patches-before"
-MOST = 300  # changes that neither apply nor revert comes near
-SOME = 1 if all_releases() else 3  # of the points in the default run, where another test takes them all
+MOST = 300  # far more changes than apply or revert make
+SOME = 1 if all_releases() else 3  # step between points in the default run, where another test takes all
 
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    """In memory, where there is a file system there: some ten thousand small files are made."""
+    """A folder in memory, if possible: tests create about ten thousand small files."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -46,7 +46,7 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """A tree to apply to, with bytecode that would be run in place of the edit, one to revert, and one reverted."""
+    """A tree to apply to, with bytecode that would hide the edit, one to revert, and one reverted."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a kill loses nothing that the kernel has
     trees = {name: tmp_path / "templates" / name for name in ("apply", "revert", "reverted")}
     make_installed(trees["apply"])
@@ -72,7 +72,7 @@ def of_the_package(root: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def events_of(act: Act) -> None:
-    """Have `act` called before each change and each wait for the disk, in this process."""
+    """Call `act` before each change and each fsync in this process."""
     before_each_change(act)
     os.fsync = lambda descriptor: act("os.fsync", (os.readlink(f"/proc/self/fd/{descriptor}"),))  # type: ignore[assignment]
 
@@ -81,7 +81,7 @@ def events_of(act: Act) -> None:
 
 
 def killed_at(change: Callable[[Path], object], root: Path, point: int) -> bool:
-    """Whether the child was killed just before its change number `point`, from 0; it may come to its end before."""
+    """Kill a child just before its change number `point`, from 0; return whether it got there."""
 
     def run() -> None:
         left = point
@@ -109,7 +109,7 @@ def no_links(*_: object, **__: object) -> None:
 def test_killed_at_any_change_of_the_file_system(
     name: str, links: bool, templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file is whole, and the next run, whichever it is, puts the tree right; in another place as well."""
+    """Every file is complete, and the next apply or revert repairs the tree, also after a move."""
     if not links:
         monkeypatch.setattr(os, "link", no_links)
     old, new = of_the_package(templates["apply"]), of_the_package(templates["revert"])
@@ -160,7 +160,7 @@ def test_a_run_that_ends_an_interrupted_one_can_be_killed_as_well(
 
 
 def attempt(change: Callable[[Path], object], root: Path) -> str:
-    """What the user reads; nothing if all is well."""
+    """The message to the user; empty on success."""
     try:
         change(root)
     except UserError as error:
@@ -171,7 +171,7 @@ def attempt(change: Callable[[Path], object], root: Path) -> str:
 def failed_at(
     change: Callable[[Path], object], root: Path, point: int, number: int, *, lasting: bool, counts: Callable[..., bool]
 ) -> tuple[str, bool]:
-    """Have a call fail, or all from that one on; what the user reads, and whether there were that many calls."""
+    """Make a call fail, or all from that one on; return the user's message, and whether that call was reached."""
 
     def run() -> tuple[str, bool]:
         left = point
@@ -191,7 +191,7 @@ def failed_at(
 
 
 def check(message: str, root: Path, name: str, templates: dict[str, Path]) -> str:
-    """What the message says is so, and the next runs put the tree right. Which of the outcomes it is."""
+    """Check that the message is true and the next runs repair the tree; return the outcome."""
     found, old, new = of_the_package(root), of_the_package(templates["apply"]), of_the_package(templates["revert"])
     before, after = (old, new) if name == "apply" else (new, old)
     assert "\n" not in message
@@ -214,7 +214,7 @@ def check(message: str, root: Path, name: str, templates: dict[str, Path]) -> st
 
 
 def needs_space(event: str, arguments: tuple[Any, ...]) -> bool:
-    """Undoing takes the names that were made before; what else is given a name, or written, needs space."""
+    """Whether a call needs disk space: writes and new names do, except for renames that undo."""
     if event == "os.fsync":
         return os.path.isfile(arguments[0])
     making = ("open", "os.mkdir", "os.link", "os.symlink")
@@ -245,7 +245,7 @@ def test_a_disk_that_stays_full_changes_all_or_nothing(name: str, templates: dic
 def test_an_error_at_any_call_is_one_line_that_says_what_was_changed(
     name: str, number: int, lasting: bool, step: int, templates: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Only an empty folder that cannot be removed is no error: the next run removes it."""
+    """Every error but a failed removal of an empty folder is such a line; the next run removes the folder."""
     outcomes = []
     for point in range(0, MOST, step):
         root = copied(templates[name], tmp_path / "tree")
@@ -264,7 +264,7 @@ def test_an_error_at_any_call_is_one_line_that_says_what_was_changed(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 512 KiB."""
+    """A separate file system of 2 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=400", "none", str(place)]
@@ -304,7 +304,7 @@ def fill_names(place: Path, free: int) -> None:
 def test_a_file_system_that_is_really_full(
     name: str, fill: Callable[[Path, int], None], templates: dict[str, Path], small_disk: Path
 ) -> None:
-    """With no block, or no inode, to spare; with one; and so on."""
+    """Everything or nothing changes with 0, 1, … free blocks or inodes."""
     outcomes = []
     for free in range(60):
         root = copied(templates[name], small_disk / "tree")
@@ -365,7 +365,7 @@ def test_an_interrupt_from_the_keyboard_changes_nothing(
 def test_a_rename_that_fails_though_it_was_made_is_no_failure(
     templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS says so where the answer was lost. The last one decides, and the disk knows."""
+    """The rename counts as done if the disk has it; NFS reports failure if the reply was lost."""
     root = copied(templates["apply"], tmp_path / "tree")
     replace = os.replace
 
@@ -379,14 +379,14 @@ def test_a_rename_that_fails_though_it_was_made_is_no_failure(
     assert everything(root) == everything(templates["revert"])
 
 
-# The order on the disk
+# The order of writes on the disk
 
 
 @pytest.mark.parametrize("name", BOTH)
 def test_the_disk_has_what_a_step_stands_on_before_the_step(
     name: str, templates: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A loss of power keeps only what was waited for."""
+    """What a step depends on is synced before it; a power loss keeps only synced data."""
     root = copied(templates[name], tmp_path / "tree")
     events = watched(BOTH[name], root)
     folder = installed.state_folder(root, CORE)
@@ -401,7 +401,7 @@ def test_the_disk_has_what_a_step_stands_on_before_the_step(
 
 
 def watched(change: Callable[[Path], object], root: Path) -> list[list[str]]:
-    """Every change of the file system and wait for it, with the paths."""
+    """Every file-system change and fsync, with the paths."""
 
     def run() -> list[list[str]]:
         events: list[list[str]] = []
@@ -414,7 +414,7 @@ def watched(change: Callable[[Path], object], root: Path) -> list[list[str]]:
 
 
 def test_a_folder_that_a_killed_run_made_is_waited_for(templates: dict[str, Path], tmp_path: Path) -> None:
-    """It may have been killed before it waited itself."""
+    """The folder is synced, since the killed run may not have done so."""
     root = copied(templates["apply"], tmp_path / "tree")
     installed.state_folder(root, CORE).mkdir(parents=True)
     events = watched(apply, root)
@@ -427,7 +427,7 @@ def decides(event: list[str], state: str) -> bool:
 
 
 def is_switch(event: list[str]) -> bool:
-    """Whether a file gets its new text, or goes."""
+    """Whether a file gets its new text, or is removed."""
     if event[0] == "os.rename":
         source, target = (Path(path) for path in event[1:])
         of_a_change = re.fullmatch(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.ckpt-patches", source.name)
@@ -437,7 +437,7 @@ def is_switch(event: list[str]) -> bool:
 
 
 def waited_for(events: list[list[str]]) -> set[str]:
-    """The files whose text, and the folders whose names, the disk need not have after these events."""
+    """The files and folders whose text or names the disk may lack after these events."""
     missing: set[str] = set()
     for event, path, *more in events:
         folder = os.path.dirname(more[0] if event in ("os.rename", "os.link") else path)
@@ -451,7 +451,7 @@ def waited_for(events: list[list[str]]) -> set[str]:
     return missing
 
 
-# Journals that cannot be followed
+# Invalid journals
 
 
 JOURNALS = {

@@ -1,4 +1,4 @@
-"""One writer at a time in a tree that several hosts share, where a lock on a folder excludes nobody."""
+"""One writer at a time in a tree that several hosts share, where a folder's lock excludes no other host."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from ckpt_patches.inplace import rewrite, tree_lock
 from installed_tree import apply, make_installed, revert, snapshot
 from upstream import TIMEOUT
 
-# The command on a host of that name, whose locks on folders are its own.
+# The command as on a host of that name, without locks on folders.
 ON_HOST = """
 import fcntl, sys, time
 from ckpt_patches import cli
@@ -29,7 +29,7 @@ tree_lock._host = lambda: host
 time.sleep(max(0, float(at) - time.time()))
 sys.exit(cli.main(arguments))
 """
-BOTH = ("numpy2_product", "zarr_create_synchronizer")  # those that the tree needs
+BOTH = ("numpy2_product", "zarr_create_synchronizer")  # fixes that the tree needs
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_two_hosts_at_once_leave_one_result(tree: Path) -> None:
 def test_the_lock_of_a_process_of_this_host_that_has_ended_is_taken_over(
     start: str, tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where its number was given to another one."""
+    """Such a lock is taken over, also if another process has its PID now."""
     with process() as other:
         number = other
         if start:
@@ -111,7 +111,7 @@ def test_the_lock_of_another_host_is_refused_and_can_be_broken(tree: Path, monke
 
 
 def test_a_live_process_of_this_host_is_waited_for(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it takes."""
+    """The wait for the process has no time limit."""
     monkeypatch.setattr(tree_lock, "PATIENCE", 0.2)
     with process() as other:
         path = lock(tree, tree_lock.Holder(tree_lock._host(), other, tree_lock._start(other)))

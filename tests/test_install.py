@@ -1,4 +1,4 @@
-"""Real pip installs of the working tree into fresh environments: what Python sees, what an uninstall leaves."""
+"""Real pip installs of the working tree into fresh environments: what Python imports, and what an uninstall leaves."""
 
 import os
 import shutil
@@ -48,12 +48,12 @@ def wheel() -> Path:
 
 @pytest.fixture
 def installed() -> Environment:
-    """With the wheel in it; not to be changed."""
+    """The environment with the wheel; read-only."""
     return installs.installed()
 
 
 def as_folder(environment: Environment, source: Path) -> list[str]:
-    """With what the build of an earlier version has left there."""
+    """The folder itself, with files left by the build of an earlier version."""
     left = source / "build" / "lib" / "megatron" / "patches" / "earlier.py"
     left.parent.mkdir(parents=True)
     left.write_text("")
@@ -125,7 +125,7 @@ def test_a_checkout_needs_no_install(environment: Environment, source: Path) -> 
 
 
 def only_start_up_file(environment: Environment) -> list[str]:
-    """The lines of the start-up file, beside which there is no other, and no module of a package's installer."""
+    """The lines of the only start-up file, after checking that no installer module is beside it."""
     assert [path.name for path in environment.site_packages.iterdir() if path.suffix in (".pth", ".py")] == [
         "training_checkpoint_patches.pth"
     ]
@@ -134,7 +134,7 @@ def only_start_up_file(environment: Environment) -> list[str]:
 
 @pytest.mark.slow
 def test_reinstall_replaces(environment: Environment, source: Path, wheel: Path) -> None:
-    """From editable to wheel and again the wheel: one start-up file, and nothing of the editable install."""
+    """After editable, wheel and wheel again, one start-up file and nothing of the editable install is left."""
     before = environment.files()
     environment.install("-e", str(source))
     environment.install("--force-reinstall", str(wheel))
@@ -147,7 +147,7 @@ def test_reinstall_replaces(environment: Environment, source: Path, wheel: Path)
 
 @pytest.mark.parametrize("init", [(), ("megatron/__init__.py",)], ids=["namespace", "regular package"])
 def test_the_package_megatron_is_left_alone(init: tuple[str, ...], environment: Environment, wheel: Path) -> None:
-    """Megatron-core's portion of a namespace, or a regular package of the user's."""
+    """A namespace package of megatron-core and a user's regular package do not change."""
     files = ["megatron/core/__init__.py", *init]
     for name in files:
         other = environment.site_packages / name
@@ -182,7 +182,7 @@ def test_record_names_every_file_and_none_of_another_package(environment: Enviro
 
 
 def test_the_index_of_a_wheel_is_that_of_the_checkout(installed: Environment) -> None:
-    """And no process of an install parses the fixes to find them."""
+    """The indexes are equal, and an installed process does not parse the fixes to find them."""
     program = (
         "import sys; from ckpt_patches.engine import registry; "
         "print([*registry.FIXES.items()], registry.SWITCHED, 'ckpt_patches.engine.discovery' in sys.modules)"
@@ -191,7 +191,7 @@ def test_the_index_of_a_wheel_is_that_of_the_checkout(installed: Environment) ->
 
 
 def test_the_pages_of_all_fixes_are_installed(installed: Environment) -> None:
-    """What a patch for upstream says is on them."""
+    """The pages, which contain the messages of patches for upstream, are installed."""
     pages = {page.stem for page in (installed.site_packages / "ckpt_patches" / "pages").iterdir()}
     assert pages >= {*FIXES, *SWITCHED, "audit", "ds_to_universal", "hook", "json", "migrate", "explorer"}
     explained = installed.python("-m", "ckpt_patches", "explain", "json", COLUMNS="")
@@ -223,7 +223,7 @@ SOURCE = "https://example.org/patches.git"
 def test_the_repository_that_it_was_cloned_from_is_named(
     origin: str, named: list[str], environment: Environment, source: Path
 ) -> None:
-    """Not a password, nor a folder; and nothing where there is no repository."""
+    """Only a URL is named: no password, no folder, and nothing without a repository."""
     if origin:
         subprocess.run(["git", "init", "--quiet", source], check=True)
         subprocess.run(["git", "-C", source, "remote", "add", "origin", origin], check=True)
@@ -244,7 +244,7 @@ def test_type_checkers_are_told_that_the_packages_have_types(installed: Environm
 
 
 def test_nothing_is_required(installed: Environment) -> None:
-    """It must never pull another torch into a container."""
+    """No dependency is required, so no install pulls another torch into a container."""
     (metadata,) = installed.site_packages.glob("training_checkpoint_patches-*.dist-info/METADATA")
     required = [line for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist:")]
     assert required
@@ -252,9 +252,9 @@ def test_nothing_is_required(installed: Environment) -> None:
 
 
 def test_editable_install_is_a_plain_path_in_front_of_the_start_up_line(environment: Environment, source: Path) -> None:
-    """No import hook of setuptools: that would cost more at every start than all that we do there."""
+    """There is no import hook of setuptools, which would cost more per start than all that we do."""
     environment.install("-e", str(source))
-    environment.install("--config-settings", "editable_mode=strict", "-e", str(source))  # over what is there already
+    environment.install("--config-settings", "editable_mode=strict", "-e", str(source))  # over the existing install
     folder, start_up = only_start_up_file(environment)
     assert folder == str(source / ".editable")
     assert [start_up] == (upstream.REPOSITORY / "training_checkpoint_patches.pth").read_text().splitlines()
@@ -295,7 +295,7 @@ def test_editable_install_by_other_releases_of_setuptools(
 
 
 def test_target_folder(environment: Environment, wheel: Path) -> None:
-    """`pip install --target`: a .pth there is not run; the hook is installed by hand, and nothing breaks without."""
+    """`pip install --target`: its .pth does not run; the hook can be installed by hand, nothing breaks without."""
     target = environment.folder / "target"
     environment.install("--target", str(target), str(wheel))
     assert (target / "training_checkpoint_patches.pth").exists()
@@ -343,7 +343,7 @@ def test_broken_install_says_so_in_one_line(
 
 
 def test_errors_are_said_once(installed: Environment) -> None:
-    """In a virtual environment, Python runs every .pth file twice."""
+    """An error is printed once, though Python runs .pth files twice in a virtual environment."""
     done = installed.python("-c", SHOW_HOOK, CKPT_PATCHES="sometimes")
     assert done.stdout.count("PatchFinder") == 1
     assert len(done.stderr.splitlines()) == 1
@@ -364,7 +364,7 @@ def test_broken_install_without_stderr(installed: Environment, tmp_path: Path) -
 
 
 def test_read_only_site_packages(environment: Environment, wheel: Path) -> None:
-    """Where no bytecode can be written, everything works without."""
+    """Everything works without bytecode, which cannot be written."""
     environment.install("--no-compile", str(wheel))
     before = environment.files()
     folders = [environment.site_packages, *(p for p in environment.site_packages.rglob("*") if p.is_dir())]
@@ -392,7 +392,7 @@ print(before, megatron.OWNER, type(converter.__loader__).__name__, converter.__f
 
 @pytest.mark.slow
 def test_regular_package_megatron_beside_a_script(tmp_path: Path) -> None:
-    """The stack of the DP=768 report: `megatron` is the script's own package, DeepSpeed is patched all the same."""
+    """DeepSpeed is patched though `megatron` is the script's own package, as in the DP=768 report."""
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").write_text("OWNER = 'the script'\n")
     script = tmp_path / "convert.py"
@@ -403,7 +403,7 @@ def test_regular_package_megatron_beside_a_script(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == f"False the script PatchedLoader {converter}"
 
 
-# A process that runs meanwhile
+# A process that runs during the change
 
 CORE_PATH = "megatron.core.dist_checkpointing"
 MEANWHILE = """
@@ -423,7 +423,7 @@ reload(m)
 def test_a_running_process_survives_an_uninstall_and_an_upgrade(
     imported: str, change: str, mode: str, environment: Environment, wheel: Path, tmp_path: Path
 ) -> None:
-    """What it imports from then on is unpatched, which is said once; what was planned stays as planned."""
+    """Later imports are unpatched, which one message reports; existing plans stay valid."""
     environment.install(str(wheel))
     make_two(tmp_path / "tree")
     for path in (environment.site_packages, tmp_path / "tree"):

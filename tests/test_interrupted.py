@@ -1,4 +1,4 @@
-"""A conversion or migration that is killed never looks complete, and the next run ends in the identical result."""
+"""A conversion or migration that is killed never looks complete, and the next run gives the identical result."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from zero_checkpoints import dp768
 pytestmark = pytest.mark.long
 
 LAYERS: dict[str, tuple[int, ...]] = {f"layer{number}.weight": (8, 6) for number in range(6)}
-BEHIND_THE_END = 1000  # changes in the file system
+BEHIND_THE_END = 1000  # file-system changes
 
 
 def write_old(folder: Path, shapes: dict[str, tuple[int, ...]] | None = None) -> Path:
@@ -46,18 +46,18 @@ def write_zero(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Tool:
-    """What is killed, and what it leaves."""
+    """A tool to kill, and what it leaves."""
 
     name: str
-    work: str  # its word for what it does
-    write: Callable[[Path], Path]  # a checkpoint
-    mark: str  # the name of its mark in an unfinished folder
-    beside: tuple[str, ...]  # what is beside the output in the end
-    rewritten: frozenset[str]  # files that are written in the end, and anew by the next run
-    changes: int  # in the file system, after which some files are complete and others are not
+    work: str  # its work, as named in messages
+    write: Callable[[Path], Path]  # writes a checkpoint
+    mark: str  # the name of its marker in an unfinished folder
+    beside: tuple[str, ...]  # files beside the finished output
+    rewritten: frozenset[str]  # files that are written last, and again by the next run
+    changes: int  # file-system changes, after which some files are complete and others are not
 
     def is_kept(self, name: str) -> bool:
-        """Whether a file of the folder is for the next run alone."""
+        """Whether a file of the folder is only for the next run."""
         return name == self.mark or name.startswith(JUDGED)
 
 
@@ -103,14 +103,14 @@ def unfinished(output: Path) -> Path:
 
 
 def complete_files(tool: Tool, folder: Path) -> dict[str, int]:
-    """The inodes of the files that have their own names."""
+    """The inodes of the files that have their final names."""
     found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".unfinished-"))
     inodes = {str(path.relative_to(folder)): path.stat().st_ino for path in found}
     return {name: inode for name, inode in inodes.items() if not tool.is_kept(name)}
 
 
 def check_what_has_its_name(tool: Tool, output: Path, expected: dict[str, bytes]) -> None:
-    """The folder has its own name, and what is beside it is there, only when every file is there and complete."""
+    """Check that the output folder, and files beside it, exist only if every file is complete."""
     if output.exists():
         assert {name: data for name, data in files(output).items() if not tool.is_kept(name)} == expected
     else:
@@ -118,7 +118,7 @@ def check_what_has_its_name(tool: Tool, output: Path, expected: dict[str, bytes]
 
 
 def has_ended(tool: Tool, output: Path) -> bool:
-    """Whether the work has come to its end; it may have been killed after that, before its process ended."""
+    """Whether the work has ended; its process may have been killed after that."""
     is_there = all((output.parent / name).exists() for name in (output.name, *tool.beside))
     return is_there and not any(map(tool.is_kept, os.listdir(output)))
 
@@ -154,7 +154,7 @@ def test_some_kills_come_when_some_files_are_complete(sources: dict[str, Path], 
 
 
 def killed_at_any_time(tool: Tool, arguments: list[str], output: Path, delay: float) -> None:
-    """In the middle of a file as well: the parent is killed alone, and its workers end by themselves."""
+    """Kill only the parent, also in the middle of a file, until the work ends; its workers end by themselves."""
     processes = []
     while not has_ended(tool, output):
         process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -167,7 +167,7 @@ def killed_at_any_time(tool: Tool, arguments: list[str], output: Path, delay: fl
     assert any(process.returncode for process in processes)
     assert not unfinished(output).exists()
     for process in processes:
-        process.communicate(timeout=300)  # until the last of its workers has ended as well
+        process.communicate(timeout=300)  # until the last of its workers has ended
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_a_migration_killed_at_any_time_with_two_workers(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_second_conversion_into_the_same_folder_is_refused(tmp_path: Path) -> None:
-    """Their temporary files could have the same names: processes of two containers have the same numbers."""
+    """The second is refused, as PIDs and so temporary names may be equal in two containers."""
     source, output = dp768()["dp768"], tmp_path / "universal"
     options = ("--bytes_in_flight", "16K", "--num_extract_workers", "1")
     first = subprocess.Popen(command(source, output, *options), env=environment(), stdout=subprocess.PIPE)
@@ -210,7 +210,7 @@ def test_a_second_conversion_into_the_same_folder_is_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", TOOLS)
 def test_a_changed_checkpoint_is_not_taken_up_again(name: str, tmp_path: Path) -> None:
-    """Half of one checkpoint and half of another would look like one."""
+    """A changed checkpoint is refused; the output would mix two checkpoints."""
     tool, output = TOOLS[name], tmp_path / "output"
     source = tool.write(tmp_path / "in")
     assert killed(name, source, output, tool.changes).returncode == -signal.SIGKILL
@@ -225,7 +225,7 @@ def test_a_changed_checkpoint_is_not_taken_up_again(name: str, tmp_path: Path) -
 def test_a_checkpoint_by_its_relative_and_by_its_absolute_path_is_one(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The conversion that was interrupted goes on."""
+    """The interrupted conversion continues with either path."""
     copy, output = shutil.copytree(source, tmp_path / "in" / source.name), tmp_path / "universal"
     interrupted(copy, output)
     monkeypatch.chdir(copy.parent)
@@ -235,7 +235,7 @@ def test_a_checkpoint_by_its_relative_and_by_its_absolute_path_is_one(
 def test_processes_of_one_number_in_two_containers_do_not_share_temporary_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both begin an output folder together; one would take the other's file away before it has its name."""
+    """They can both begin one output folder; with equal names, one would move the other's file."""
     replace, folders = (
         os.replace,
         [UnfinishedFolder(tmp_path / "universal", "same", convert.MARK, "conversion") for _ in range(2)],
@@ -270,7 +270,7 @@ def test_a_full_disk_is_found_before_the_start(tmp_path: Path) -> None:
 def test_a_disk_that_fills_up_is_reported_with_the_path(
     source: Path, expected: dict[str, dict[str, bytes]], tmp_path: Path
 ) -> None:
-    """By a limit on the size of files, which fails like a full disk. Nothing is lost, and the next run goes on."""
+    """The path is reported, and the next run continues. A limit on file sizes simulates the full disk."""
     output = tmp_path / "universal"
     largest = max(map(len, expected["convert"].values()))
 
@@ -292,7 +292,7 @@ def test_a_disk_that_fills_up_is_reported_with_the_path(
 def test_the_summary_of_a_run_that_had_nothing_to_do(
     source: Path, expected: dict[str, dict[str, bytes]], tmp_path: Path
 ) -> None:
-    """Killed between the last file and `latest_universal`."""
+    """The summary counts no new files after a kill just before `latest_universal`."""
     output = tmp_path / "universal"
     ours(source, output)
     interrupted(source, tmp_path / "other")

@@ -28,7 +28,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def documented(command: str) -> set[str]:
-    """The keys in a command's section of the page, without those inside of others."""
+    """The top-level keys in a command's section of the page."""
     section = PAGE.split(f"\n## `ckpt-patches {command}`\n")[1].split("\n## ")[0]
     cells = re.findall(r"^\| (.*?) \|", section, flags=re.MULTILINE)
     return {key for cell in cells for key in re.findall(r"`(\w+)`", cell)}

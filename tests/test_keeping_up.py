@@ -1,4 +1,4 @@
-"""`make upstream`: what it reports of two looks at a package, and what it sees in a tree."""
+"""`make upstream`: what it reports between two records of a package, and what it records of a tree."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""latest_after_all_ranks: what `latest` names where a rank of the real DeepSpeed ends in the middle of a save."""
+"""latest_after_all_ranks: what `latest` names if a rank of the real DeepSpeed ends during a save."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,12 +23,12 @@ def on_ranks(what: str, out: Path, version: str, delivery: str, kind: str = "sta
 
 
 def test_upstream_does_not_start_again_from_it(tmp_path: Path) -> None:
-    """Nor after a restart, and another one: somebody has to find the one before it."""
+    """Each restart fails, until a user selects the checkpoint before it."""
     assert on_ranks("save", tmp_path, NEWEST, "none") == [{"latest": "second", "codes": [1, 3]}]
     assert len(list((tmp_path / "second").glob("*_optim_states.pt"))) == 1
     found = {one["rank"]: one for one in on_ranks("resume", tmp_path, NEWEST, "none")}
     assert found[1]["error"].startswith("FileNotFoundError")
-    assert found[0] == {"rank": 0, "error": "", "tag": "second", "no moments": False}  # and waits for the other
+    assert found[0] == {"rank": 0, "error": "", "tag": "second", "no moments": False}  # it waits for rank 1
 
 
 @pytest.mark.parametrize("kind", ["stage1", "stage2", "stage3"])
@@ -41,7 +41,7 @@ def test_starts_again_from_the_one_before_it(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lacks", [[], [0], [1]], ids=["none lacks it", "the first lacks it", "the second lacks it"])
 def test_ranks_of_which_one_lacks_it_are_told_so(lacks: list[int], tmp_path: Path) -> None:
-    """In place of a rank that waits for the other for ever."""
+    """Each rank with the fix gets an error, instead of waiting forever."""
     port = str(free_port())
 
     def one(rank: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The layer-wise distributed optimizer, as Muon uses it: what upstream saves and loads, and what is said of it."""
+"""The layer-wise distributed optimizer, as Muon uses it: upstream's saves and loads, audit and fingerprint."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""legacy_expert_save: checkpoints that exist, and code of another shape."""
+"""legacy_expert_save: existing checkpoints, and unknown code."""
 
 import json
 from pathlib import Path
@@ -24,10 +24,10 @@ def line(delivery: str, what: str, folder: Path, *options: object) -> dict[str, 
 
 @pytest.mark.parametrize("experts", [6, 0])
 def test_a_checkpoint_with_files_that_ranks_wrote_over_is_refused(tmp_path: Path, experts: int) -> None:
-    """With the arguments of a run of ETP 2 and TP 1 in it, whose two parts of experts have one file."""
+    """With ETP 2 and TP 1 saved, a checkpoint with experts is refused: their two parts share one file."""
     saved = line("none", "save", tmp_path, "--experts", experts, "--saved-etp", 2)
     assert saved == {"errors": ["", ""], "right": [True, True], "files": [FILE]}
-    assert line("none", "load", tmp_path)["right"] == [True, True]  # whatever the parts are
+    assert line("none", "load", tmp_path)["right"] == [True, True]  # without a check of the parts
     loaded = line("hook", "load", tmp_path)
     assert loaded["right"] == [not experts] * 2
     for error in loaded["errors"] if experts else ():
@@ -72,7 +72,7 @@ def test_context_parallel_ranks_have_files_of_their_own_of_the_layer_wise_optimi
     )  # states of the other rank, or a file that both wrote at once
     assert found("hook") == {"errors": ["", ""], "files": both, "wrong": [0, 0]}
     assert "layer_wise_optimizer_1.pt" in resume("hook", "--lost", check=False).stderr
-    for delivery in ("none", "hook"):  # without context parallelism they have the same names
+    for delivery in ("none", "hook"):  # without context parallelism the names are the same
         assert found(delivery, "--cp", "1") == {"errors": ["", ""], "files": both, "wrong": [0, 0]}
 
 

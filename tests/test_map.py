@@ -1,4 +1,4 @@
-"""The map of who reads and writes what has every fix where its bug sits, and is what its tables say."""
+"""The map of data flows has every fix at the stage of its bug, and matches its tables."""
 
 import itertools
 import re
@@ -40,7 +40,7 @@ def test_a_fix_sits_where_code_is_that_it_edits(fix: str) -> None:
 
 
 def test_every_stage_that_runs_upstreams_code_is_of_use() -> None:
-    """A module that no fix edits is not on the map."""
+    """A fix edits each module that is on the map."""
     edited = {module for modules in FIXES.values() for module in modules}
     for stage in map_page.STAGES.values():
         assert set(stage.modules) <= edited, stage.title

@@ -1,4 +1,4 @@
-"""Old Megatron checkpoints, migrated: later releases of the real megatron-core load them and go on, bit for bit."""
+"""Later releases of the real megatron-core load migrated old checkpoints and continue, bit for bit."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from upstream import MAIN, all_releases, main_branch, newest, run_lines, tree
 MODEL_SPACE, BUCKETS = "fully_sharded_model_space", "fully_sharded_bucket_space"
 GATHERED = "dp_zero_gather_scatter"
 TARGETS = {MODEL_SPACE: "fully_reshardable", BUCKETS: "dp_reshardable", GATHERED: GATHERED}
-# 0.15.3 is the one release that reads the old formats and the new ones.
+# 0.15.3 is the only release that reads the old formats and the new ones.
 LOADED_BY = (
     ["0.15.3", "0.16.1", "0.17.1", "0.18.2", newest("megatron-core")] if all_releases() else [newest("megatron-core")]
 )
@@ -41,7 +41,7 @@ def migrated(old: Path, new: Path) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """A release that saves in a format, in zarr before 0.13, and for buckets always."""
+    """A release and its format; the backend is zarr before 0.13, and always for buckets."""
 
     version: str
     format: str = MODEL_SPACE
@@ -66,7 +66,7 @@ RUNS = [
 
 
 def saved(own: Run) -> Path:
-    """The folder of a run: its checkpoint, and how it went on."""
+    """The folder of a run: its checkpoint and its next steps."""
 
     def save(folder: Path) -> None:
         options = ("--formats", own.format, "--optimizers", own.optimizer, "--inner", own.inner, "--only", "save")
@@ -76,7 +76,7 @@ def saved(own: Run) -> Path:
 
 
 def delivery(own: Run) -> str:
-    """By torch's own Adam upstream resumes in no release without a fix (torch_adam_step)."""
+    """The delivery: with torch's own Adam, no upstream release resumes without a fix (torch_adam_step)."""
     return "hook" if own.inner == "torch" else "none"
 
 
@@ -92,17 +92,17 @@ def test_the_run_goes_on_from_the_migrated_checkpoint_bit_for_bit(own: Run, vers
     assert [(row["ranks"], row["result"]) for row in rows] == [(2, "bit-equal"), (4, "bit-equal")]
 
 
-# A GPT: SwiGLU, a padded vocabulary, one embedding at both ends; on several model-parallel ranks, and with experts
+# A GPT with SwiGLU, a padded vocabulary and tied embeddings, on several model-parallel ranks, and with experts
 
 
 @dataclass(frozen=True)
 class Gpt:
-    """A release that saves, and the layouts of ranks in which it does and another one loads."""
+    """A release that saves, its layout of ranks, and another layout that loads."""
 
     version: str
     layout: str
     other: str
-    kind: str = ""  # of model
+    kind: str = ""  # model options
     backend: str = "torch_dist"
     default: bool = False
 
@@ -121,7 +121,7 @@ GPTS = [
 
 
 def trained(own: Gpt) -> Path:
-    """The folder of a run: its checkpoint, and what each rank had, then and two steps later."""
+    """The folder of a run: its checkpoint, and each rank's state then and two steps later."""
     options = (*own.layout.split(), *own.kind.split(), "--backend", own.backend)
     name = "-".join([own.version, *options]).replace(" ", "")
     return shared.once(f"gpt-{name}", lambda folder: lines("gpt_resume", own.version, "save", folder, *options))
@@ -151,14 +151,14 @@ def test_a_gpt_goes_on_bit_for_bit_and_is_the_same_in_another_layout(own: Gpt, v
     if not all_releases():
         return
     (result,) = lines("gpt_resume", version, *options, *own.other.split())
-    if "loaded" in result:  # the same model-parallel ranks; a norm over more data-parallel ones is rounded otherwise
+    if "loaded" in result:  # the same model-parallel ranks; norms over more data-parallel ones round differently
         assert result["loaded"] == "bit-equal"
-    else:  # of others nothing was kept
+    else:  # for others no state was saved
         assert elements(folder / "again") == elements(new)
 
 
 class Whole(NamedTuple):
-    """A release that saves in zarr with an optimizer that is not distributed, or the weights alone."""
+    """A release that saves in zarr with a non-distributed optimizer, or only the weights."""
 
     version: str
     optimizer: str
@@ -189,11 +189,11 @@ def test_weights_and_an_optimizer_that_is_not_distributed(own: Whole, version: s
     new = migrated(folder / "checkpoint", tmp_path / "new")
     (result,) = lines("gpt_resume", version, "resume", folder, "--checkpoint", new, *options)
     assert result["loaded"] == "bit-equal"
-    assert result["after"] == "bit-equal" or own.optimizer == "none"  # that one begins anew
+    assert result["after"] == "bit-equal" or own.optimizer == "none"  # that one starts over
 
 
 def elements(folder: Path) -> dict[str, bytes]:
-    """All tensors of a checkpoint, put together of their chunks."""
+    """All tensors of a checkpoint, assembled from their chunks."""
     index = torch_dist.read_index(folder)
     found: dict[str, bytearray] = {}
     for place in (place for place in in_torch_dist(folder) if place.name in index.tensors):
@@ -211,7 +211,7 @@ def elements(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_shifted_checkpoint_is_to_be_repaired_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Later releases load it as it is, and what they load is wrong."""
+    """A shifted checkpoint is refused, since later releases would load wrong values."""
     shifted, repaired = test_audit_shifted.saved(test_audit_shifted.DEFAULT), tmp_path / "repaired"
     new = ("--output", str(tmp_path / "new"))
     assert command_line.main(["migrate", str(shifted), *new]) == 2

@@ -1,4 +1,4 @@
-"""What a migration keeps beside each file: it comes back as it was, and nothing else is taken for it."""
+"""What a migration stores beside each file: it decodes to the same, and other data is refused."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is not migrated is refused in one line, before anything is written; and what is written is what was read."""
+"""What is not migrated is refused in one line, before anything is written; written data equals the source."""
 
 import errno
 import io
@@ -43,7 +43,7 @@ def migrate(old: Path, new: Path, *options: str, status: int = 0) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], old: Path, tmp_path: Path, *options: str, status: int = 2) -> str:
-    """The line that is said; nothing is written beside the checkpoint."""
+    """Check that a migration is refused and writes nothing; return its line."""
     before = sorted(tmp_path.iterdir())
     capsys.readouterr()
     migrate(old, tmp_path / "new", *options, status=status)
@@ -100,7 +100,7 @@ def rename(old: Old, name: str, new: str) -> None:
 
 
 def without(name: str, number: int, *, listed: bool = False) -> Change:
-    """A chunk that the index does not have, or has although it lies nowhere."""
+    """Take a chunk out of the index, or (`listed`) only its location."""
 
     def change(old: Old) -> None:
         chunks = old.metadata.state_dict_metadata[name].chunks
@@ -185,7 +185,7 @@ def folder_in_its_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def not_opened(number: int) -> Callable[[Path, pytest.MonkeyPatch], None]:
-    """Opening this one file fails, as on a bad disk or without the permission."""
+    """Make opening this file fail, as on a bad disk or without permission."""
 
     def fail(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         opened = os.open
@@ -244,7 +244,7 @@ def without_a_square(old: Old) -> None:
 
 
 def with_a_square_for_a_mean(old: Old) -> None:
-    """At its bytes."""
+    """Point exp_avg to the bytes of exp_avg_sq."""
     places = old.metadata.storage_data
     for key in [key for key in places if key.fqn == "optimizer.state.exp_avg.layer.weight"]:
         places[key] = places[replace(key, fqn="optimizer.state.exp_avg_sq.layer.weight")]
@@ -289,7 +289,7 @@ def test_no_param_groups_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_gathered_states_are_not_cut_up_anew(tmp_path: Path) -> None:
-    """For `fully_reshardable` the order of the model's buffers would be needed: they stay gathered."""
+    """Gathered states stay so: `fully_reshardable` would need the order of the model's buffers."""
     old = Old(tmp_path / "old")
     old.tensor("layer.weight", torch.bfloat16, (4,))
     old.chunk("layer.weight", (0,), torch.ones(4, dtype=torch.bfloat16))
@@ -343,7 +343,7 @@ def test_objects_are_those_of_the_source_byte_for_byte(tmp_path: Path) -> None:
 
 
 def test_the_groups_of_ranks_are_given_one_step_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In formats that are not in model space each data-parallel group saves its own, as an object."""
+    """`--step` changes these groups, too: outside model space, each data-parallel group saves its own."""
     old, _ = flattened(tmp_path / "old", SHAPES)
     key = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
     old.object(key, {"param_groups": [{"step": 3, "lr": torch.tensor(0.5)}, {"step": 4}]})
@@ -365,7 +365,7 @@ def test_optimizers_in_a_list_and_other_names_of_multipliers_stay_as_nemo_has_th
 
 
 def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """And not the output."""
+    """The error names the source, not the output."""
     from ckpt_patches.errors import UserError
     from ckpt_patches.migrate import migrate as module
     from ckpt_patches.migrate import move
@@ -385,7 +385,7 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def change_element(old: Path, name: str, value: float) -> None:
-    """The first element, and its checksum: as a save of such a state would have written."""
+    """Change the first element and its checksum, as if the save had written it."""
     from every_checkpoint import in_torch_dist, put
 
     place = next(place for place in in_torch_dist(old) if place.name == name)
@@ -424,7 +424,7 @@ def test_bytes_that_are_not_what_was_saved_are_damage(tmp_path: Path, capsys: py
     assert "bad_file" in capsys.readouterr().err
 
 
-# Names, files and classes that an evil checkpoint has
+# Names, files and classes in malicious checkpoints
 
 
 class Evil:

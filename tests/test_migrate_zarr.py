@@ -1,4 +1,4 @@
-"""What zarr holds, by hand: whole arrays in chunks, objects in files of their own, and folders of locks beside them."""
+"""Handmade zarr checkpoints: complete arrays in chunks, objects in their own files, and folders of locks."""
 
 import errno
 import io

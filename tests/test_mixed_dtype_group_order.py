@@ -46,6 +46,6 @@ def test_a_release_reads_its_own_right_on_as_many_ranks_alone(tmp_path: Path) ->
 @pytest.mark.long
 @pytest.mark.parametrize("saved", ["none", "hook"])
 def test_equal_weights_with_different_moments_are_refused(saved: str, tmp_path: Path) -> None:
-    """As of a run whose learning rate is still 0: nothing tells whose moments these are."""
+    """Such states, as at a learning rate of 0, are refused: their owner is unknown."""
     assert line(saved, "save", tmp_path, "--alike", ranks=2)["error"] == ""
     assert str(line("hook", "load", tmp_path, "--alike", ranks=2)["error"]).startswith(REFUSED)

@@ -15,7 +15,7 @@ from ckpt_patches.engine.source import Source
 
 
 def unbound(text: str, inserted: str) -> list[str]:
-    """What is found after `inserted` has been put in front of the module's last statement."""
+    """The unbound names after `inserted` is put before the module's last statement."""
     source = Source(text.encode(), "module.py")
     source.insert_before(source.tree.body[-1], inserted)
     patched = source.edited()
@@ -65,7 +65,7 @@ last = 1
         "untyped, maybe",
         "from typed import both\nboth",
         "import typed\ntyped",
-        "def f():\n    return strange",  # it did before
+        "def f():\n    return strange",  # loaded before, too
         "def f() -> 'unknown':\n    pass",
         "with open('x') as file:\n    [file for file in file]",
         "def outer():\n    n = 1\n    def inner():\n        nonlocal n\n        n = 2\n    return inner",
@@ -117,7 +117,7 @@ def by_dis(code: CodeType) -> Iterator[tuple[str, str]]:
     ("distribution", "version", "package"), [("megatron-core", "0.16.1", CORE), ("deepspeed", "0.12.6", DEEPSPEED)]
 )
 def test_the_instructions_are_those_that_dis_finds(distribution: str, version: str, package: str) -> None:
-    """In whole modules, with extended arguments and what each Python adds to them."""
+    """Both agree in complete modules, with extended arguments and each Python's additions."""
     made = plan_tree(str(upstream.tree(distribution, version)), package)
     assert made.files
     for file in made.files.values():

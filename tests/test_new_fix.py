@@ -1,4 +1,4 @@
-"""`tests/new_fix.py` creates files that fail until somebody has written the fix, in our own style."""
+"""`tests/new_fix.py` creates files in our style whose tests fail until the fix is written."""
 
 import os
 import re
@@ -22,7 +22,7 @@ MODULE = MODULES["megatron"]
 
 @pytest.fixture
 def clone() -> Iterator[Path]:
-    """A copy of the working tree; some of its tests run a program as a user without rights, who has to read it."""
+    """A copy of the working tree that unprivileged users can read, as some of its tests need."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield copy_working_tree(Path(folder, "clone"))
@@ -61,7 +61,7 @@ def test_the_files_of_a_fix_are_made_in_our_style_and_its_tests_fail(package: st
     assert (again.returncode, again.stderr) == (2, f"there is a fix {NAME} already\n")
 
 
-# Tests of what holds for each fix, or is made of all; and those that might be, all the same.
+# Tests that concern each or all of the fixes; and others that might.
 OF_ALL_FIXES = "fix_table help map readme rooms"
 OTHERS = "command compatibility completion demonstrations format_patch json training_modules"
 OF_THE_RECORD = (
@@ -74,10 +74,10 @@ OF_THE_RECORD = (
 def test_a_fresh_scaffold_fails_its_own_tests_alone(package: str, clone: Path) -> None:
     names = [*OF_ALL_FIXES.split(), *(OTHERS.split() if all_releases() else ())]
     scaffold(editable(clone), clone, package)
-    # What is asked of one fix is asked of the new one alone.
+    # Tests of one fix run only for the new one.
     chosen = f"not demonstration_shows and ({NAME} or not (test_fix_contract or is_missed))"
     failed = failed_tests(clone, "-k", chosen, "tests/contract", *(f"tests/test_{name}.py" for name in names))
-    # They want the record of outcomes to be made anew, and the README's number of fixes, as CONTRIBUTING says.
+    # These need a new record of outcomes and the README's number of fixes, as in CONTRIBUTING.
     assert [test for test in failed if NAME not in test and not re.search(OF_THE_RECORD, test)] == []
     for needed in ("test_a_fix_is_on_the_map", "test_the_row_of_a_fix_is_current"):
         assert any(needed in test for test in failed)

@@ -1,4 +1,4 @@
-"""nvrx_staging: what each kind of NVRx's workers writes, and what the copy costs."""
+"""nvrx_staging: what each kind of NVRx's workers writes, and the memory of the copy."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from upstream import releases, run_json, tree
 
 pytestmark = pytest.mark.long
 
-STATE, SLACK = 64 << 20, 24 << 20  # bytes: the state that is saved, and what else a trainer gets meanwhile
+STATE, SLACK = 64 << 20, 24 << 20  # bytes: the saved state, and a trainer's other allocations
 
 
 @pytest.mark.parametrize("version", releases("nvidia-resiliency-ext"))

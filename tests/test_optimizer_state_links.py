@@ -1,4 +1,4 @@
-"""optimizer_state_links: which moments of the real DeepSpeed `safe_get_full_optimizer_state` finds."""
+"""optimizer_state_links: the moments that the real DeepSpeed's `safe_get_full_optimizer_state` finds."""
 
 from universal_loads import written
 from upstream import affected, with_fix, without_fix
@@ -28,7 +28,7 @@ def test_upstream_finds_those_of_the_first_group_and_none_after_a_load(version: 
 
 @with_fix(FIX, AFFECTED)
 def test_those_of_every_group_are_found(version: str, delivery: str) -> None:
-    """And are what the flat partitions hold; the run itself, and a load of its own files, are what they were."""
+    """The moments equal the flat partitions; the run, and a load of its own files, do not change."""
     for kind, found in written(version, delivery).items():
         assert found["unlinked"] == found["unlinked right after a load"] == found["unlinked after a load"] == {}
         assert found["reloaded"] == []

@@ -1,4 +1,4 @@
-"""Lion, SGD, AMSGrad and Muon: conversion, universal loads, audit and fingerprint carry whatever states they have."""
+"""Lion, SGD, AMSGrad and Muon: conversion, universal loads, audit and fingerprint handle all their states."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ STATES = {"Lion": {"exp_avg"}, "SGD": set(), "momentum": {"momentum_buffer"}, "A
 
 @functools.cache
 def trained() -> tuple[Path, dict[str, Any]]:
-    """The folder of a session's trainings, and what came of them by case."""
+    """The folder of a session's training runs, and their results by case."""
 
     def write(out: Path) -> None:
         out.mkdir()
@@ -42,7 +42,7 @@ def trained() -> tuple[Path, dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_resumes_converts_and_loads_bit_for_bit(case: str) -> None:
-    """Compared with the optimizers' memory; on the ranks that saved, and on another number."""
+    """Results equal the optimizers' memory, on the ranks that saved and on another number."""
     folder, found = trained()
     assert found[case] == {"not live": [], "loads": [[], []], "resumed": []}
     names = {path.stem for path in (folder / case / "universal/zero").glob("*/*.pt")}
@@ -67,7 +67,7 @@ def test_fingerprints_of_both_formats_are_the_same(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["momentum-2", "AMSGrad-1", "Muon-1", "momentum-3", "Muon-3"])
 def test_a_state_that_is_not_finite_is_damage(case: str, tmp_path: Path) -> None:
-    """In the ranks' files, and in the universal checkpoint."""
+    """A NaN is damage in the ranks' files and in the universal checkpoint."""
     state = "max_exp_avg_sq" if case == "AMSGrad-1" else "momentum_buffer"
     folder = shutil.copytree(trained()[0] / case, tmp_path / case)
 
@@ -77,7 +77,7 @@ def test_a_state_that_is_not_finite_is_damage(case: str, tmp_path: Path) -> None
     tensor = base["state"][0][state]
     with path.open("r+b") as written:
         written.seek(tensor.offset)
-        written.write(b"\xff" * 4)  # NaN in any type of floating-point numbers
+        written.write(b"\xff" * 4)  # NaN in any floating-point dtype
     file = folder / "universal/zero/w1.weight" / f"{state}.pt"
     value = load(file)
     (value["param"] if isinstance(value, dict) else value).view(-1)[0] = float("nan")
@@ -104,7 +104,7 @@ if __name__ == "__main__":
 
 
 def test_momenta_that_are_not_the_same_on_two_ranks_are_refused(tmp_path: Path) -> None:
-    """DeepSpeed 0.19.7 leaves that of the matrix on both at zero on the second."""
+    """DeepSpeed 0.19.7 leaves a shared matrix's momentum zero on the second rank, which is refused."""
     program = tmp_path / "save_muon.py"
     program.write_text(SAVE_MUON)
     run(program, tmp_path, tree=tree("deepspeed", "0.19.7"))
@@ -119,7 +119,7 @@ def test_momenta_that_are_not_the_same_on_two_ranks_are_refused(tmp_path: Path) 
     ("case", "file"),
     [
         ("Lion-1", "w1.weight/exp_avg.pt"),
-        ("momentum-2", "*/momentum_buffer.pt"),  # which its settings tell
+        ("momentum-2", "*/momentum_buffer.pt"),  # implied by its settings
         ("Muon-1", "w1.weight/momentum_buffer.pt"),
         ("Muon-1", "*/exp_avg_sq.pt"),
         ("AMSGrad-1", "w1.weight/step.pt"),
@@ -135,7 +135,7 @@ def test_a_state_that_is_not_there_is_damage(case: str, file: str, tmp_path: Pat
 
 
 def test_a_resume_is_proven_with_the_states_that_the_optimizer_has(tmp_path: Path) -> None:
-    """And what is not proven is named: Muon's momentum at ZeRO 1 and 2 is of whole matrices."""
+    """States are proven, except Muon's momentum at ZeRO 1 and 2, which covers full matrices."""
     on = {"CKPT_PATCHES_FINGERPRINT": "1"}
     done = run(
         "other_optimizers", tmp_path, "Lion-1", "Muon-1", tree=tree("deepspeed", NEWEST), delivery="hook", env=on

@@ -18,14 +18,14 @@ NEWEST = newest_affected(FIX)[1]
 
 OVERRIDE, CHECKPOINT = {"keep": "override"}, {"keep": "checkpoint"}
 NEW = {"lr": 5e-4, "min_lr": 1e-5}
-# What a run is started with that saves, and the one that resumes.
+# Options of the run that saves, and of the one that resumes.
 RUNS: dict[str, tuple[Run, Run]] = {
     "lr": ({}, NEW),
     "weight_decay": ({}, {"weight_decay": [0.2, 0.2]}),
     "rising_weight_decay": ({"weight_decay": [0.0, 0.1]}, {**NEW, "weight_decay": [0.1, 0.3]}),
     "decoupled": ({"decoupled_lr": 1e-4}, {**NEW, "decoupled_lr": 2e-5}),
     "decoupled_alone": ({"decoupled_lr": 1e-4}, {"decoupled_lr": 2e-4}),
-    # The new rate is what the old one of the embedding was.
+    # The new rate equals the embedding's old one.
     "exchanged": ({"decoupled_lr": 1e-4}, {"lr": 1e-4, "decoupled_lr": 1e-5}),
 }
 OF_GROUPS: dict[str, tuple[Run, Run]] = {
@@ -40,7 +40,7 @@ def runs_for(version: str) -> dict[str, tuple[Run, Run]]:
 
 
 def resumes(version: str, delivery: str, folder: Path, keep: dict[str, str], **more: Any) -> dict[str, list[str]]:
-    """By case, what a resume finds that neither a whole run with its options (override) nor the saved one has."""
+    """By case, a resume's differences from a complete run with its options (override) or the saved run."""
     saves, loads, trains = [], [], []
     names = list(runs_for(version))
     for name, (saved_with, resumed_with) in runs_for(version).items():
@@ -58,7 +58,7 @@ def test_upstream_stays_at_the_learning_rate_of_the_checkpoint_or_dies(
     version: str, delivery: str, tmp_path: Path
 ) -> None:
     found = resumes(version, delivery, tmp_path, OVERRIDE)
-    assert found["weight_decay"] == []  # of the scheduler, and of no group
+    assert found["weight_decay"] == []  # set by the scheduler, and by no group
     if numbers(version) >= (0, 19):
         assert found["lr"] == ["KeyError: (None, 0.0005, 1e-05, None, None, 1.0, 1.0, False, False)"]
     else:
@@ -80,7 +80,7 @@ def test_the_checkpoint_holds_where_it_is_asked_for(version: str, tmp_path: Path
 
 
 def test_upstream_gives_the_first_iteration_its_own_weight_decay_there(tmp_path: Path) -> None:
-    """And the checkpoint's to those after it."""
+    """Upstream gives later iterations the checkpoint's."""
     found = resumes("0.12.0", "none", tmp_path, CHECKPOINT)
     assert found["weight_decay"] == ["0/a.weight,c.weight/now"]
 
@@ -93,7 +93,7 @@ def test_with_neither_flag_upstreams_assertion_speaks(tmp_path: Path) -> None:
 
 
 def test_with_neither_flag_another_decoupled_rate_alone_is_a_warning(tmp_path: Path) -> None:
-    """The scheduler has no such rate to compare; the checkpoint's stays."""
+    """The checkpoint's rate stays, as the scheduler has none to compare, with a warning."""
     runs: list[Run] = [
         {"do": "save", "name": "x", "decoupled_lr": 1e-4},
         {"do": "load", "name": "x", "decoupled_lr": 2e-4},
@@ -105,7 +105,7 @@ def test_with_neither_flag_another_decoupled_rate_alone_is_a_warning(tmp_path: P
 
 
 def test_each_group_keeps_its_own_where_all_are_told_global_bounds(tmp_path: Path) -> None:
-    """As Megatron-LM's training does after the load, at d98e8a64dd (2026-08-22)."""
+    """Groups keep their bounds if all get global ones after a load, as in Megatron-LM d98e8a64dd (2026-08-22)."""
     found = resumes(NEWEST, "hook", tmp_path, OVERRIDE, bounds_of_all=3e-4)
     assert found == {name: [] for name in runs_for(NEWEST)}
 
@@ -123,7 +123,7 @@ def test_without_this_fix_alone_the_rate_of_the_checkpoint_stays(tmp_path: Path)
 
 
 def test_what_an_overriding_resume_saves_is_the_runs_own(tmp_path: Path) -> None:
-    """Saved with the fix, and resumed without it and without a flag; and the other way round."""
+    """A run without fix and flag resumes that save; the fix also corrects a save without it."""
     new: Run = {"do": "load", **NEW}
     saves: list[Run] = [{"do": "save", "name": "x"}, {**new, "name": "x", "resave": "y", **OVERRIDE}]
     with_fix, without = tmp_path / "with", tmp_path / "without"
@@ -170,7 +170,7 @@ def test_a_group_that_the_scheduler_was_not_made_with_is_told() -> None:
 
 
 def test_upstreams_own_fix_is_there_already(tmp_path: Path) -> None:
-    """Megatron-LM#5213, on a branch beside main; here by its method's name and where it takes the step."""
+    """Megatron-LM#5213, on a side branch, is recognized by its method and the step's position."""
     copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
     edits.rewrite(copy, SCHEDULER, "        self.step(increment=num_steps)\n", "")
     last = '"weight decay incr style"\n            )\n'

@@ -188,7 +188,7 @@ def test_a_group_without_a_saved_one_is_told_with_the_groups_of_both_sides(tmp_p
     _, ((found,)) = programs(NEWEST, "hook", tmp_path, runs)
     assert found["error"].splitlines()[1:-1] == [
         "  wd_mult 1.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps 1e-08: 0",
-        "  wd_mult 1.0, lr_mult 1.0, is_decoupled_lr True, max_lr 0.0001, min_lr 1e-05, eps 1e-08: cannot be told",
+        "  wd_mult 1.0, lr_mult 1.0, is_decoupled_lr True, max_lr 0.0001, min_lr 1e-05, eps 1e-08: ambiguous",
         "  wd_mult 0.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps 1e-08: 1",
         "and in the checkpoint",
         "  0: wd_mult 1.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps 1e-08",

@@ -1,4 +1,4 @@
-"""A torch_dist checkpoint as torch itself reads it, and its index, written anew: for tests that change it."""
+"""Load a torch_dist checkpoint with torch, and rewrite its index, for tests that change it."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ INDEX = ".metadata"
 
 
 def loaded_by_torch(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors, complete; on one process."""
+    """All complete tensors, loaded in one process."""
     reader = FileSystemReader(folder)
     described = reader.read_metadata().state_dict_metadata
     tensors = {
@@ -30,7 +30,7 @@ def loaded_by_torch(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """With empty classes in the place of Megatron's own."""
+    """Replaces Megatron's classes by empty ones."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("megatron."):
@@ -41,7 +41,7 @@ class _Unpickler(pickle.Unpickler):
 
 @contextlib.contextmanager
 def changed_index(folder: Path) -> Iterator[Any]:
-    """The index, which is written back if the caller has changed it."""
+    """The index; it is written back if the caller changes it."""
     path = folder / INDEX
     with patch.dict(sys.modules):
         index = _Unpickler(io.BytesIO(path.read_bytes())).load()

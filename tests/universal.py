@@ -1,4 +1,4 @@
-"""Run the one-pass converter, and compare what it writes with what upstream's own, fixed, converter writes."""
+"""Run our one-pass converter, and compare its output with that of upstream's fixed converter."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def command(source: Path, output: Path, *options: str | Path) -> list[str]:
 
 
 def environment(version: str = newest("deepspeed"), **more: str) -> dict[str, str]:
-    """In which a release of DeepSpeed is installed."""
+    """The environment variables that make a DeepSpeed release importable."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE") and not k.startswith("SLURM_")}
     return {**kept, "PYTHONPATH": str(tree("deepspeed", version)), **more}
 
@@ -45,7 +45,7 @@ def ours(
 
 
 def check_refused(folder: Path, out: Path, *expected: str, version: str = "0.19.8") -> None:
-    """By one line, before a byte is written."""
+    """Check that the converter refuses a folder in one line and writes nothing."""
     done = ours(folder, out / "universal", version=version, check=False)
     assert done.returncode == 2, done.stdout
     assert all(text in done.stderr for text in expected), done.stderr
@@ -54,7 +54,7 @@ def check_refused(folder: Path, out: Path, *expected: str, version: str = "0.19.
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what a file of torch holds."""
+    """Change the value in a file of torch.save."""
     state = load(path)
     change(state)
     save(state, path)
@@ -84,14 +84,14 @@ def summary(source: Path, output: Path, *options: str | Path, **keywords: Any) -
 
 
 def differences(pairs: Sequence[tuple[Path, Path]], version: str = newest("deepspeed")) -> dict[str, list[str]]:
-    """Of pairs of universal checkpoints: upstream's, ours; loaded as this release's DeepSpeed loads them."""
+    """The differences of (upstream's, our) universal checkpoints, loaded as this DeepSpeed release does."""
     arguments = [f"{upstream}:{own}" for upstream, own in pairs]
     found: dict[str, list[str]] = run_json("same_universal", *arguments, tree=tree("deepspeed", version))
     return found
 
 
 def both(output: Path, *sources: Path, version: str) -> dict[str, list[str]]:
-    """Convert checkpoints with both, and compare; by the name of the checkpoint, what differs."""
+    """Convert checkpoints with both converters; return the differences by checkpoint name."""
     outcome = convert(output / "upstream", *sources, version=version, delivery="hook")
     assert set(outcome.values()) == {""}, outcome
     pairs = []
@@ -104,16 +104,16 @@ def both(output: Path, *sources: Path, version: str) -> dict[str, list[str]]:
 
 
 def parallel(*cases: str) -> dict[str, Path]:
-    """Checkpoints of tensor- and pipeline-parallel models, written once a session."""
+    """Checkpoints of tensor- and pipeline-parallel models, written once per session."""
     return {case: crafted(case) for case in cases}
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """All files below a folder, by every name that they have."""
+    """The bytes of all files below a folder, by every name that they have."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def distinct(folder: Path) -> int:
-    """How many files are below a folder, however many names each has; temporary ones and the fingerprint aside."""
+    """The number of files below a folder, with hard links counted once, and without hidden files."""
     found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     return len({path.stat().st_ino for path in found})

@@ -1,4 +1,4 @@
-"""What a DeepSpeed release does with param groups when it saves and loads, for the tests of the fixes of that."""
+"""Save and load param groups with a DeepSpeed release, for tests of the fixes that concern them."""
 
 import functools
 import json
@@ -14,27 +14,27 @@ PROGRAM = "universal_loading"
 MASTERS = "w1.weight.fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# A checkout of the main branch, if there is one: the last of a range without end.
+# The checkout of the main branch, if there is one: the last entry of an open-ended range.
 ON_MAIN = releases("deepspeed", oldest="999")
 
-# These take fp32 gradient accumulation for bf16, and train without ZeRO what should be BF16_Optimizer's.
+# First and last release with the bug of bf16_wrapper_name, which trains without ZeRO, not with BF16_Optimizer.
 NO_BF16_OPTIMIZER = ("0.17.6", "0.18.4")
 
 
 def kinds(version: str) -> tuple[str, ...]:
-    """Of zero_training, those with moments in flat partitions that a release trains."""
+    """The kinds of zero_training with moments in flat partitions that a release trains."""
     first, last = map(numbers, NO_BF16_OPTIMIZER)
     return ("stage1", "stage2", *(() if first <= numbers(version) <= last else ("bf16_optimizer",)))
 
 
 def written(version: str, delivery: str = "none", *, small: bool = False) -> dict[str, dict[str, Any]]:
-    """What came of a training and a load of its own files, by kind; the files are at `checkpoints`."""
+    """The results of training and of loading its own files, by kind; the files are at `checkpoints`."""
     return _read(checkpoints(version, delivery, small=small) / "write.json")
 
 
 @functools.cache
 def checkpoints(version: str, delivery: str = "none", *, small: bool = False) -> Path:
-    """The folder with what a release has trained, saved and converted, made once a session."""
+    """The folder with a release's saved and converted checkpoints, created once per session."""
     name = f"universal-{version}-{delivery.replace(' ', '-')}{'-small' if small else ''}"
 
     def write(folder: Path) -> None:
@@ -50,7 +50,7 @@ def checkpoints(version: str, delivery: str = "none", *, small: bool = False) ->
 def resumed(
     version: str, delivery: str, *options: str, small: bool = False, writer: str = "", fixes: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """What came of a run that loads what the unedited release (or another one) has written, by kind."""
+    """The results of a run that loads what the unpatched release (or `writer`) wrote, by kind."""
     folder = checkpoints(writer or version, small=small)
     small_option = ["--small"] if small else []
     return _run(
@@ -61,14 +61,14 @@ def resumed(
 def output_of_resume(
     version: str, delivery: str, *options: str, of: Sequence[str] = ()
 ) -> tuple[dict[str, dict[str, Any]], str]:
-    """As `resumed`, of some kinds or of all, and all that the run prints."""
+    """As `resumed`, for some kinds or all, and the run's output."""
     arguments: tuple[str | Path, ...] = ("resume", checkpoints(version), *(of or kinds(version)), *options)
     done = run(PROGRAM, *arguments, tree=tree("deepspeed", version), delivery=delivery)
     return json.loads(done.stdout.strip().splitlines()[-1]), done.stdout + done.stderr
 
 
 def error_of_resume(version: str, *options: str, small: bool = False, writer: str = "") -> str:
-    """What the unedited release says when it dies of such a load, at stage 1."""
+    """The stderr of the unpatched release when such a load fails, at stage 1."""
     folder = checkpoints(writer or version, small=small)
     small_option = ["--small"] if small else []
     root = tree("deepspeed", version)
@@ -78,7 +78,7 @@ def error_of_resume(version: str, *options: str, small: bool = False, writer: st
 
 
 def _run(*arguments: str | Path, version: str, delivery: str, fixes: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """Without the fixes torch is told to load as it used to, so that the bug is reached."""
+    """Run the program; without the fixes, torch loads as it used to, so that the bug is reached."""
     env = PERMISSIVE if delivery == "none" else {}
     root = tree("deepspeed", version)
     found = run_json(PROGRAM, *arguments, tree=root, delivery=delivery, fixes=fixes, env=env)

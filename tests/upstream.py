@@ -1,15 +1,15 @@
-"""The upstream releases under test, in one table, and what every test needs to run programs on them.
+"""The table of upstream releases under test, and helpers to run programs on them.
 
-A release is installed on its own into a folder (a tree); a program runs in a process with that tree first on its path.
-Trees lie in `.trees/`, or where `CKPT_PATCHES_TREES` says, and are installed when first asked for.
-`CKPT_PATCHES_TEST_ALL=1` runs every release of the table in place of the default ones.
+Each release is installed into its own folder (a tree); a program runs in a process with that tree first on its path.
+Trees are in `.trees/` or in the folder `CKPT_PATCHES_TREES`, and are installed on first use.
+`CKPT_PATCHES_TEST_ALL=1` runs every release of the table instead of the default ones.
 
-`CKPT_PATCHES_TEST_MEGATRON_MAIN` and `CKPT_PATCHES_TEST_DEEPSPEED_MAIN` each name a git checkout, without changes, of
-the main branch of an upstream repository. It is one release more, `main`, newer than those of the table. What the
-fixes do on it is recorded by `make upstream` (keeping_up.py).
+`CKPT_PATCHES_TEST_MEGATRON_MAIN` and `CKPT_PATCHES_TEST_DEEPSPEED_MAIN` each name a clean git checkout of the main
+branch of an upstream repository. It counts as one more release, `main`, newer than those of the table. `make upstream`
+(keeping_up.py) records what the fixes do on it.
 
-apex is on no package index. `CKPT_PATCHES_TEST_APEX` names a git checkout of it, which is its one release; without it
-the tests that need it are skipped. What they find is recorded with the commit as well.
+apex is on no package index. `CKPT_PATCHES_TEST_APEX` names a git checkout, which is its only release; without it, the
+tests that need apex are skipped. Their results are recorded with the commit.
 """
 
 import fcntl
@@ -47,9 +47,9 @@ PROGRAMS = REPOSITORY / "tests" / "programs"
 
 # How a fix reaches a program: by the import hook, or written into the files of the tree.
 DELIVERIES = ("hook", "in place")
-# Seconds that a program may take: ten times what the slowest needs on a machine of its own.
+# Time limit of a program in seconds: ten times what the slowest needs on an idle machine.
 TIMEOUT = 900
-# In the place of a delivery: nothing was run, the edits were looked for.
+# In place of a delivery: the edits were planned, and nothing was run.
 PLAN = "plan"
 PRODUCT = "numpy2_product"  # the fix without which megatron-core before 0.16 does not run with NumPy 2
 
@@ -97,7 +97,7 @@ COMPILED = ("numpy", "triton")  # packages that crash a Python other than the on
 # What megatron-core imports since 0.18, and torch for the CPU does not bring: a tree behind that of a release.
 _TRITON = ("triton", "3.9.0")
 
-# Folders with stand-ins for modules without which a release does not import on a machine that lacks its accelerator.
+# Folders with stubs of modules that a release needs to import on a machine without its accelerator.
 _INTEL_RELEASES = "0.12.0 0.12.1 0.12.2 0.12.3 0.12.4 0.12.5 0.12.6 0.13.0 0.13.1 0.13.2 0.13.3 0.13.4 0.13.5 0.14.0"
 STUBS: dict[tuple[str, str], Path] = {
     # Later releases run without Apex; for them a program takes the stand-in for Transformer Engine's optimizer.
@@ -107,14 +107,14 @@ STUBS: dict[tuple[str, str], Path] = {
 }
 
 
-# The version of a checkout of an upstream repository's main branch, and the variables that name one.
+# The version name of an upstream main branch's checkout, and the variables that name one.
 MAIN = "main"
 MAIN_VARIABLES = {
     "megatron-core": "CKPT_PATCHES_TEST_MEGATRON_MAIN",
     "deepspeed": "CKPT_PATCHES_TEST_DEEPSPEED_MAIN",
 }
 
-# What is on no package index, and the variables that name a checkout in the place of its releases.
+# Packages on no package index, and the variables that name a checkout in place of their releases.
 CHECKOUT_VARIABLES = {"apex": "CKPT_PATCHES_TEST_APEX"}
 
 
@@ -137,7 +137,7 @@ def main_branch(distribution: str) -> Checkout | None:
 
 
 def checkout(distribution: str) -> Checkout | None:
-    """The checkout in the place of a distribution's releases; None if none is named, or it is on a package index.
+    """The checkout in place of a distribution's releases; None if it is on a package index, or no checkout is named.
 
     Raises:
         ValueError: as `main_branch`.
@@ -168,21 +168,21 @@ def _checkout(folder: Path, variable: str) -> Checkout:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """What git says of a folder; nothing if it fails."""
+    """The output of git for a folder; empty if git fails."""
     done = subprocess.run(["git", "-C", str(folder), *arguments], text=True, capture_output=True)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def all_releases() -> bool:
-    """Whether this run is over every release of the table."""
+    """Whether this test run covers every release of the table."""
     return os.environ.get("CKPT_PATCHES_TEST_ALL") == "1"
 
 
 def releases(distribution: str, *, oldest: str | None = None, newest: str | None = None) -> list[Any]:
-    """Pytest parameters, one a version, of a distribution's releases in an inclusive range.
+    """Pytest parameters, one per version, of a distribution's releases in an inclusive range.
 
-    Only default ones, the oldest and the newest of them, unless `CKPT_PATCHES_TEST_ALL=1`. One that cannot be run here
-    is skipped with its reason. A checkout of the main branch, if one is named, is the last of a range without end.
+    Only the oldest and the newest default release, unless `CKPT_PATCHES_TEST_ALL=1`. A release that cannot run here is
+    skipped with its reason. A checkout of the main branch, if one is named, is the last of an open-ended range.
     """
 
     def within(version: str) -> bool:
@@ -194,9 +194,9 @@ def releases(distribution: str, *, oldest: str | None = None, newest: str | None
 
 
 def affected(fix: str) -> list[Any]:
-    """Pytest parameters, as `releases` gives them, of those with the bug of a fix; the newest of these is always one.
+    """Pytest parameters, as from `releases`, for releases with a fix's bug; the newest of them if no default has it.
 
-    Which they are is in the fix, `releases`. The main branch has a bug that the newest release has.
+    The fix's `releases` lists them. The main branch is taken to have a bug that the newest release has.
     """
     loaded = fix_files.load(fix)
     distribution = DISTRIBUTIONS[loaded.package]
@@ -232,7 +232,7 @@ def with_fix(fix: str, versions: list[Any]) -> Decorator:
 
 
 def with_and_without_fix(fix: str, versions: list[Any]) -> Decorator:
-    """Decorate a test of what is the same with a fix and without it; see `with_fix`."""
+    """Decorate a test whose result is the same with and without a fix; see `with_fix`."""
     return _cells(fix, versions, ["none", *DELIVERIES])
 
 
@@ -250,18 +250,18 @@ def _cells(fix: str, versions: list[Any], deliveries: Sequence[str]) -> Decorato
 
 
 def runnable(distribution: str) -> list[str]:
-    """The versions of a distribution that can be run here, newest first."""
+    """The versions of a distribution that can run here, newest first."""
     versions = [release.version for release in RELEASES if release.distribution == distribution and not release.note]
     return sorted(versions, key=numbers, reverse=True)
 
 
 def newest(distribution: str) -> str:
-    """The newest release of a distribution that can be run here."""
+    """The newest release of a distribution that can run here."""
     return runnable(distribution)[0]
 
 
 def newest_by_default(parameters: list[Any]) -> list[Any]:
-    """Of a list of releases the last alone in the default run: for what hardly differs between them."""
+    """Only the last of a list of releases in the default run, for tests that hardly differ between releases."""
     return parameters if all_releases() else parameters[-1:]
 
 
@@ -283,7 +283,7 @@ def checkpoint_formats(version: str) -> list[str]:
 
 
 def tree(distribution: str, version: str) -> Path:
-    """The folder with a release, and nothing else, in it (or that of `main`). Installed on demand; read-only for tests.
+    """The folder that contains only this release (or `main`). Installed on demand; read-only for tests.
 
     Raises:
         ValueError: the release is not in the table, or no checkout of the main branch is named.
@@ -302,7 +302,7 @@ def tree(distribution: str, version: str) -> Path:
 
 
 def released(distribution: str, version: str) -> Path:
-    """The tree of a release of a package index, whether in the table or not.
+    """The tree of a release on a package index, in the table or not.
 
     Raises:
         RuntimeError: as `tree`.
@@ -328,7 +328,7 @@ def trees() -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One installer of a tree at a time, among all processes of this machine."""
+    """Let only one process of this machine at a time install a tree."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f".{folder.name}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -336,7 +336,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def installed_checkout(distribution: str, source: Path) -> Path:
-    """A tree with what pip installs from a checkout, made anew: some packages state their version only then.
+    """A new tree that pip installs from a checkout: some packages have their version only when installed.
 
     Raises:
         RuntimeError: as `tree`.
@@ -352,13 +352,13 @@ def installed_checkout(distribution: str, source: Path) -> Path:
 
 def _install(distribution: str, version: str, folder: Path, source: str = "") -> None:
     options = ["--no-deps"]
-    if distribution == "deepspeed":  # a source distribution, whose set-up imports torch
+    if distribution == "deepspeed":  # a source distribution whose setup imports torch
         options.append("--no-build-isolation")
     if distribution == "megatron-core" and numbers(version) >= (0, 17):
-        # These ask for Python 3.12. What is compiled in them is of their data sets; the rest runs on 3.10 and 3.11.
+        # These require Python 3.12. Their compiled code is for data sets; the rest runs on 3.10 and 3.11.
         options += ["--python-version", "3.12", "--only-binary=:all:", "--ignore-requires-python"]
     if distribution == "nvidia-resiliency-ext":
-        # Wheels for Python 3.12 and a newer glibc; what is compiled in them is not of checkpoints.
+        # Wheels for Python 3.12 and a newer glibc; their compiled code is not for checkpoints.
         systems = (f"manylinux_2_{glibc}_x86_64" for glibc in (31, 39))
         options += ["--python-version", "3.12", "--only-binary=:all:", *(f"--platform={system}" for system in systems)]
     environment = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "CKPT_PATCHES": "off"}
@@ -369,7 +369,7 @@ def _install(distribution: str, version: str, folder: Path, source: str = "") ->
 
 
 def _pip_install(python: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
-    """Install with a Python's pip into a temporary folder beside this one, and rename that when it is whole."""
+    """Install with a Python's pip into a temporary folder beside `folder`, and rename it when complete."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
         target = Path(temporary, "tree")
         command = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(target), *arguments]
@@ -388,12 +388,12 @@ TORCH = metadata.version("torch").partition("+")[0]
 
 
 def torch_folder(version: str) -> Path:
-    """Where the torch for another Python ("3.12") lies, with all that the upstream packages import."""
+    """The folder with torch for another Python ("3.12") and the upstream packages' dependencies."""
     return trees() / f"python-{version}-torch-{TORCH}"
 
 
 def install_torch(version: str, python: str) -> None:
-    """Install that folder with the Python it is for, unless it is there: gigabytes, and minutes.
+    """Install `torch_folder` with its Python, unless it exists. Takes minutes and gigabytes.
 
     Raises:
         RuntimeError: pip could not install it; its last lines are in the message.
@@ -408,15 +408,15 @@ def install_torch(version: str, python: str) -> None:
 
 
 def in_place(tree: Path, fixes: Sequence[str] = ()) -> Path:
-    """A copy of a tree with these fixes, or all, written into its files; made once a session."""
+    """A copy of a tree with these fixes, or all, written into its files; created once per session."""
     return _in_place(Path(tree).resolve(), tuple(fixes))
 
 
 @functools.cache
 def _in_place(tree: Path, fixes: tuple[str, ...]) -> Path:
     def make(folder: Path) -> None:
-        copy = folder / tree.name  # by which its stand-in is known
-        # Bytecode that another process writes meanwhile has a name of its own until it is whole.
+        copy = folder / tree.name  # the name selects its stub
+        # Another process may be writing bytecode, under a temporary name until it is complete.
         shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("*.pyc.*", ".git"), symlinks=True)
         command = [sys.executable, "-m", "ckpt_patches", "apply", *fixes, "--tree", str(copy)]
         env = {**os.environ, "CKPT_PATCHES_ENABLE": ",".join(OFF_BY_DEFAULT)}
@@ -441,9 +441,9 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on a tree: a file in `tests/programs/` (its name without .py) or any path.
 
-    `delivery` is "none" (upstream as it is), "hook" (in strict mode) or "in place" (an edited copy, no hook), of all
-    fixes or of those in `fixes`. Modules in `imports`, or known of a program in `tests/programs/`, are imported once
-    for many runs (zygotes.py).
+    `delivery` is "none" (upstream as it is), "hook" (in strict mode) or "in place" (an edited copy, no hook), with
+    all fixes or those in `fixes`. Modules in `imports`, or the known ones of a program in `tests/programs/`, are
+    imported once for many runs (zygotes.py).
 
     Raises:
         AssertionError: the program's exit status is not 0 (unless `check` is false); its last lines are in the message.
@@ -472,7 +472,7 @@ def run(
 
 
 def run_json(program: str | Path, *args: str | Path, **keywords: Any) -> Any:
-    """`run`, and the last line of its standard output, which is JSON."""
+    """`run`, and parse the last line of standard output as JSON."""
     done = run(program, *args, **keywords)
     lines = done.stdout.strip().splitlines()
     try:
@@ -485,15 +485,15 @@ def run_json(program: str | Path, *args: str | Path, **keywords: Any) -> Any:
 
 
 def run_lines(program: str | Path, *args: str | Path, **keywords: Any) -> list[dict[str, Any]]:
-    """`run`, and the lines of its standard output that are JSON objects."""
+    """`run`, and parse the lines of standard output that are JSON objects."""
     done = run(program, *args, **keywords)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def newest_affected(fix: str) -> tuple[str, str]:
-    """The distribution and the version of the last release that has the bug of a fix and can be run here.
+    """The distribution and the version of the newest release that has the bug of a fix and can run here.
 
-    Where the releases of a new fix are still to be filled in, the newest.
+    The newest of all, if the `releases` of a new fix are still empty.
     """
     loaded = fix_files.load(fix)
     distribution = DISTRIBUTIONS[loaded.package]
@@ -503,7 +503,7 @@ def newest_affected(fix: str) -> tuple[str, str]:
 def demonstrate(fix: str, delivery: str, version: str | None = None, *, forked: bool = True) -> Outcome:
     """Run the demonstration of a fix on a release, by default on the newest one with the bug.
 
-    `forked` is as `run` does it; else it gets an interpreter of its own, as by `make demo`.
+    `forked`: run it as `run` does; otherwise in its own interpreter, as `make demo` does.
 
     Raises:
         DemonstrationFailed: it could not run.
@@ -526,12 +526,12 @@ def demonstrate_on(root: Path, fix: str, delivery: str, *, forked: bool = True) 
     return demonstrating.outcome_of(shown, done)
 
 
-# Pytest with none of this repository's settings.
+# Options of pytest without this repository's settings.
 PLAIN = ("-q", "-p", "no:cacheprovider", "-c", os.devnull)
 
 
 def run_pytest(*files: Path, rootdir: Path, options: Sequence[str] = (), **keywords: Any) -> str:
-    """`run` pytest on test files, whether they pass or not; what it prints."""
+    """`run` pytest on test files, whether they pass or not; return its output."""
     program = Path(pytest.__file__).parent / "__main__.py"
     return run(program, *files, *PLAIN, "--rootdir", rootdir, *options, check=False, **keywords).stdout
 
@@ -556,9 +556,9 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
 
 
 def lacks_product(root: Path, path: Sequence[str | Path] = ()) -> bool:
-    """Whether a release uses what NumPy 2 has removed, and NumPy 2 is here: the fix for that is then on both sides.
+    """Whether a release uses functions that the installed NumPy 2 removed; then both sides have the fix for that.
 
-    Not where a test brings a NumPy of its own, to show that bug.
+    False if a test adds its own NumPy to show that bug.
     """
     distribution, _, version = root.name.rpartition("-")
     is_old = distribution == "megatron-core" and numbers(version) < (0, 16)
@@ -570,7 +570,7 @@ def has_numpy_2() -> bool:
 
 
 def needed(root: Path) -> list[Path]:
-    """The trees that must lie behind this one, by its name: an edited copy has that, too."""
+    """The trees that must follow this one on the path, by its folder's name, which edited copies keep."""
     distribution, _, version = root.name.rpartition("-")
     main = main_branch("megatron-core")
     is_main = main is not None and root.name == main.tree.name

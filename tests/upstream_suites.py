@@ -2,10 +2,10 @@
 
     python tests/upstream_suites.py --megatron CHECKOUT --deepspeed CHECKOUT
 
-A checkout is a folder with the files of upstream's repository, tests among them: it is copied, and stays as it is. Each
-file of tests runs in processes of its own, on the copy without the fixes, and then with all that apply written into it.
-What became of each file is kept in tests/recorded/upstream_suites.json as soon as it has run on both. So are the fixes'
-own tests for upstream's suite, each where `diff --with-test` puts it, with that fix alone.
+A checkout is a folder with upstream's repository, tests included; it is copied and not changed. Each test file runs in
+its own processes, on the copy without fixes, and then with all applicable fixes written into it. Its results are
+recorded in tests/recorded/upstream_suites.json as soon as both runs end. So are those of the fixes' own tests for
+upstream's suite, each at its path from `diff --with-test`, with only that fix.
 """
 
 import argparse
@@ -40,22 +40,22 @@ RECORD = REPOSITORY / "tests" / "recorded" / "upstream_suites.json"
 PAGE = REPOSITORY / "docs" / "upstream_suites.md"
 
 SIDES = ("without", "with")
-# What a rank may say of a test, the worst first: of all ranks that counts. A test that did not end says nothing.
+# A rank's outcomes of a test, the worst first; the worst over all ranks counts. A test that did not end has none.
 OUTCOMES = ("error", "failed", "passed", "skipped")
-AGAIN = 3  # runs more, each way, of a test that passes without the fixes alone
-OWN = "own tests"  # of the fixes, for --only
-REASONS = 3  # of a file, the commonest, in the record
+AGAIN = 3  # more runs on each side of a test that passes only without the fixes
+OWN = "own tests"  # the fixes' own tests, for --only
+REASONS = 3  # recorded per file, the most common
 
-Outcomes = dict[str, tuple[str, str]]  # by test: what became of it, and why it did not pass
+Outcomes = dict[str, tuple[str, str]]  # by test: its outcome, and why it did not pass
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The tests of an upstream repository that are near to what the fixes edit."""
+    """The tests of an upstream repository for code near the fixes' edits."""
 
     package: str
     folder: str  # in which pytest runs, in the checkout
-    files: tuple[tuple[str, int], ...]  # and the number of ranks; 0 where the tests choose it
+    files: tuple[tuple[str, int], ...]  # and the number of ranks; 0 if the tests choose it
 
 
 def _at(folder: str, names: str, ranks: int) -> tuple[tuple[str, int], ...]:
@@ -93,16 +93,16 @@ SUITES = {suite.package: suite for suite in (MEGATRON, DEEPSPEED)}
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a test, and a file of them on one side, may take."""
+    """Time limits of a test, and of a test file on one side."""
 
     test: int  # seconds
     file: int  # seconds
-    compiler: int  # seconds, for what DeepSpeed compiles
+    compiler: int  # seconds, for DeepSpeed's extensions
 
 
 @dataclass(frozen=True)
 class Place:
-    """A copy of a checkout in which the tests run, and a folder for what they write."""
+    """A copy of a checkout in which the tests run, and a folder for their output."""
 
     suite: Suite
     tree: Path
@@ -123,7 +123,7 @@ def prepare(suite: Suite, checkout: Path, work: Path) -> Place:
 
 
 def as_installed(checkout: Path) -> None:
-    """DeepSpeed has its version from a file that its set-up writes; without it is 0.0.0, and refuses to load."""
+    """Write the version file that DeepSpeed's setup writes; without it, the version is 0.0.0, and loads fail."""
     version = (checkout / "version.txt").read_text().strip()
     lines = [
         f"version = {version!r}",
@@ -138,7 +138,7 @@ def as_installed(checkout: Path) -> None:
 
 
 def compile_extensions(place: Place, limits: Limits) -> None:
-    """What DeepSpeed compiles when it is first used, for which a test has no time."""
+    """Compile DeepSpeed's extensions, for which a test's time limit is too short."""
     build = "from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder as comm\n"
     build += "for one in (FusedAdamBuilder, comm, CPUAdamBuilder): one().load(verbose=False)"
     environment = _environment(place, place.work / "outcomes", limits)
@@ -146,7 +146,7 @@ def compile_extensions(place: Place, limits: Limits) -> None:
 
 
 def fixes(place: Place, side: str, *names: str) -> list[str]:
-    """Write fixes into the copy, or take them out, all where none is named; which were written now."""
+    """Apply fixes to the copy, or revert them, all by default; return the newly applied ones."""
     chosen = names or [name for name in FIXES if package_of(name).split(".")[0] == place.suite.package]
     said = _command(place, "apply" if side == "with" else "revert", *chosen, "--tree", str(place.tree))
     return [line.partition(":")[0] for line in said.splitlines() if line.endswith(": applied")]
@@ -162,7 +162,7 @@ def _command(place: Place, *arguments: str) -> str:
 
 
 def run(place: Place, tests: Sequence[str], ranks: int, limits: Limits) -> tuple[Outcomes, bool, float]:
-    """What became of each test, whether all had their turn, and the seconds."""
+    """The outcome of each test, whether the run ended, and its seconds."""
     with tempfile.TemporaryDirectory(dir=place.work) as folder:
         outcomes = Path(folder, "outcomes")
         command = [sys.executable]
@@ -179,10 +179,10 @@ def run(place: Place, tests: Sequence[str], ranks: int, limits: Limits) -> tuple
 
 
 def _environment(place: Place, outcomes: Path, limits: Limits) -> dict[str, str]:
-    inherited = filter(None, [os.environ.get("PYTHONPATH")])  # as an older pytest, which some of these tests need
+    inherited = filter(None, [os.environ.get("PYTHONPATH")])  # such as an older pytest, which some of these tests need
     common = {
         **os.environ,
-        "CKPT_PATCHES": "off",  # what there is of fixes is in the files
+        "CKPT_PATCHES": "off",  # fixes are only in the files
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "UPSTREAM_OUTCOMES": str(outcomes),
@@ -193,7 +193,7 @@ def _environment(place: Place, outcomes: Path, limits: Limits) -> dict[str, str]
         return {
             **common,
             "DS_ACCELERATOR": "cpu",
-            "LOCAL_SIZE": "4",  # how many ranks the machine has room for
+            "LOCAL_SIZE": "4",  # ranks that the machine has room for
             "UPSTREAM_PRELOAD": "torch,deepspeed",
             "TORCH_EXTENSIONS_DIR": str(place.work / "extensions"),
         }
@@ -214,7 +214,7 @@ def _free_port() -> int:
 
 
 def _wait(command: Sequence[str], place: Place, environment: Mapping[str, str], seconds: int) -> bool:
-    """Whether it came to its end; else it and all that it has started are ended."""
+    """Run a command; return whether it ended in time. Kill what is left of it."""
     log = place.work / "last.log"
     with log.open("w") as file:
         started = subprocess.Popen(
@@ -242,7 +242,7 @@ def _read(path: Path) -> Outcomes:
 
 
 def joined(of_ranks: Sequence[Outcomes]) -> Outcomes:
-    """Of a test the worst that a rank says; nothing of one that has not ended on all ranks."""
+    """The worst outcome over the ranks of each test that ended on all ranks."""
     tests = set.intersection(*map(set, of_ranks)) if of_ranks else set()
     return {
         test: min((rank[test] for rank in of_ranks), key=lambda found: OUTCOMES.index(found[0]))
@@ -254,12 +254,12 @@ def joined(of_ranks: Sequence[Outcomes]) -> Outcomes:
 
 
 def compare(place: Place, file: str, ranks: int, limits: Limits) -> dict[str, Any]:
-    """A file's row of the record."""
+    """The record's row of a test file."""
     found, ended, seconds = {}, {}, {}
     for side in SIDES:
         fixes(place, side)
         found[side], ended[side], seconds[side] = run(place, [file], ranks, limits)
-    lost = sorted(passed(found["without"]) - passed(found["with"]))  # or it did not come to its end there
+    lost = sorted(passed(found["without"]) - passed(found["with"]))  # or did not end with the fixes
     return {
         "file": file,
         "ranks": ranks,
@@ -282,14 +282,14 @@ def counts(found: Outcomes) -> dict[str, int]:
 
 
 def differences(found: Mapping[str, Outcomes]) -> dict[str, dict[str, list[str]]]:
-    """The tests of which the two sides say something else, and what; of those that both have run."""
+    """The tests with different outcomes on the two sides, among those that both have run."""
     without, fixed = (found[side] for side in SIDES)
     both = [test for test in without if test in fixed and without[test][0] != fixed[test][0]]
     return {test: {side: list(found[side][test]) for side in SIDES} for test in both}
 
 
 def again(place: Place, file: str, tests: Sequence[str], ranks: int, limits: Limits) -> dict[str, dict[str, list[str]]]:
-    """What became of these tests in more runs, each way."""
+    """The outcomes of these tests in more runs on each side."""
     told: dict[str, dict[str, list[str]]] = {test: {side: [] for side in SIDES} for test in tests}
     for side in SIDES:
         fixes(place, side)
@@ -301,7 +301,7 @@ def again(place: Place, file: str, tests: Sequence[str], ranks: int, limits: Lim
 
 
 def reasons(found: Outcomes) -> list[list[Any]]:
-    """Why tests do not pass, the commonest reasons and how many tests each; addresses and numbers left out."""
+    """The most common reasons why tests do not pass, with counts; addresses and paths are shortened."""
     texts = (_plain(why) for outcome, why in found.values() if outcome != "passed")
     return [[why, number] for why, number in Counter(texts).most_common(REASONS)]
 
@@ -311,7 +311,7 @@ def _plain(why: str) -> str:
 
 
 def own_test(place: Place, fix: str, limits: Limits) -> dict[str, Any]:
-    """What becomes of a fix's own test, without the fix and with it alone."""
+    """The results of a fix's own test, without any fix and with only this one."""
     path, text = upstream_test(fix)
     (place.tree / path).parent.mkdir(parents=True, exist_ok=True)
     (place.tree / path).write_bytes(text)
@@ -330,7 +330,7 @@ def own_test(place: Place, fix: str, limits: Limits) -> dict[str, Any]:
 
 
 def run_suite(suite: Suite, checkout: Path, work: Path, limits: Limits, only: str) -> None:
-    """All files of a suite, and their rows into the record."""
+    """Run all files of a suite and record their rows."""
     place = prepare(suite, checkout, work)
     if suite is DEEPSPEED:
         compile_extensions(place, limits)
@@ -347,7 +347,7 @@ def run_suite(suite: Suite, checkout: Path, work: Path, limits: Limits, only: st
 
 
 def about(checkout: Path) -> dict[str, Any]:
-    """Of which code the results are."""
+    """The commit and the environment of the results."""
     commit, date = _git(checkout, "log", "-1", "--format=%H %cs").split()
     return {
         "tag": _git(checkout, "describe", "--tags", "--always"),
@@ -365,7 +365,7 @@ def _git(checkout: Path, *arguments: str) -> str:
 
 
 def record(package: str, changes: Mapping[str, Any] | None = None, row: Mapping[str, Any] | None = None) -> None:
-    """Put what is known of a suite, or one file's row, into the record."""
+    """Add facts about a suite, or one file's row, to the record."""
     whole = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     mine = whole.setdefault(package, {"files": []})
     mine.update(changes or {})
@@ -379,13 +379,13 @@ def record(package: str, changes: Mapping[str, Any] | None = None, row: Mapping[
 
 
 def told(row: Mapping[str, Any], side: str) -> str:
-    """Of one side, in a few words."""
+    """The counts of one side, as text."""
     numbers = (f"{row[side][outcome]} {outcome}" for outcome in reversed(OUTCOMES) if row[side][outcome])
     return ", ".join(numbers) or "none ended"
 
 
 def blocks(whole: Mapping[str, Any]) -> dict[str, str]:
-    """The part of each package, from the record."""
+    """The block of each package, from the record."""
     return {package: "\n\n".join(filter(None, section(package, suite))) for package, suite in whole.items()}
 
 
@@ -416,7 +416,7 @@ def section(package: str, suite: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _file(row: Mapping[str, Any]) -> str:
-    """Marked where it did not come to its end."""
+    """The file, marked if a run of it did not end."""
     return f"`{row['file']}`{'' if all(row['ended'].values()) else ' *'}"
 
 
@@ -425,7 +425,7 @@ def _has(rows: Sequence[Mapping[str, Any]], file: str, ranks: int) -> bool:
 
 
 def fails_without(row: Mapping[str, Any]) -> bool:
-    """Whether a fix's own test fails without it, and nothing of it with it alone."""
+    """Whether a fix's own test fails without the fix, and passes with only this fix."""
     failed, fixed = row["without"]["failed"], row["with"]
     return bool(failed > 0 and fixed["failed"] == fixed["error"] == 0 and fixed["passed"] >= failed)
 

@@ -1,4 +1,4 @@
-"""Resumes of ZeRO-3 runs from universal checkpoints, for the tests of what goes wrong there."""
+"""Resume ZeRO-3 runs from universal checkpoints, for tests of the bugs there."""
 
 import functools
 import json
@@ -11,13 +11,13 @@ from zero_checkpoints import PERMISSIVE, convert
 
 
 def saved(version: str, kind: str, ranks: int) -> Path:
-    """The folder of a training: its checkpoint, what it held then and at the end, and `universal`, converted."""
+    """The folder of a training run: its checkpoint, its state then and at the end, and the converted `universal`."""
     return _saved(version, kind, ranks) / kind
 
 
 @functools.cache
 def _saved(version: str, kind: str, ranks: int) -> Path:
-    """By an unpatched release; what its converter does wrong is another fix's concern."""
+    """Trained by the unpatched release; converted with the fixes, as the converter's bugs are other fixes' subject."""
 
     def train(out: Path) -> None:
         run("zero_training", "write", out, kind, "--ranks", str(ranks), tree=tree("deepspeed", version))
@@ -29,7 +29,7 @@ def _saved(version: str, kind: str, ranks: int) -> Path:
 
 
 def resumed(version: str, kind: str, ranks: int, delivery: str, *options: str, **keywords: Any) -> dict[str, Any]:
-    """What a run holds after the load, and how it goes on from there."""
+    """The state of a run after the load, and its next steps."""
     folder = saved(version, kind, ranks)
     arguments: tuple[str | Path, ...] = ("resume", folder, "universal", kind, "--ranks", str(ranks), *options)
     env = PERMISSIVE if delivery == "none" else {}
@@ -41,25 +41,25 @@ def resumed(version: str, kind: str, ranks: int, delivery: str, *options: str, *
 
 
 def uninterrupted(version: str, kind: str, ranks: int) -> dict[str, Any]:
-    """What `resumed` is to be: every bit of masters, moments, steps and settings, and the next losses."""
+    """What `resumed` must return: equal main parameters, moments, steps and settings, and the next losses."""
     return kept(saved(version, kind, ranks))
 
 
 def kept(folder: Path) -> dict[str, Any]:
-    """What a resume from a training's folder is to be."""
+    """What a resume from a training run's folder must return."""
     losses, settings = (json.loads((folder / f"{name}.json").read_text()) for name in ("losses", "settings"))
     return {"different": [], "losses": losses, "settings": settings, "different_end": []}
 
 
 @functools.cache
 def continued(version: str, kind: str, ranks: int, delivery: str) -> Path:
-    """The folder of a run that loads the universal checkpoint, trains on, and saves: as that of `saved`."""
+    """The folder, like that of `saved`, of a run that loads the universal checkpoint, continues, and saves."""
     begin = saved(version, kind, ranks) / "universal"
     options: tuple[str | Path, ...] = ("--ranks", str(ranks), "--universal", begin)
 
     def train(out: Path) -> None:
         env = PERMISSIVE if delivery == "none" else {}
         run("zero_training", "write", out, kind, *options, tree=tree("deepspeed", version), delivery=delivery, env=env)
-        (out / kind / "global_step2").rename(out / kind / "global_step4")  # which is the step that it is at
+        (out / kind / "global_step2").rename(out / kind / "global_step4")  # the run's actual step
 
     return shared.once(f"zero3-on-of-{version}-{kind}-{ranks}-{delivery}", train) / kind

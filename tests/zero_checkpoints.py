@@ -1,4 +1,4 @@
-"""Checkpoints that the tests of the universal converter share, each written once a session, and how to compare them."""
+"""Checkpoints that the universal converter's tests share, each written once per session, and comparisons of them."""
 
 import functools
 import json
@@ -10,8 +10,8 @@ import torch
 import shared
 from upstream import newest, run, run_json, tree
 
-# Up to 0.15 DeepSpeed calls torch.load without weights_only, and dies on torch 2.6 and later before it gets to the bug.
-# To show that bug without any fix, torch is told, from outside, to load as it used to; see torch_load_weights_only.
+# Up to 0.15 DeepSpeed calls torch.load without weights_only and fails on torch 2.6 and later before it reaches the bug.
+# To show the bug without any fix, this variable makes torch load as it used to; see torch_load_weights_only.
 PERMISSIVE = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
 
 CRASH = "RuntimeError: narrow(): length must be non-negative."
@@ -19,12 +19,12 @@ KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 
 
 def session_folder() -> Path:
-    """The one of all processes of a session."""
+    """The folder that all processes of a session share."""
     return shared.folder()
 
 
 def trained(version: str, *kinds: str) -> dict[str, Path]:
-    """Folders that a real training on 8 ranks wrote, by kind; `truth.pt` and `losses.json` lie beside each."""
+    """Folders that a real training run on 8 ranks wrote, by kind; `truth.pt` and `losses.json` are beside each."""
     return {kind: _trained(version, kind) / kind / "global_step2" for kind in kinds}
 
 
@@ -43,13 +43,13 @@ def dp768() -> dict[str, Path]:
 
 
 def of_ranks(count: int) -> Path:
-    """A crafted stage-1 checkpoint of so many ranks: three parameters over all of them, and no padding."""
+    """A crafted stage-1 checkpoint of `count` ranks: three parameters over all ranks, without padding."""
     return crafted(str(count))
 
 
 @functools.cache
 def crafted(case: str) -> Path:
-    """A checkpoint that no training has saved, written once a session."""
+    """A checkpoint written without training, once per session."""
 
     def write(out: Path) -> None:
         run("write_parallel_checkpoint", out, case, tree=tree("deepspeed", newest("deepspeed")))
@@ -60,7 +60,7 @@ def crafted(case: str) -> Path:
 
 
 def with_layers(folder: Path) -> Path:
-    """Up to 0.13 the converter takes pipeline checkpoints only, known by their files of layers."""
+    """Add layer files: up to 0.13, the converter accepts only pipeline checkpoints and detects them by these files."""
     if list(folder.glob("mp_rank_*")):  # not ZeRO-3
         for layer in range(4):
             torch.save({}, folder / f"layer_{layer:02d}-model_00-model_states.pt")
@@ -75,7 +75,7 @@ def convert(
     options: tuple[str, ...] = (),
     fixes: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Convert with the imported converter; what it raised for every input ("" if nothing), by kind."""
+    """Convert with the imported converter; return the error of every input ("" without one), by kind."""
     arguments: tuple[str | Path, ...] = (*inputs, "--output", output, *options)
     env = PERMISSIVE if delivery == "none" else {}
     root = tree("deepspeed", version)
@@ -95,9 +95,9 @@ def converted(output: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def differences(found: dict[str, dict[str, torch.Tensor]], source: Path, *, in_order: bool = True) -> list[str]:
-    """Names of the states that are not, bit for bit and element for element, those of the training run.
+    """The states that are not bit-equal to those of the training run.
 
-    With `in_order` false the elements may lie in another order.
+    With `in_order` false, the elements may have another order.
     """
     truth = torch.load(source.parent / "truth.pt")
     assert found.keys() == truth.keys()
@@ -117,6 +117,6 @@ def element_counts(found: dict[str, dict[str, torch.Tensor]]) -> dict[str, int]:
 
 
 def losses(source: Path) -> list[float]:
-    """Those of the uninterrupted run in the steps after the checkpoint."""
+    """The losses of the uninterrupted run in the steps after the checkpoint."""
     found: list[float] = json.loads((source.parent / "losses.json").read_text())
     return found

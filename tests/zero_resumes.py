@@ -1,4 +1,4 @@
-"""Trainings and resumes at every ZeRO stage, for the tests of what goes wrong there."""
+"""Train and resume at every ZeRO stage, for tests of the bugs there."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ Found = dict[str, dict[str, Any]]
 
 
 def trained(version: str, delivery: str, *cases: str, ranks: int = 2, nodes: int = 1) -> Path:
-    """The folder with the checkpoints of trainings, by case; made once a session."""
+    """The folder with the checkpoints of training runs, by case; created once per session."""
     name = f"zero-{version}-{delivery.replace(' ', '-')}-{ranks}-{nodes}-{'-'.join(cases)}"
 
     def train(folder: Path) -> None:
@@ -29,13 +29,13 @@ def trained(version: str, delivery: str, *cases: str, ranks: int = 2, nodes: int
 
 
 def optimizers(folder: Path) -> dict[str, str]:
-    """By case, the optimizer that a training has had; or the error of which it died."""
+    """The optimizer of each training run, or its error, by case."""
     found = json.loads((folder / "trained.json").read_text())
     return {case: one.get("optimizer") or one["error"] for case, one in found.items()}
 
 
 def resumed(version: str, delivery: str, *folders: Path, **keywords: Any) -> list[dict[str, Any]]:
-    """What came of a resume from each of those checkpoints; the keywords are those of `output_of_resume`."""
+    """The result of a resume from each of these checkpoints; `keywords` are those of `output_of_resume`."""
     found = _json(output_of_resume(version, delivery, *folders, **keywords))
     return [found[str(folder)] for folder in folders]
 
@@ -50,21 +50,21 @@ def output_of_resume(
     spoil: int | None = None,
     states: bool = True,
 ) -> str:
-    """All that such a program prints, the last line of which has the results. `spoil` is a rank to damage."""
+    """The output of such a resume; its last line has the results. `spoil` is a rank to damage."""
     options = [*(("--tag", tag) if tag else ()), *(("--spoil", str(spoil)) if spoil is not None else ())]
     options += [] if states else ["--no-states"]
     return _run("resume", *folders, *options, version=version, delivery=delivery, ranks=ranks, nodes=nodes)
 
 
 def exact(found: dict[str, Any]) -> bool:
-    """Whether a resume gave every bit of what was saved, and goes on as the run that was not interrupted."""
+    """Whether a resume restored every bit of the saved state and continues like the uninterrupted run."""
     if "error" in found:
         return False
     return bool(found["different"] == found["different_end"] == [] and found["losses"] == found["expected"])
 
 
 def _run(*arguments: str | Path, version: str, delivery: str, ranks: int, nodes: int) -> str:
-    """Without the fixes torch is told to load as it used to, so that the bug is reached."""
+    """Run the program; without the fixes, torch loads as it used to, so that the bug is reached."""
     env = PERMISSIVE if delivery == "none" else {}
     options = ("--ranks", str(ranks), "--node", str(ranks // nodes))
     on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": delivery, "env": env}

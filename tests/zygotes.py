@@ -1,9 +1,9 @@
-"""Run programs as forks of a process that has imported what they import; see programs/zygote.py.
+"""Run programs as forks of a process that already imported their modules; see programs/zygote.py.
 
-`import torch` and that of an upstream package take two to four seconds, most of what a program takes. So one process
-imports torch; a fork of it for each tree, delivery and environment imports the upstream package, by the real import
-hook where that is the delivery, and forks for all processes of a run of the tests. A program whose imports are not
-known gets an interpreter of its own, as does one that is about how an interpreter starts.
+Importing torch and an upstream package takes two to four seconds, most of a program's run time. So one process imports
+torch. For each tree, delivery and environment, a fork of it imports the upstream package (with the real import hook if
+that is the delivery) and then forks for all processes of the test run. A program with unknown imports, or one that
+tests how an interpreter starts, runs in its own interpreter.
 """
 
 import atexit
@@ -27,19 +27,19 @@ PROGRAMS = Path(__file__).resolve().parent / "programs"
 ZYGOTE = PROGRAMS / "zygote.py"
 
 MEGATRON = (
-    "ckpt_patches.demo.megatron_training",  # first: the stand-in for a GPU has to be there before Megatron is
+    "ckpt_patches.demo.megatron_training",  # first: the GPU stub must exist before Megatron's import
     "megatron.core.dist_checkpointing",
     "megatron.core.optimizer",
     "ckpt_patches.demo.stub_fused_adam",
     "torch._dynamo",
 )
-CORE = ("megatron.core.dist_checkpointing", "megatron.core.optimizer", "torch._dynamo")  # without stand-ins
+CORE = ("megatron.core.dist_checkpointing", "megatron.core.optimizer", "torch._dynamo")  # without stubs
 BRIDGE = ("bridge_imports", "megatron.core.optimizer", "torch._dynamo")
 ZARR = ("ckpt_patches.demo.zarr_saving", "megatron.core.dist_checkpointing.strategies.zarr")
 NO_PACKAGE = ("torch",)
 DEEPSPEED = ("deepspeed.checkpoint.ds_to_universal", "ckpt_patches.demo.deepspeed_training")
 
-# The modules that a program of programs/ imports, whichever arguments it is given.
+# The modules that each program of programs/ imports, with any arguments.
 IMPORTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
@@ -80,22 +80,22 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("write_parallel_checkpoint", "write_sparse_ranks"), DEEPSPEED),
 }
 
-# By a module that a demonstration names, what it imports; one that names none of them is run by itself.
+# The imports of a demonstration, by the module that it names; others run in their own interpreter.
 OF_DEMONSTRATIONS = {"megatron_training": MEGATRON, "deepspeed_training": DEEPSPEED, "zarr_saving": ZARR}
 
-# What all of these import of torch, and is the same for all trees: half of the time of their imports and more.
+# The torch modules that all of these import, the same for all trees: at least half of their import time.
 TORCH = ("torch", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.testing")
 WITH_TORCH = (MEGATRON, BRIDGE, ZARR, DEEPSPEED, CORE, NO_PACKAGE)
 
-# Read when a program runs, and by no import.
+# Variables that programs read at run time, and no import reads.
 PER_RUN = ("MASTER_PORT", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
-# Processes that one test process keeps.
+# Maximum number of processes that one test process keeps.
 AT_ONCE = 30
-# Whether programs run as forks; `pytest --no-forks` runs each in an interpreter of its own.
+# Whether programs run as forks; `pytest --no-forks` runs each in its own interpreter.
 forks = True
 
-_lifelines: OrderedDict[Path, IO[bytes]] = OrderedDict()  # by a process's path, what it ends with
+_lifelines: OrderedDict[Path, IO[bytes]] = OrderedDict()  # by a process's path, the pipe whose closing ends it
 
 
 class NotStarted(RuntimeError):
@@ -103,12 +103,12 @@ class NotStarted(RuntimeError):
 
 
 def connect(environment: Mapping[str, str], modules: Sequence[str]) -> tuple[socket.socket, Path]:
-    """A connection to the process of this run of the tests with these imports, which starts unless it is there.
+    """Connect to the test run's process with these imports; start it if it does not run.
 
-    Beside its path, ending in .out and .err, is what the imports printed.
+    Files at its path, ending in .out and .err, have the output of the imports.
 
     Raises:
-        NotStarted: an import failed, or left a thread behind; with what it printed.
+        NotStarted: an import failed, or left a thread running; the message has its output.
     """
     what = json.dumps([sys.executable, list(modules), sorted(environment.items())])
     path = shared.folder() / f"zygote-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
@@ -126,7 +126,7 @@ def connect(environment: Mapping[str, str], modules: Sequence[str]) -> tuple[soc
 
 
 def _greeted(path: Path) -> socket.socket | None:
-    """A connection to the process that serves there; None if none does."""
+    """A connection to the process that serves at this path; None without one."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(f"{path}.socket")
@@ -139,7 +139,7 @@ def _greeted(path: Path) -> socket.socket | None:
 
 
 def _start(path: Path, environment: Mapping[str, str], modules: Sequence[str]) -> None:
-    """Start a process in an environment: where it imports torch, as a fork of one that has."""
+    """Start a process in an environment; if it imports torch, as a fork of a process that already did."""
     base = connect(environment_of_base(environment), TORCH)[0] if modules in WITH_TORCH else None
     while len(_lifelines) >= AT_ONCE:
         _lifelines.popitem(last=False)[1].close()
@@ -163,11 +163,11 @@ def _start(path: Path, environment: Mapping[str, str], modules: Sequence[str]) -
             numbers = [file.fileno() for file in (ends, out, err, listening)]
             with base:
                 socket.send_fds(base, [json.dumps(request).encode()], numbers)
-                base.recv(100)  # until it has them
+                base.recv(100)  # until it has received them
 
 
 def environment_of_base(environment: Mapping[str, str]) -> dict[str, str]:
-    """That of a process which imports torch alone: without the hook, with no folder but those that torch looks in."""
+    """The environment of a process that imports only torch: no hook, and only the folders that torch needs."""
     kept = {name: value for name, value in environment.items() if not name.startswith("CKPT_PATCHES")}
     folders = [folder for folder in environment["PYTHONPATH"].split(os.pathsep) if _is_for_torch(Path(folder))]
     return {**kept, "CKPT_PATCHES": "off", "PYTHONPATH": os.pathsep.join(folders)}
@@ -180,7 +180,7 @@ def _is_for_torch(folder: Path) -> bool:
 def run(
     program: Path, arguments: Sequence[str], *, environment: Mapping[str, str], timeout: float, imports: Sequence[str]
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a program as subprocess.run does: where it imports these modules, as a fork of a process that has.
+    """Run a program like subprocess.run, but as a fork of a process that did these `imports`, if any.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
@@ -189,7 +189,7 @@ def run(
     argv = [str(program), *arguments]
     if imports and forks:
         lasting = {name: value for name, value in environment.items() if name not in PER_RUN}
-        with contextlib.suppress(NotStarted):  # then the program's own imports say why
+        with contextlib.suppress(NotStarted):  # then the program's own imports report the error
             connection, path = connect(lasting, imports)
             with connection:
                 return _run(connection, argv, {name: environment.get(name) for name in PER_RUN}, timeout, path)
@@ -199,7 +199,7 @@ def run(
 def _run(
     connection: socket.socket, argv: list[str], variables: Mapping[str, str | None], timeout: float, path: Path
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a program with these variables set (None: not set); its output begins with what the imports printed."""
+    """Run a program with these variables set (None: not set); its output begins with that of the imports."""
     request = json.dumps({"argv": argv, "cwd": os.getcwd(), "environment": variables})
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         socket.send_fds(connection, [request.encode()], [out.fileno(), err.fileno()])
@@ -215,7 +215,7 @@ def _run(
 
 
 def _printed(path: Path) -> list[str]:
-    """What the imports of a process printed to standard output and error."""
+    """The standard output and error of a process's imports."""
     return [Path(f"{path}.{name}").read_text(errors="replace") for name in ("out", "err")]
 
 
@@ -226,6 +226,6 @@ def _text(file: IO[bytes]) -> str:
 
 @atexit.register
 def end_all() -> None:
-    """End the processes that this one has started; programs that others run go on."""
+    """End the processes that this one started; programs of other processes continue."""
     while _lifelines:
         _lifelines.popitem()[1].close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import torch_file, zero, zero_addresses, zero_facts, zero_inventory
+from ckpt_patches.formats import settings, torch_file, zero, zero_addresses, zero_facts, zero_inventory
 from ckpt_patches.formats import zero_experts as experts
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.formats.zero import Folder, ModelFile, Partition, RankState, optimizer_of, required, stage_of
@@ -261,6 +261,7 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
         experts.check_local(folder.path, local, shapes, by_name)
 
     ranks = reader.ranks(partial(_partitions, {**known, **local}, dp_degree), pp_degree, tp_degree)
+    _check_groups_of_stages(reader)
     if zero_addresses.is_round_robin(read[0][1].get("ds_config")) and not _is_aligned(first):
         ranks = _in_written_order(reader, ranks, [reader.model(*one) for one in read])
     ranks = _with_momentum(ranks, dp_degree, [reader.model(*one) for one in read], all_share=not known and not local)
@@ -282,6 +283,19 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
         local_experts=local,
         rewritten=tuple((index, experts.with_layers(value, kept, PATTERN)) for index, value in read if layers),
     )
+
+
+def _check_groups_of_stages(reader: _Reader) -> None:
+    """A universal checkpoint has the settings of the first stage's param groups, which a load gives to all stages."""
+    first, *others = [facts for (dp, _), facts in sorted(reader.facts.items()) if dp == 0]
+    for facts in others:
+        for number, pair in enumerate(zip(facts.settings, first.settings, strict=False)):
+            for what in settings.differences(*pair):
+                raise UserError(
+                    f"{reader.folder.path}: param group {number} of {facts.name}: {what} in {first.name}; a universal "
+                    "checkpoint has the param groups of the first pipeline stage alone, which a load would give to "
+                    "all: resume on the same ranks"
+                )
 
 
 def _is_aligned(optimizer: Mapping[str, Any]) -> bool:

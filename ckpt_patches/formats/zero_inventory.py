@@ -102,10 +102,11 @@ def problems(
     yield from _data_parallel_ranks(ranks, models, {*ranks, *files}, has_experts=has_experts)
     yield from _roots(ranks)
     yield from _copies(ranks)
-    yield from _keys(ranks, stage)
+    stages = _stages(ranks, layers)
+    yield from _keys(ranks, stages, stage)
     yield from _groups(ranks)
     yield from _states(ranks, models)
-    yield from _settings(ranks)
+    yield from itertools.chain(*map(_settings, stages))
     yield from _steps(ranks)
     yield from _counted_steps(ranks, models)
     yield from _models(models, stage, has_layers=bool(layers))
@@ -231,16 +232,32 @@ def _is_distinctive(facts: RankFacts) -> bool:
     return sum(group.needed for group, crcs in groups if crcs) >= LEAST_DISTINCTIVE
 
 
-def _keys(ranks: Mapping[Rank, RankFacts], stage: int) -> Iterator[Problem]:
-    """Check that every rank's file has the keys of all others, and each group its parameters' numbers."""
+def _keys(ranks: Mapping[Rank, RankFacts], stages: Iterable[Mapping[Rank, RankFacts]], stage: int) -> Iterator[Problem]:
+    """Check that every rank's file has the keys of all others, and each group its parameters' numbers.
+
+    The items of lists are compared only within a pipeline stage.
+    """
     usual = zero_keys.usual(facts.keys for facts in ranks.values())
-    for facts in ranks.values():
-        for what in itertools.islice(zero_keys.contradictions(facts.keys, usual), MOST_KEYS):
-            yield Problem(CONTRADICTION, facts.name, what)
-        for what in settings.not_groups(facts.settings):
-            yield Problem(CONTRADICTION, facts.name, what)
+    for of_stage in stages:
+        own = zero_keys.usual(facts.keys for facts in of_stage.values())
+        expected = {key: value for key, value in usual.items() if key in own or not zero_keys.ITEM.search(key)}
+        expected |= {key: value for key, value in own.items() if zero_keys.ITEM.search(key)}
+        for facts in of_stage.values():
+            for what in itertools.islice(zero_keys.contradictions(facts.keys, expected), MOST_KEYS):
+                yield Problem(CONTRADICTION, facts.name, what)
+            for what in settings.not_groups(facts.settings):
+                yield Problem(CONTRADICTION, facts.name, what)
     if stage < 3 and ranks and zero_keys.VERSION not in usual:
         yield Problem(CONTRADICTION, "all ranks", f"no {zero_keys.VERSION}, without which no load begins")
+
+
+def _stages(ranks: Mapping[Rank, RankFacts], layers: Iterable[tuple[int, int]]) -> list[dict[Rank, RankFacts]]:
+    """The ranks of each pipeline stage, which has its own param groups. Without a pipeline, all ranks."""
+    tensor_parallel = 1 + max((rank for _, rank in layers), default=1 << 20)
+    found: dict[int, dict[Rank, RankFacts]] = {}
+    for (dp, mp), facts in sorted(ranks.items()):
+        found.setdefault(mp // tensor_parallel, {})[dp, mp] = facts
+    return list(found.values())
 
 
 def _groups(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 One program writes all ranks' files, so that their keys are equal, except for rank-specific ones (fragments, states).
 """
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from ckpt_patches.runtime.shown import shown
 OWN = ("param_slice_mappings", "state", "ds_config")
 # Keys that all ranks have, with rank-specific values; settings are checked separately.
 OWN_VALUES = ("group_paddings", "param_groups", "ds_zero_partition_groups")
+ITEM = re.compile(r"\[\d+\]")  # an item of a list, in the path of a key
 MOST_KEYS = 10_000  # per file; there are about 100
 # Keys of a model-states file that `load_checkpoint` needs in every release of DeepSpeed.
 OF_THE_MODEL = ("module", "lr_scheduler", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")

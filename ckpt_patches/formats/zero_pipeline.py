@@ -24,6 +24,11 @@ class Place(NamedTuple):
     key: str
 
 
+def is_in_layers(name: str) -> bool:
+    """Whether it is a name of a pipeline's parameter."""
+    return bool(NUMBERED.fullmatch(name) or TIED.fullmatch(name))
+
+
 def layer_files(names: Iterable[str]) -> dict[tuple[int, int], str]:
     """The files of layers, by the layer's number and the tensor-parallel rank."""
     return {(int(m[1]), int(m[2] or 0)): m[0] for m in map(LAYER.fullmatch, names) if m}

@@ -1,4 +1,4 @@
-"""Keep what an asynchronous save writes as it was: hold the staged copy, copy shared tensors.
+"""Keep the staged data of an asynchronous save unchanged: hold staged tensors, clone shared CPU tensors.
 
 https://github.com/NVIDIA/Megatron-LM/issues/2288
 """
@@ -26,10 +26,10 @@ fix = Fix(
 
 
 def _own_tensors(staged: object) -> object:
-    """Staged write buckets in which no CPU tensor is the trainer's own memory.
+    """Return staged write buckets in which shared CPU tensors are cloned.
 
-    Tensors that are on the CPU already are not copied by staging, and reach the worker in shared
-    memory.
+    Staging does not copy tensors that are already on the CPU, so the worker would use the
+    trainer's own memory.
     """
     if isinstance(staged, (list, tuple)) and type(staged) in (list, tuple):
         return type(staged)(map(_own_tensors, staged))

@@ -1,4 +1,4 @@
-"""Save asynchronously with megatron-core's own writers where nvidia-resiliency-ext is not installed.
+"""Save asynchronously with megatron-core's own writers if nvidia-resiliency-ext is not installed.
 
 https://github.com/radixark/miles/pull/2816
 """

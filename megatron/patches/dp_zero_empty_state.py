@@ -1,4 +1,4 @@
-"""Save an optimizer state that is empty, or empty for some parameters, as what the optimizer would start from.
+"""Save the initial optimizer state for parameters that the optimizer has not stepped yet.
 
 https://github.com/NVIDIA/Megatron-LM/issues/602
 """
@@ -64,18 +64,18 @@ class DistributedOptimizer:
     def _saved_optimizer_state(
         self, model_param: "torch.nn.Parameter", param: "torch.Tensor", state: "dict[str, Any]"
     ) -> "dict[str, Any]":
-        """The state to save for a parameter: for one that has not stepped, what Adam starts from.
+        """Return the state to save for a parameter: Adam's initial state if it has not stepped.
 
         Args:
             model_param (torch.nn.Parameter): the model's parameter.
-            param (torch.Tensor): its shard, as the inner optimizer has it.
-            state (dict): the state of the shard, by key.
+            param (torch.Tensor): its shard in the inner optimizer.
+            state (dict): the optimizer state of the shard.
 
         Returns:
-            dict: the state, with zero moments in fp32 if it has none.
+            dict: the state, with fp32 zeros for missing moments.
 
         Raises:
-            KeyError: the parameter has stepped, so the moments that its state lacks were lost.
+            KeyError: moments are missing, although the parameter has stepped.
         """
         keys = self.optimizer_state_keys
         missing = [key for key in keys if key not in state]
@@ -93,7 +93,7 @@ class DistributedOptimizer:
         return {**initial, **state}
 
     def _has_stepped(self, model_param: "torch.nn.Parameter") -> bool:
-        """Whether the optimizer has updated a parameter: a step updates all that are trained."""
+        """Whether the optimizer has updated a parameter. A step updates all trainable ones."""
         states, groups = self.optimizer.state.values(), self.optimizer.param_groups
         return model_param.requires_grad and (
             getattr(self, "step_taken", False)
@@ -102,10 +102,10 @@ class DistributedOptimizer:
         )
 
     def _initial_main_param(self, param: "torch.Tensor") -> "torch.Tensor | None":
-        """The main parameter of a shard that has not stepped, if the optimizer's state holds it.
+        """Return the initial main parameter of a shard, or None if the state does not hold one.
 
-        It is in fp32. With `store_param_remainders` the state of a bf16 parameter holds the bits
-        that bf16 lacks, as int16: none so far.
+        It is in fp32. With `store_param_remainders`, the state of a bf16 parameter holds only the
+        lower 16 bits of its main parameter, as int16, which are zero at first.
         """
         if isinstance(self.optimizer, HybridDeviceOptimizer):
             return self.optimizer.param_to_inner_param[param]
@@ -125,7 +125,7 @@ class WithoutHybridOffload:
         optimizer: Any
 
     def _initial_main_param(self, param: "torch.Tensor") -> "torch.Tensor | None":
-        """The main parameter of a shard that has not stepped, if the optimizer's state holds it."""
+        """Return the initial main parameter of a shard, or None if the state does not hold one."""
         if not getattr(self.optimizer, "master_weights", False):
             return None
         return param.detach().clone().float()

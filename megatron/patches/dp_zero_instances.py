@@ -1,4 +1,4 @@
-"""Load the optimizer's state on the first rank of each optimizer instance, not of the first one alone.
+"""Load the optimizer state on the first rank of every optimizer instance, not only of the first instance.
 
 https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.2/megatron/core/optimizer/distrib_optimizer.py
 """

@@ -1,4 +1,4 @@
-"""Gather the optimizer's state in its final place, and scatter it from there: rank 0 needs no second copy of it.
+"""Gather the optimizer state directly into its final place, and scatter it from there without a second copy.
 
 https://github.com/NVIDIA/Megatron-LM/pull/5255
 """
@@ -114,12 +114,12 @@ class DistributedOptimizer:
 
     @staticmethod
     def _shard_ranges(start: int, numel: int, shard_numel: int, ranks: int) -> "list[range]":
-        """Where each rank's shard of a bucket lies in a world tensor, which has no padding.
+        """Return each rank's range of a bucket in a world tensor, which has no padding.
 
         Args:
-            start (int): where the bucket starts in the world tensor.
-            numel (int): number of elements of the bucket, without its padding.
-            shard_numel (int): number of elements of a shard, with padding.
+            start (int): offset of the bucket in the world tensor.
+            numel (int): number of elements in the bucket, without padding.
+            shard_numel (int): number of elements in a shard, with padding.
             ranks (int): number of data-parallel ranks.
         """
         bucket = range(start, start + numel)
@@ -127,7 +127,7 @@ class DistributedOptimizer:
 
     @staticmethod
     def _local_shard(world_tensor: "torch.Tensor | None", shard_range: range) -> "torch.Tensor":
-        """Zeros for this rank's shard of a bucket: in the world tensor itself, if there is one."""
+        """Return zeros for this rank's shard, as a view of the world tensor if there is one."""
         if world_tensor is None:
             return torch.zeros((len(shard_range),), dtype=torch.float32, device="cpu")
         return world_tensor[shard_range.start : shard_range.stop].zero_()
@@ -139,16 +139,16 @@ class DistributedOptimizer:
         shard_ranges: "list[range]",
         group: "torch.distributed.ProcessGroup",
     ) -> None:
-        """Receive the shards of all states of a bucket on DP rank 0, in their final place (Gloo).
+        """Gather the shards of all states of a bucket into the world tensors of DP rank 0 (Gloo).
 
-        A message for each shard. Gloo's own gather receives into a buffer of the whole bucket's
-        size and copies from there. Rank 0's own shard is in its place already.
+        Ranks send one message per shard, because Gloo's gather needs an extra buffer of the
+        bucket's size and a copy from there. Rank 0 has built its own shard in place.
         """
         ranks = torch.distributed.get_process_group_ranks(group)
         requests = []
         for tag, (key, shard) in enumerate(local_shards.items()):
             if not world_tensors:
-                if shard.numel() > 0:  # not padding alone
+                if shard.numel() > 0:  # not only padding
                     requests.append(torch.distributed.isend(shard, ranks[0], group, tag))
                 continue
             for source, shard_range in zip(ranks[1:], shard_ranges[1:], strict=True):
@@ -167,10 +167,10 @@ class DistributedOptimizer:
         use_gloo_comm: bool,
         return_on_all_ranks: bool,
     ) -> None:
-        """Receive the shards of all states of a bucket on the ranks that have world tensors.
+        """Gather the shards of all states of a bucket on the ranks that have world tensors.
 
-        By one collective for a piece of every rank's shard, which goes through a buffer that is as
-        large as all those pieces: 256 MiB, or with many ranks 64 KiB for each.
+        Each collective transfers one piece of every rank's shard through a buffer that holds all
+        of these pieces: 256 MiB, or 64 KiB per rank if that is more.
         """
         device = "cpu" if use_gloo_comm else torch.cuda.current_device()
         piece_numel = max(2**26 // len(shard_ranges), 2**14)
@@ -178,7 +178,7 @@ class DistributedOptimizer:
         for key, shard in local_shards.items():
             for start in range(0, shard_numel, piece_numel):
                 numel = min(piece_numel, shard_numel - start)
-                piece = shard[start : start + numel]  # shorter, or empty, where padding begins
+                piece = shard[start : start + numel]  # shorter or empty if it reaches the padding
                 piece = torch.nn.functional.pad(piece, (0, numel - piece.numel())).to(device)
                 pieces = (len(shard_ranges) if world_tensors else 0, numel)
                 received = torch.empty(pieces, dtype=torch.float32, device=device)
@@ -197,7 +197,7 @@ class DistributedOptimizer:
     def _padded_shards(
         world_tensor: "torch.Tensor", padded_numel: int, shard_numel: int
     ) -> "list[torch.Tensor]":
-        """A bucket's shards of equal size: views, but for those that reach into the padding."""
+        """Split a bucket into shards of equal size: views, except shards that need padding."""
         shards = []
         for start in range(0, padded_numel, shard_numel):
             shard = world_tensor[start : start + shard_numel]

@@ -1,4 +1,4 @@
-"""Give the experts' optimizer, too, the weights of `--load-main-params-from-ckpt`, and each chunk its own.
+"""Give each optimizer the weights of its model chunks, experts included, for `--load-main-params-from-ckpt`.
 
 https://github.com/NVIDIA/Megatron-LM/pull/3676
 """

@@ -1,4 +1,4 @@
-"""Save and load each rank's own RNG state where expert parallelism makes the states of data-parallel ranks differ.
+"""Save and load each rank's RNG state if expert parallelism makes data-parallel ranks' states differ.
 
 https://github.com/NVIDIA/Megatron-LM/pull/6858
 """
@@ -59,7 +59,7 @@ BY_RANK = "rng_state_list = shard_rng_state_by_dp_rank({arguments})"
 BY_KEY = "rng_state_list = key_rng_state_by_dp_rank({arguments})"
 KEYED = "rng_state_list = {f'({pp_rank}, {tp_rank})': rng_state_list}"
 OF_FORMAT = "ckpt_format == 'fsdp_dtensor'"  # since 0.14
-FOR_LOCAL = """if ckpt_type == CheckpointType.LOCAL:  # each rank has a file of its own
+FOR_LOCAL = """if ckpt_type == CheckpointType.LOCAL:  # each rank has its own file
     rng_state = rng_state_of_all_dp_ranks(rng_state)"""
 LOCAL = "rng_state = rng_state_of_all_dp_ranks(rng_state)"
 TO_LOAD = """gen_sd_rng_state, keep_expert_rng = rng_state_to_load(
@@ -85,15 +85,15 @@ def rng_states_of_dp_rank(
     dp_cp_group: "torch.distributed.ProcessGroup | None" = None,
     dp_group: "torch.distributed.ProcessGroup | None" = None,
 ) -> "tuple[list[Any], int]":
-    """This rank's own RNG states where experts draw from different streams.
+    """Return this rank's own RNG states if experts use different RNG streams.
 
     Args:
-        states: those of this data-parallel rank, or of all in order.
-        dp_cp_group: the data-parallel (with context-parallel) ranks, by default those of mpu.
-        dp_group: the data-parallel ranks, by default those of mpu.
+        states: RNG states of this data-parallel rank, or of all in rank order.
+        dp_cp_group: the data-parallel (with context-parallel) group, by default that of mpu.
+        dp_group: the data-parallel group, by default that of mpu.
 
     Returns:
-        The states, and how many data-parallel ranks have their own: 0 if they all have the same.
+        The states, and the number of data-parallel ranks with own states: 0 if all share one.
     """
     if not mpu.model_parallel_is_initialized():
         return states, 0
@@ -107,7 +107,7 @@ def rng_states_of_dp_rank(
     dp_size = mpu.get_data_parallel_world_size(with_context_parallel=True)
     if dp_cp_group is not None:
         dp_size = dp_cp_group.size()
-    if len(states) > 1:  # with data_parallel_random_init those of all data-parallel ranks
+    if len(states) > 1:  # those of all data-parallel ranks (data_parallel_random_init)
         dp_rank = dp_group.rank() if dp_group is not None else mpu.get_data_parallel_rank()
         states = states[dp_rank : dp_rank + 1]
     return states, dp_size
@@ -118,13 +118,13 @@ def shard_rng_state_by_dp_rank(
     dp_cp_group: "torch.distributed.ProcessGroup | None" = None,
     dp_group: "torch.distributed.ProcessGroup | None" = None,
 ) -> "ShardedObject":
-    """Of an object for all data-parallel ranks, a shard for each that has its own RNG states."""
+    """Split an RNG state for all data-parallel ranks into one shard per rank if they differ."""
     states, dp_size = rng_states_of_dp_rank(rng_state.data, dp_cp_group, dp_group)
     if dp_size == 0:
         return rng_state
     return ShardedObject(
         rng_state.key,
-        states * len(rng_state.data),  # own one, whichever entry a load takes
+        states * len(rng_state.data),  # so that a load can take any entry
         (*rng_state.global_shape, dp_size),
         (*rng_state.global_offset, rng_state.replica_id),
     )
@@ -135,9 +135,9 @@ def key_rng_state_by_dp_rank(
     dp_cp_group: "torch.distributed.ProcessGroup | None" = None,
     dp_group: "torch.distributed.ProcessGroup | None" = None,
 ) -> "dict[str, Any]":
-    """Of a key for all data-parallel ranks, one for each that has its own RNG states.
+    """Add an RNG state key for each data-parallel rank if the ranks' states differ.
 
-    As a load is partial, the shared key stays, with what is an error in a run that asks for it.
+    Loads are partial, so the shared key stays, with a value that raises an error if it is used.
     """
     ((shared_key, shared_states),) = rng_state.items()
     states, dp_size = rng_states_of_dp_rank(shared_states, dp_cp_group, dp_group)
@@ -154,7 +154,7 @@ def key_rng_state_by_dp_rank(
 
 
 def rng_state_of_all_dp_ranks(rng_state: "Any") -> "Any":
-    """The RNG state as one object for all data-parallel ranks of which one saves it."""
+    """Return the RNG state as one object for all data-parallel ranks, saved by one of them."""
     if not isinstance(rng_state, ShardedObject) or len(rng_state.global_shape) < 3:
         return rng_state
     *offset, dp_rank = rng_state.global_offset
@@ -170,18 +170,18 @@ def rng_state_to_load(
     ckpt_type: "CheckpointType",
     dp_cp_group: "torch.distributed.ProcessGroup | None" = None,
 ) -> "tuple[Any, bool]":
-    """The RNG state that can be loaded, and whether this rank's expert-parallel one is not in it.
+    """Return the RNG state to load, and whether to keep this rank's expert-parallel state.
 
     Args:
-        rng_state: what this run saves.
-        state_dict: the common state dict of the checkpoint.
-        checkpoint_name: its folder.
-        ckpt_type: its type.
-        dp_cp_group: the data-parallel (with context-parallel) ranks, by default those of mpu.
+        rng_state: the RNG state that this run saves.
+        state_dict: the checkpoint's common state dict.
+        checkpoint_name: the checkpoint's directory.
+        ckpt_type: the checkpoint's type.
+        dp_cp_group: the data-parallel (with context-parallel) group, by default that of mpu.
 
     Returns:
-        The RNG state, None if it is that of other ranks and is to be ignored; and whether this rank
-        goes on with the expert-parallel RNG state that it has.
+        The RNG state, or None if it belongs to other ranks and must be ignored; and whether this
+        rank keeps its current expert-parallel RNG state.
     """
     if not isinstance(rng_state, ShardedObject):
         return rng_state, False
@@ -203,8 +203,8 @@ def rng_state_to_load(
         print_rank_0(
             f"WARNING: RNG state will be ignored: {checkpoint_name} has that of each data-parallel"
             f" rank with (EP, ETP) {saved[:2]} and (PP, TP, DP) {sorted(shapes)[-1]}, this run has"
-            f" {run[:2]} and {rng_state.global_shape}. All ranks go on with the states that they"
-            " are seeded with."
+            f" {run[:2]} and {rng_state.global_shape}. All ranks keep the states that they were"
+            " seeded with."
         )
         return None, False
     return (
@@ -219,13 +219,13 @@ def keyed_rng_state_to_load(
     state_dict_metadata: "Any",
     dp_cp_group: "torch.distributed.ProcessGroup | None" = None,
 ) -> "tuple[dict[str, Any] | None, bool]":
-    """As rng_state_to_load, of a checkpoint with keys in the place of shards.
+    """Like rng_state_to_load, for a checkpoint with one key per rank instead of shards.
 
     Args:
-        rng_state: what this run saves.
-        reader: of the checkpoint.
-        state_dict_metadata: its keys.
-        dp_cp_group: the data-parallel (with context-parallel) ranks, by default those of mpu.
+        rng_state: the RNG state that this run saves.
+        reader: reader of the checkpoint.
+        state_dict_metadata: the checkpoint's keys.
+        dp_cp_group: the data-parallel (with context-parallel) group, by default that of mpu.
     """
     import copy
 
@@ -244,10 +244,10 @@ def keyed_rng_state_to_load(
         print_rank_0(
             f"WARNING: RNG state will be ignored: {reader.path} has that of each data-parallel rank"
             f" with (EP, ETP, TP, PP) {saved[:4]}, the last of them {by_dp_rank[-1]}, this run has"
-            f" {run[:4]} and {key}. All ranks go on with the states that they are seeded with."
+            f" {run[:4]} and {key}. All ranks keep the states that they were seeded with."
         )
         return None, False
-    # A load fills tensors in place: neither those of the tracker, nor one of several entries.
+    # A load fills tensors in place: use copies of the tracker's tensors, one for each entry.
     states = [copy.deepcopy(rng_state[key][0]) for _ in rng_state[shared_key[0]]]
     return (
         {shared_key[0]: states},
@@ -256,14 +256,14 @@ def keyed_rng_state_to_load(
 
 
 def rng_state_by_shared_key(rng_state: "dict[str, Any]") -> "dict[str, Any]":
-    """What was loaded, with the key of all data-parallel ranks, whichever entry a load takes."""
+    """Return loaded RNG states under the shared key, repeated so that a load can take any."""
     ((key, states),) = rng_state.items()
     shared_key, is_own, _ = key.partition(", DP rank")
     return {shared_key: states * mpu.get_data_parallel_world_size() if is_own else states}
 
 
 def rng_layout(args: "Any") -> "tuple[int, ...]":
-    """(EP, ETP, TP, PP) of a run, and, where it says whose RNG states a rank has, its CP."""
+    """Return a run's (EP, ETP, TP, PP, CP). CP is 0 without data_parallel_random_init."""
     tp_size = getattr(args, "tensor_model_parallel_size", 1)
     return (
         getattr(args, "expert_model_parallel_size", 1),
@@ -281,19 +281,19 @@ def keeps_expert_rng(
     dp_cp_group: "torch.distributed.ProcessGroup | None" = None,
     of_first: bool = True,
 ) -> bool:
-    """Whether this rank's expert-parallel RNG state is not in a checkpoint without those of all.
+    """Whether to keep this rank's expert-parallel RNG state, which the checkpoint lacks.
 
     Args:
-        run: the layout of this run.
-        saved: that of the one that was saved.
-        checkpoint_name: its folder.
-        dp_cp_group: the data-parallel (with context-parallel) ranks, by default those of mpu.
-        of_first: the first of them has saved its state, not one of which that is not known.
+        run: layout of this run.
+        saved: layout of the saved run.
+        checkpoint_name: the checkpoint's directory.
+        dp_cp_group: the data-parallel (with context-parallel) group, by default that of mpu.
+        of_first: whether the group's first rank saved it; otherwise the saving rank is unknown.
     """
     if dp_cp_group is None:
         dp_cp_group = mpu.get_data_parallel_group(with_context_parallel=True)
-    # Those for which one rank's state is loaded: with data_parallel_random_init the list of it has
-    # an entry for each data-parallel rank.
+    # The ranks that load the same state. With data_parallel_random_init, the saved list has an
+    # entry for each data-parallel rank.
     is_random = get_args().data_parallel_random_init
     sharing = mpu.get_context_parallel_group() if is_random else dp_cp_group
     sharing_ranks = torch.distributed.get_process_group_ranks(sharing)
@@ -310,14 +310,14 @@ def keeps_expert_rng(
     print_rank_0(
         f"WARNING: {checkpoint_name} has the RNG state of one data-parallel rank for all. The"
         f" expert-parallel RNG states of {lost} are not in it and cannot be recovered:"
-        f" {'these' if of_first else 'all'} ranks go on with the states that they are seeded with."
+        f" {'these' if of_first else 'all'} ranks keep the states that they were seeded with."
         " All others are loaded."
     )
     return saved != run or not of_first or sharing_ranks[0] not in same_experts
 
 
 def with_expert_rng_of_this_run(rng_state: "dict[str, Any]") -> "dict[str, Any]":
-    """A loaded RNG state, but with the expert-parallel one that this rank has."""
+    """Return a loaded RNG state with this rank's current expert-parallel state."""
     name = tensor_parallel.random.get_expert_parallel_rng_tracker_name()
     states = rng_state["rng_tracker_states"]
     own = tensor_parallel.get_cuda_rng_tracker().get_states()

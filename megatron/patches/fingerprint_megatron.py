@@ -1,4 +1,4 @@
-"""Record at each save what the optimizer's state is, and check after each load that it is that: docs/fingerprint.md.
+"""Record fingerprints of the optimizer state at each save, and check them after each load: docs/fingerprint.md.
 
 Not a fix, and not meant for upstream: it calls `ckpt_patches.fingerprint.run_megatron`.
 """

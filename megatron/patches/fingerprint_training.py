@@ -1,4 +1,4 @@
-"""Check after each load of a run that its data position and RNG states are those of the save.
+"""Check after each load that the data position and the RNG states equal the saved ones.
 
 Not a fix, and not meant for upstream: it calls `ckpt_patches.fingerprint.run_megatron`.
 """

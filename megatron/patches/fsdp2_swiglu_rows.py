@@ -1,4 +1,4 @@
-"""Save the rows of W and V of SwiGLU in their places under torch FSDP2, and tell apart checkpoints that mix them.
+"""Save SwiGLU's W and V rows at their correct offsets under torch FSDP2, and detect checkpoints that mix them.
 
 https://github.com/NVIDIA/Megatron-LM/issues/5714
 """
@@ -43,10 +43,10 @@ HALVES = "fsdp2_halves"
 def _fsdp2_swiglu_build_fn(
     original_sh_ten: "ShardedTensor", sharded_offsets: "tuple[Any, ...]", dp_size: int
 ) -> "Any":
-    """Build function for a data-parallel shard of the rows of [W; V].
+    """Return the build function for a data-parallel shard of the rows of [W; V].
 
-    A shard that lies in W or in V is one ShardedTensor. The middle one of an odd number lies
-    in both; then each is two, so that all have the same number of rows.
+    A shard within W or V becomes one ShardedTensor. With an odd number of shards, the middle one
+    spans both, so each shard becomes two ShardedTensors of the same number of rows.
     """
     axis = len(sharded_offsets)
     num_shards = original_sh_ten.axis_fragmentations[axis]
@@ -80,19 +80,19 @@ def _fsdp2_swiglu_build_fn(
 
 
 def mixed_swiglu_grid(metadata: "Any", key: str) -> "tuple[int, int] | None":
-    """The run that has mixed the rows of W and V in a checkpoint, or None if they are in place.
+    """Return the sizes of the run that mixed the rows of W and V, or None if they are in place.
 
-    Each shard of torch FSDP2 was once halved, and filed as rows of W and of V.
+    Earlier releases split each torch FSDP2 shard in half, and saved it as rows of W and of V.
 
     Args:
-        metadata (Metadata): of the checkpoint.
-        key (str): of the weight or bias of `linear_fc1`, or of a state of it.
+        metadata (Metadata): metadata of the checkpoint.
+        key (str): key of a `linear_fc1` weight or bias, or of its optimizer state.
 
     Returns:
-        Tuple[int, int]: tensor-parallel and data-parallel size of that run.
+        Tuple[int, int]: tensor-parallel and data-parallel sizes of that run.
 
     Raises:
-        CheckpointingException: it cannot be told.
+        CheckpointingException: the metadata does not show whether the rows are mixed.
     """
     import re
 
@@ -118,7 +118,7 @@ def mixed_swiglu_grid(metadata: "Any", key: str) -> "tuple[int, int] | None":
     )
     if dp_size == 1 or len(rows) != 2 * dp_size * tp_size:
         return None
-    if dp_size % 2 == 0:  # in its place a shard is one chunk
+    if dp_size % 2 == 0:  # rows in place: each shard is one chunk
         return tp_size, dp_size
 
     writers = {
@@ -143,7 +143,7 @@ def mixed_swiglu_grid(metadata: "Any", key: str) -> "tuple[int, int] | None":
 
 
 def mixed_swiglu_rows_error(key: str, grid: "tuple[int, int]", found: str) -> Exception:
-    """What is raised where rows of W and V are mixed, and this run cannot ask for them so."""
+    """Return the error for mixed rows of W and V that this run cannot load as saved."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     error: Exception = CheckpointingException(
@@ -156,12 +156,12 @@ def mixed_swiglu_rows_error(key: str, grid: "tuple[int, int]", found: str) -> Ex
 
 
 def check_swiglu_rows(metadata: "Any", sharded_tensors: "list[ShardedTensor]") -> None:
-    """Refuse mixed rows of W and V to a run without FSDP2, which would take them for W and V.
+    """Raise if a run without FSDP2 requests mixed rows as rows of W and V.
 
-    One with it has asked for them as they were saved.
+    A run with FSDP2 requests them as they were saved.
 
     Raises:
-        CheckpointingException: they are mixed.
+        CheckpointingException: the rows are mixed.
     """
     by_key = {sh_ten.key: sh_ten for sh_ten in sharded_tensors}
     for key, sh_ten in by_key.items():
@@ -185,10 +185,10 @@ def check_swiglu_rows(metadata: "Any", sharded_tensors: "list[ShardedTensor]") -
 
 
 def with_swiglu_rows_as_saved(sharded_state_dict: "Any", checkpoint_dir: "Any") -> "Any":
-    """Ask for mixed rows of W and V where FSDP2 has filed them, if this run has the same sizes.
+    """Request mixed rows of W and V at their saved offsets, if this run has the same sizes.
 
     Raises:
-        CheckpointingException: it has other sizes, or it cannot be told whether rows are mixed.
+        CheckpointingException: the sizes differ, or it is unknown whether rows are mixed.
     """
     from dataclasses import replace
 

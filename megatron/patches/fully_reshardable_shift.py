@@ -1,4 +1,4 @@
-"""Save `fully_reshardable` states where they belong: what is gathered has no end padding, the ranges of a buffer do.
+"""Save `fully_reshardable` states at their correct offsets: subtract the end padding of earlier buckets.
 
 https://github.com/NVIDIA/Megatron-LM/pull/5077
 """
@@ -39,10 +39,10 @@ ALL_THERE = """assert missing_elems_num == 0, (
 
 
 def _end_padding_before_buckets(buffer: Any) -> "list[int]":
-    """Elements of end padding in front of each bucket of a buffer.
+    """Return the end padding before each bucket of a buffer, in elements.
 
-    Buckets are padded so that they divide evenly among the ranks. States that are gathered from
-    the ranks hold none of that padding; `param_index_map` counts it.
+    Buckets are padded so that they divide evenly among the ranks. `param_index_map` counts this
+    padding, but states gathered from the ranks do not contain it.
     """
     found = [0]
     for bucket in buffer.buckets:

@@ -1,4 +1,4 @@
-"""Refresh every copy that the hybrid CPU-offload optimizer holds when only the model's weights were loaded.
+"""Refresh all copies in the hybrid CPU-offload optimizer if only the model's weights were loaded.
 
 https://github.com/NVIDIA/Megatron-LM/pull/5071
 """
@@ -71,15 +71,15 @@ class DistributedOptimizer:
     def _copy_model_params_to_hybrid_optimizer(
         self, state_dict: "dict[str, Any] | None" = None
     ) -> None:
-        """Copy model params to every copy of this rank's shards that the hybrid optimizer holds.
+        """Copy model params to all copies of this rank's shards in the hybrid optimizer.
 
         Args:
-            state_dict (dict, optional): take the params from it instead, in its higher precision.
+            state_dict (dict, optional): copy its params instead, in their higher precision.
         """
         sources = {}
         if state_dict is not None:
             sources = self._build_model_param_to_state_dict_param_map(state_dict)
-        # Megatron-FSDP has no such map: its params are the hybrid optimizer's own.
+        # Megatron-FSDP has no such map: the hybrid optimizer holds its params directly.
         indices = getattr(self, "model_param_group_index_map", None)
         if indices is None:
             for group in self.optimizer.param_groups:
@@ -90,7 +90,7 @@ class DistributedOptimizer:
             param_range = self._get_model_param_range_map(model_param)["param"]
             source = sources.get(model_param, model_param).detach()
             if is_float8tensor(source):
-                source = source.float()  # it has no flat view
+                source = source.float()  # FP8 tensors have no flat view
             self.optimizer.reload_param(
                 self.optimizer.param_groups[group_index]["params"][group_order],
                 source.reshape(-1)[param_range.start : param_range.end],

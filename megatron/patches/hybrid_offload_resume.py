@@ -1,4 +1,4 @@
-"""Resume exactly under the hybrid CPU-offload optimizer: hand what was loaded to the sub-optimizers.
+"""Resume the hybrid CPU-offload optimizer exactly: pass the loaded state on to its sub-optimizers.
 
 https://github.com/NVIDIA/Megatron-LM/issues/1842
 """
@@ -56,16 +56,16 @@ class HybridDeviceOptimizer:
         sub_optimizers: list[torch.optim.Optimizer]
 
     def _allow_optimizer_classes_in_checkpoints(self) -> None:
-        """The param groups name the sub-optimizers' classes, and are in every checkpoint.
+        """Allow `torch.load(weights_only=True)` to load the sub-optimizers' classes.
 
-        `torch.load(weights_only=True)` refuses a class that it was not told of; these are the ones
-        that this run was configured with.
+        The param groups in every checkpoint refer to these classes. Only those that this run is
+        configured with are allowed.
         """
-        if hasattr(torch.serialization, "add_safe_globals"):  # torch before 2.5 has no such list
+        if hasattr(torch.serialization, "add_safe_globals"):  # since torch 2.4
             torch.serialization.add_safe_globals([self.cpu_optimizer_cls, self.gpu_optimizer_cls])
 
     def _step_of_param_groups(self) -> "int | None":
-        """The step of an optimizer that keeps it in its param groups, as FusedAdam does."""
+        """Return the step that an optimizer keeps in its param groups, as FusedAdam does."""
         steps = {
             group.get("step")
             for optimizer in self.sub_optimizers
@@ -81,9 +81,9 @@ class DistributedOptimizer:
         _has_no_step: bool
 
     def _look_for_step(self, saved_groups: "list[dict[str, Any]]") -> None:
-        """Complete the saved param groups with the step that the user names, if they have none.
+        """Add the step that the user specifies to saved param groups without a step.
 
-        Releases without this change saved no step where nothing was offloaded.
+        Releases without this change saved no step if nothing was offloaded.
         """
         import os
 
@@ -96,14 +96,14 @@ class DistributedOptimizer:
     def _state_of_hybrid_optimizer(
         self, tensors: "dict[str, torch.Tensor]"
     ) -> "dict[str, torch.Tensor]":
-        """What the hybrid optimizer gets of a parameter's loaded state.
+        """Return the part of a parameter's loaded state that the hybrid optimizer keeps.
 
-        Its state holds a copy of the main param too. The step is loaded with the param groups,
-        and the padding flag of dp_reshardable is no state.
-        The tensors are copied, as it keeps them: a slice would keep all that was loaded alive.
+        It also keeps a copy of the main param. The step is loaded with the param groups, and the
+        padding flag of dp_reshardable is not a state.
+        Tensors are cloned, because a slice would keep the complete loaded buffer in memory.
 
         Raises:
-            RuntimeError: the checkpoint has no step, and these moments are not those of step 0.
+            RuntimeError: the checkpoint has no step, but its moments are not zero.
         """
         moments = [value for key, value in tensors.items() if key.startswith("exp_avg")]
         if getattr(self, "_has_no_step", False) and any(bool(value.any()) for value in moments):

@@ -1,4 +1,4 @@
-"""Write each file of a `torch` checkpoint by one rank, also where experts are cut up differently from other layers.
+"""Write each file of a `torch` checkpoint from one rank, also if experts are sharded differently.
 
 https://github.com/NVIDIA/Megatron-LM/pull/4678
 """
@@ -52,15 +52,15 @@ def is_first_with_checkpoint_name(
     dp_cp_group: "torch.distributed.ProcessGroup | None" = None,
     expt_dp_group: "torch.distributed.ProcessGroup | None" = None,
 ) -> bool:
-    """Whether this rank is the first of those whose legacy checkpoint has the same name.
+    """Whether this rank is the first of those with the same legacy checkpoint name.
 
-    The name has the tensor-, pipeline- and expert-parallel rank. Those that share the first two are
-    a data-parallel (with context-parallel) group, of which those with the same experts are in one
-    expert-data-parallel group.
+    The name contains the tensor-, pipeline- and expert-parallel rank. Ranks that share the first
+    two form a data-parallel (with context-parallel) group. Those with the same experts are also
+    in the same expert-data-parallel group.
 
     Args:
-        dp_cp_group: the data-parallel (with context-parallel) ranks, by default those of mpu.
-        expt_dp_group: the ranks with the same experts, by default those of mpu.
+        dp_cp_group: the data-parallel (with context-parallel) group, by default that of mpu.
+        expt_dp_group: the group of ranks with the same experts, by default that of mpu.
     """
     if expt_dp_group is None:
         expt_dp_group = mpu.get_expert_data_parallel_group()
@@ -76,14 +76,14 @@ def is_first_with_checkpoint_name(
 
 
 def check_checkpoint_names_of_experts(args: "Any", checkpoint_name: str) -> None:
-    """Refuse a legacy checkpoint in which ranks with other parts of experts have the same name.
+    """Raise if ranks with different expert shards have the same legacy checkpoint name.
 
     Args:
-        args: those of the run that saves, or has saved, it; None if the checkpoint has none.
-        checkpoint_name: the file of this rank.
+        args: arguments of the run that saves or saved it; None if the checkpoint has none.
+        checkpoint_name: this rank's file.
 
     Raises:
-        RuntimeError: they write over each other's parts.
+        RuntimeError: ranks would overwrite each other's expert shards.
     """
     if not getattr(args, "num_experts", None):
         return

@@ -1,4 +1,4 @@
-"""Save and load each parameter's own state where a param group mixes fp32 and 16-bit parameters.
+"""Save and load each parameter's own state if a param group mixes fp32 and 16-bit parameters.
 
 https://github.com/NVIDIA/Megatron-LM/pull/5835
 """
@@ -70,7 +70,7 @@ class DistributedOptimizer:
 
     @staticmethod
     def _mixed_dtype_groups(param_groups: "list[dict[str, Any]]") -> "set[int]":
-        """The param groups, of complete parameters, that have fp32 and 16-bit ones."""
+        """Return the indices of unsharded param groups with both fp32 and 16-bit parameters."""
         return {
             index
             for index, group in enumerate(param_groups)
@@ -78,7 +78,7 @@ class DistributedOptimizer:
         }
 
     def _index_map_of_groups(self) -> "dict[torch.nn.Parameter, tuple[int, int]]":
-        """Where the optimizer has each parameter: in its groups the fp32 ones come first."""
+        """Map parameters to the optimizer's group and index. In its groups, fp32 ones are first."""
         return {
             param: (group_index, group_order)
             for group_index, groups in enumerate(
@@ -88,7 +88,7 @@ class DistributedOptimizer:
         }
 
     def _weights_of_mixed_dtype_groups(self) -> "dict[torch.nn.Parameter, torch.Tensor]":
-        """Shards of the weights that are not quantized; a load writes main params into some."""
+        """Clone this rank's shards of unquantized weights; a load overwrites some of them."""
         weights: dict[torch.nn.Parameter, torch.Tensor] = {}
         mixed: set[int] = getattr(self, "mixed_dtype_groups", set())
         for param, (group_index, _) in self.model_param_group_index_map.items() if mixed else ():
@@ -98,13 +98,13 @@ class DistributedOptimizer:
         return weights
 
     def _check_states_of_mixed_dtype_groups(self) -> None:
-        """Put states right that were saved with parameters in the order of the grad buffers.
+        """Correct states that were saved with parameters in grad buffer order.
 
-        Such a save exchanges the states of each rank's parameters, and a load in the same order, on
-        as many ranks, exchanges them back. Main params that round to the weights tell the order.
+        Such a save exchanges the states of a rank's parameters. A load in the same order, on as
+        many ranks, exchanges them back. Main params that round to the weights show the order.
 
         Raises:
-            ValueError: on all ranks, if one of them cannot tell.
+            ValueError: on all ranks, if any rank cannot determine the order.
         """
         weights, self.weights_of_checkpoint = getattr(self, "weights_of_checkpoint", {}), {}
         if not getattr(self, "mixed_dtype_groups", set()):
@@ -127,7 +127,7 @@ class DistributedOptimizer:
 
         right, swapped = are_of_weights(loaded), are_of_weights(exchanged)
         unknown = not right and not swapped
-        if right and swapped:  # equal weights, or no parameter of this rank is elsewhere
+        if right and swapped:  # equal weights, or both orders are the same on this rank
             swapped = False
             unknown = not all(
                 torch.equal(state, exchanged[param][key])

@@ -1,4 +1,4 @@
-"""Call `np.prod`: NumPy 2 removed the alias `np.product`.
+"""Call `np.prod` instead of the alias `np.product`, which NumPy 2 removed.
 
 https://github.com/NVIDIA/Megatron-LM/issues/1563
 """

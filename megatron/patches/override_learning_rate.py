@@ -1,4 +1,4 @@
-"""Let `--override-opt-param-scheduler` override the learning rate: its bounds are in the param groups, and are loaded.
+"""Let `--override-opt-param-scheduler` override learning rate and weight decay in loaded param groups.
 
 https://github.com/NVIDIA/Megatron-LM/issues/1138
 """
@@ -36,7 +36,7 @@ STEP = "self.step(increment=num_steps)"
 
 
 def _bounds_of_param_group(param_group: "dict[str, Any]") -> "dict[str, float]":
-    """What a param group says of the bounds of its learning rate and weight decay."""
+    """Return the bounds of learning rate and weight decay in a param group."""
     keys = ("max_lr", "min_lr", "start_wd", "end_wd")
     return {key: param_group[key] for key in keys if key in param_group}
 
@@ -49,7 +49,7 @@ class OptimizerParamScheduler:
         own_bounds: list[dict[str, float]]
 
     def _restore_own_bounds(self) -> None:
-        """Put this run's bounds back into the param groups, in place of those that were loaded."""
+        """Replace the loaded bounds in the param groups by this run's bounds."""
         param_groups = self.optimizer.param_groups
         assert len(param_groups) == len(self.own_bounds), (
             f"expected the {len(self.own_bounds)} param groups that the scheduler was made with,"

@@ -1,4 +1,4 @@
-"""Load main parameters that were saved as the 16 bits that bf16 weights lack, whatever the run itself keeps.
+"""Load main parameters that were saved as 16-bit remainders, whether or not this run stores remainders.
 
 https://github.com/NVIDIA/Megatron-LM/pull/4222
 """
@@ -34,13 +34,13 @@ class DistributedOptimizer:
         _get_model_param_range_map: Any
 
     def _main_param_as_kept(self, model_param: "torch.Tensor", saved: "Any") -> "Any":
-        """The main parameter of a checkpoint as this run's optimizer keeps it.
+        """Return a checkpoint's main parameter in the form that this run's optimizer keeps.
 
-        With `store_param_remainders` the optimizer of a bf16 parameter keeps, and saves, the lower
-        16 bits alone, as int16. Formats that gather the state have made fp32 of these numbers.
+        With `store_param_remainders`, the optimizer keeps and saves only the lower 16 bits of a
+        bf16 parameter's main param, as int16. Formats that gather the state convert them to fp32.
 
         Raises:
-            ValueError: the run keeps remainders, and the checkpoint has main parameters.
+            ValueError: the run keeps remainders, but the checkpoint has main parameters.
         """
         is_plain = type(model_param.data) is torch.Tensor and model_param.dtype == torch.bfloat16
         if not is_plain or not isinstance(saved, torch.Tensor):
@@ -48,7 +48,7 @@ class DistributedOptimizer:
         keeps_remainders = getattr(self.optimizer, "store_param_remainders", False)
         flat, size = saved.view(-1), 1 << 14
         pieces = (flat[start : start + size] for start in range(0, flat.numel(), size))
-        is_complete = saved.is_floating_point() and any(  # by the first piece, as a rule
+        is_complete = saved.is_floating_point() and any(  # usually decided by the first piece
             bool(((piece != piece.round()) | (piece.abs() > 1 << 15)).any()) for piece in pieces
         )
         if is_complete and not keeps_remainders:
@@ -57,7 +57,7 @@ class DistributedOptimizer:
         weights = model_param.detach().view(-1)[owned.start : owned.end]
         values = flat.to(weights.device)
         if saved.is_floating_point() and torch.equal(values.to(weights.dtype), weights):
-            is_complete = True  # whole numbers as well
+            is_complete = True  # main params can be integers, too
         if keeps_remainders:
             if is_complete and values.any():
                 raise ValueError(
@@ -68,7 +68,7 @@ class DistributedOptimizer:
         if is_complete:
             return saved
         remainders = values.int()
-        upper = weights.view(torch.int16).int() - (remainders < 0).int()  # they were rounded up
+        upper = weights.view(torch.int16).int() - (remainders < 0).int()  # undo rounding up
         return ((upper << 16) | (remainders & 0xFFFF)).view(torch.float32).view_as(saved)
 
 

@@ -1,4 +1,4 @@
-"""Reload the main parameters of the precision-aware optimizer with the model's weights.
+"""Reload the main parameters of the precision-aware optimizer from the loaded model weights.
 
 https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.2/megatron/core/optimizer/distrib_optimizer.py
 """
@@ -36,11 +36,11 @@ class DistributedOptimizer:
         optimizer: Any
 
     def _reload_precision_aware(self, state_dict: "dict[str, Any] | None" = None) -> None:
-        """Set the main params that the inner optimizer holds since its first step to the params.
+        """Set the inner optimizer's main params to the params, if it has created them.
 
         Raises:
-            ValueError: main params of a checkpoint are to be loaded, which this optimizer makes
-                of the params at its first step.
+            ValueError: `state_dict` is given. This optimizer cannot load main params from it,
+                because it creates them from the params.
         """
         if state_dict is not None:
             raise ValueError(
@@ -53,7 +53,7 @@ class DistributedOptimizer:
                 if main_param is None:
                     continue
                 if main_param.dtype == torch.int16:
-                    main_param.zero_()  # the 16 bits that the param lacks
+                    main_param.zero_()  # the lower 16 bits of the main param
                 else:
                     self.optimizer.set_scaled_state(param, "master_param", param.detach().float())
 

@@ -1,4 +1,4 @@
-"""Save the state of the rerun machine in each checkpoint, so that all have one structure; a load ignores it if idle.
+"""Save the rerun machine's state in every checkpoint, so that all checkpoints have the same structure.
 
 https://github.com/NVIDIA/Megatron-LM/pull/4448
 """

@@ -1,4 +1,4 @@
-"""Save buckets of which a rank holds padding alone, or whose last gap reaches beyond what is saved.
+"""Save buckets in which a rank holds only padding, or whose last gap exceeds the saved range.
 
 https://github.com/NVIDIA/Megatron-LM/issues/5898
 """
@@ -67,10 +67,10 @@ class DistributedOptimizer:
             """Upstream's method."""
 
     def _states_of_padding(self) -> "dict[str, tuple[torch.dtype, str]]":
-        """The dtype and the kind of device of each state that is saved, by its name.
+        """Return the dtype and the device type of each saved state, by name.
 
-        A rank that owns no parameter learns them from the others. All ranks know from the layout of
-        the buffers whether there is one.
+        A rank that owns no parameter gets them from the others. All ranks can tell from the buffer
+        layout whether such a rank exists.
         """
         owned = next(iter(self.model_param_group_index_map), None)
         states = self._get_main_param_and_optimizer_states(owned) if owned is not None else {}
@@ -96,10 +96,10 @@ class DistributedOptimizer:
     def _padding_of_shard(
         self, numel: int, states: "dict[str, tuple[torch.dtype, str]]"
     ) -> "list[dict[str, Any]]":
-        """The saved form of a bucket's shard in which no parameter lies, as a list of one entry.
+        """Return the saved form of a shard that contains only padding, as a list of one entry.
 
-        Its states have the names and dtypes of those of any parameter.
-        A shard that lies behind all that is saved (`numel` of 0 or less) is no entry.
+        Its states have the names and dtypes of any parameter's states.
+        The list is empty if the shard is beyond the saved range (`numel` of 0 or less).
         """
         if numel <= 0:
             return []
@@ -112,9 +112,9 @@ class DistributedOptimizer:
     def _with_empty_shards(
         self, gbuf_idx: int, buckets_state: "list[list[Any]]"
     ) -> "list[list[Any]]":
-        """What was loaded of a buffer's buckets, with empty lists where this rank has nothing.
+        """Return a buffer's loaded buckets, with empty lists where this rank has no data.
 
-        An empty list vanishes from a state dict on its way through a checkpoint.
+        Checkpoints do not preserve the empty lists of a state dict.
         """
         rank, size = self.data_parallel_group.rank(), self.data_parallel_group.size()
         found = iter(buckets_state)

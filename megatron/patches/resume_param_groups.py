@@ -1,4 +1,4 @@
-"""Give each param group the settings that were saved for it: not those at its index, nor those of one that looks alike.
+"""Resume each param group with the settings that were saved for it, not with those of another group.
 
 https://github.com/NVIDIA/Megatron-LM/pull/4705
 """
@@ -52,10 +52,10 @@ param_group_identifier_keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_d
 
 
 def _param_group_traits(group: "dict[str, Any]") -> "tuple[dict[str, Any], dict[str, Any]]":
-    """The kind of a param group, and its rates: all that identifies it.
+    """Return the kind and the rates of a param group, which together identify it.
 
-    NeMo writes `pre_` in front of the multipliers' names. That a rate is a group's own is in
-    `is_decoupled_lr`, or in `default_config`; a weight decay of its own is in the group.
+    NeMo adds the prefix `pre_` to the multipliers' names. `is_decoupled_lr` or `default_config`
+    shows that a group has its own rate; its own weight decay is in the group itself.
     """
     rates = {key: group.get(key) for key in ("max_lr", "min_lr", "start_wd", "end_wd", "eps")}
     kind = {
@@ -72,7 +72,7 @@ def _param_group_traits(group: "dict[str, Any]") -> "tuple[dict[str, Any], dict[
 
 
 def _param_group_text(group: "dict[str, Any]") -> str:
-    """What identifies a param group, for people."""
+    """Format the traits of a param group for messages."""
     kind, rates = _param_group_traits(group)
     found = {**kind, **rates}.items()
     return ", ".join(
@@ -83,11 +83,11 @@ def _param_group_text(group: "dict[str, Any]") -> str:
 def _pair_param_groups(
     current_groups: "list[dict[str, Any]]", saved_groups: "list[dict[str, Any]]"
 ) -> "dict[int, int]":
-    """By the index of a param group of this run that of the saved one, where that can be told.
+    """Map the index of each param group of this run to its saved group, if it is unambiguous.
 
-    Neither the order of the groups nor their number is the same on all pipeline stages. Either all
-    groups of a kind are saved with the same rates, or there is one of the kind on each side, or
-    an earlier resume has given all of them the same settings, with which they trained on.
+    The order and the number of groups differ between pipeline stages. Groups of a kind are paired
+    if all were saved with the same rates, if each side has only one group of the kind, or if an
+    earlier resume gave all of them the same settings.
     """
     ours = [_param_group_traits(group) for group in current_groups]
     theirs = [_param_group_traits(group) for group in saved_groups]
@@ -123,15 +123,15 @@ def saved_param_groups_in_order(
     saved_groups: "list[dict[str, Any]]",
     params_of: "list[dict[str, Any]]",
 ) -> "list[dict[str, Any]]":
-    """The saved settings for each of this run's param groups.
+    """Return the saved settings for each of this run's param groups.
 
     Args:
         current_groups (list[dict]): the param groups of this run's optimizer.
-        saved_groups (list[dict]): those of the checkpoint.
-        params_of (list[dict]): the groups whose `params` are taken, in this order.
+        saved_groups (list[dict]): the param groups of the checkpoint.
+        params_of (list[dict]): groups that provide the `params`, in the same order.
 
     Raises:
-        ValueError: it cannot be told which saved group is whose.
+        ValueError: a group's saved settings cannot be determined.
     """
     pairs = _pair_param_groups(current_groups, saved_groups)
     ours, theirs = (
@@ -143,7 +143,7 @@ def saved_param_groups_in_order(
             " groups of a kind with the rates of this run, or one of the kind. Found in this run,"
             " with the number of the saved group,\n"
             + "\n".join(
-                f"  {text}: {pairs.get(index, 'cannot be told')}" for index, text in enumerate(ours)
+                f"  {text}: {pairs.get(index, 'ambiguous')}" for index, text in enumerate(ours)
             )
             + "\nand in the checkpoint\n"
             + "\n".join(f"  {number}: {text}" for number, text in enumerate(theirs))
@@ -177,10 +177,10 @@ DOCSTRING = '''"""The settings saved for each current param group, with the para
 
 Args:
     current_groups (List[Dict]): the param groups of this run's optimizer.
-    state_dict_groups (List[Dict]): those of the checkpoint.
+    state_dict_groups (List[Dict]): the param groups of the checkpoint.
 
 Returns:
-    List[Dict]: one group for each current one, in the order of those.
+    List[Dict]: one group for each current group, in that order.
 
 Raises:
     ValueError: a current group has no counterpart, or more than one.

@@ -1,4 +1,4 @@
-"""Load the steps of a scheduler in the place of those that it has taken, and not in addition to them.
+"""Replace the scheduler's step count with the loaded one, instead of adding the two.
 
 https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.2/megatron/core/optimizer_param_scheduler.py
 """

@@ -1,4 +1,4 @@
-"""Save the optimizer's state in a format that the release can save where none is asked for.
+"""Save the optimizer state in a format that the release supports if the caller specifies none.
 
 https://github.com/NVIDIA/Megatron-LM/issues/2956
 """

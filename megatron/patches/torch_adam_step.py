@@ -1,4 +1,4 @@
-"""Load an optimizer state of torch's Adam: its `step` is in the param groups, and each parameter needs one of its own.
+"""Load the step of torch's Adam from the param groups, and give each parameter its own step tensor.
 
 https://github.com/areal-project/AReaL/issues/132
 """

@@ -1,4 +1,4 @@
-"""Write torch_dist with a torch whose function for one item takes more than it did: transforms, and a format.
+"""Write `torch_dist` checkpoints with torch 2.7 and later, which added arguments to `_write_item`.
 
 https://github.com/ROCm/Megatron-LM/pull/83
 """
@@ -28,9 +28,9 @@ fix = Fix(
 
 
 def _write_one(stream: "Any", data: "Any", write_item: "Any", storage_key: str) -> "Any":
-    """Write an item by torch's function.
+    """Write an item with torch's `_write_item`.
 
-    It has transforms in front since torch 2.7, and a serialization format behind since 2.8.
+    torch 2.7 added transforms as its first parameter, and 2.8 a serialization format as its last.
     """
     import inspect
 

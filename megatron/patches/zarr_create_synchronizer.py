@@ -1,4 +1,4 @@
-"""Give the rank that creates a Zarr array the synchronizer that every other writer has.
+"""Give the rank that creates a Zarr array the same synchronizer as all other writers.
 
 https://github.com/NVIDIA/Megatron-LM/issues/1053
 """

@@ -1,4 +1,4 @@
-"""Write a rank's flattened range straight to its place in the chunk file: no lock, no read, no other rank's data.
+"""Write each rank's flattened range directly to its bytes in the chunk file, without locks or reads.
 
 https://github.com/NVIDIA/Megatron-LM/issues/834
 """
@@ -46,10 +46,10 @@ fix = Fix(
 
 
 def _why_not_byte_ranges(arr: "zarr.Array", sharded_tensor: "ShardedTensor") -> str:
-    """Why a flattened range of this array is no range of bytes in one chunk file; empty if it is.
+    """Return why a flattened range is not a byte range of one chunk file; empty if it is one.
 
-    Decided by what is the same on all ranks: a range that is written without a lock must not meet
-    another rank's read-modify-write of the same chunk.
+    All ranks must decide alike: a write without a lock must not coincide with another rank's
+    read-modify-write of the same chunk.
     """
     if type(arr.store) is not zarr.DirectoryStore:
         return f"its store is a {type(arr.store).__name__}, not a local directory"
@@ -65,14 +65,14 @@ def _why_not_byte_ranges(arr: "zarr.Array", sharded_tensor: "ShardedTensor") -> 
 
 
 def _chunk_path(arr: "zarr.Array", coordinates: "tuple[int, ...]") -> str:
-    """The file of one chunk, by its place in the grid of chunks."""
+    """Return the file of the chunk at these coordinates of the chunk grid."""
     return os.path.join(str(arr.store.path), arr._chunk_key(coordinates or (0,)))
 
 
 def _create_flattened_array(
     sharded_tensor: "ShardedTensor", checkpoint_dir: "Path"
 ) -> "zarr.Array":
-    """Create the array of a flattened tensor, and say how all ranks write to it."""
+    """Create the array of a flattened tensor, and log how ranks write to it."""
     arr = _create_zarr_array(
         replace(sharded_tensor, data=None, flattened_range=None), checkpoint_dir
     )
@@ -87,7 +87,7 @@ def _create_flattened_array(
 
 
 def _open_flattened_array(sharded_tensor: "ShardedTensor", checkpoint_dir: "Path") -> "zarr.Array":
-    """Open the array of a flattened tensor; with locks only if it cannot be written without."""
+    """Open the array of a flattened tensor, with locks only if byte ranges are impossible."""
     path = checkpoint_dir / sharded_tensor.key
     arr = _open_zarr_array_verbose(path, "r+")
     if not _why_not_byte_ranges(arr, sharded_tensor):
@@ -97,9 +97,9 @@ def _open_flattened_array(sharded_tensor: "ShardedTensor", checkpoint_dir: "Path
 
 
 def _write_byte_range(sharded_tensor: "ShardedTensor", arr: "zarr.Array") -> None:
-    """Write a flattened range of a local shard, one chunk, to its bytes in the chunk's file.
+    """Write a flattened range of a local shard (one chunk) to its bytes in the chunk file.
 
-    Whoever comes first creates the file, so that no rank creates those of all others.
+    The first rank to write creates the file, so no rank has to create the files of all others.
     """
     if arr.chunks != (1,) * sharded_tensor.prepend_axis_num + tuple(sharded_tensor.local_shape):
         raise CheckpointingException(
@@ -119,8 +119,8 @@ def _write_byte_range(sharded_tensor: "ShardedTensor", arr: "zarr.Array") -> Non
         file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
             size = os.fstat(file).st_size
-            # Full size before any data: what a rank that dies leaves is a hole, which can be told
-            # from data. Several ranks of a chunk may do it; what one has written stays.
+            # Set the full size before any write, so that a failed rank leaves a detectable hole.
+            # Several ranks of a chunk may do this; it does not change written data.
             if size == 0:
                 os.ftruncate(file, nbytes)
             elif size != nbytes:
@@ -144,7 +144,7 @@ def _write_byte_range(sharded_tensor: "ShardedTensor", arr: "zarr.Array") -> Non
 def _attempt(
     failures: "list[Exception]", function: "Callable[..., object]", *args: "object"
 ) -> "object":
-    """Call a function; keep a failure for `_raise_failures`, so that no rank waits for this one."""
+    """Call a function, and keep an exception for `_raise_failures`, so that no rank hangs."""
     try:
         return function(*args)
     except Exception as error:
@@ -153,7 +153,7 @@ def _attempt(
 
 
 def _raise_failures(failures: "list[Exception]") -> None:
-    """A barrier that raises on every rank what failed on any."""
+    """Wait for all ranks, and raise on every rank if one has failed."""
     on_gpu = torch.cuda.is_available() and torch.distributed.get_backend() != "gloo"
     failed = torch.tensor(len(failures), device="cuda" if on_gpu else "cpu")
     torch.distributed.all_reduce(failed)
@@ -170,9 +170,9 @@ def _raise_failures(failures: "list[Exception]") -> None:
 
 
 def _remove_lock_directories(checkpoint_dir: "Path") -> None:
-    """Remove the lock directories: no rank holds a lock any more, and listings would show them.
+    """Remove the lock directories, which are no longer used but would appear in listings.
 
-    A failure here is only logged: the checkpoint is complete.
+    A failure is only logged, because the checkpoint is complete.
     """
     if torch.distributed.get_rank() != 0:
         return

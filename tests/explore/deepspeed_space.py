@@ -12,6 +12,7 @@ Case = dict[str, Any]
 PLAIN: Case = {
     "stage": 1, "dtype": "bf16", "optimizer": "AdamW", "groups": 1, "steps": 2, "accumulation": 1, "bucket": 1000,
     "sub_group_size": 0, "persistent": 0, "writer": None, "contiguous_gradients": True, "experts": 0,
+    "pipeline": 0, "tp": 1,
     **dict.fromkeys(
         (
             "single", "empty_group", "zero_rate", "reversed", "warm_up", "frozen", "unused", "tied", "zero_initialized",
@@ -26,6 +27,8 @@ PLAIN_LOAD: Case = {
     "kind": "ordinary", "restore": "everything", "tag": "first", "times": 1,
     "trained": False,
     "old": False,  # saved without the fixes
+    "stages": 0,  # of a pipeline; 0: as many as saved it
+    "tp": 0,  # tensor-parallel ranks; 0: as many as saved it
     "more_groups": 0,  # param groups than the saved run had
     "latest": False,  # the tag is left to the tracker
     "some_ranks": False,  # rank 0 alone has the fixes
@@ -132,6 +135,19 @@ def drawn(seed: str, version: str) -> Case:
     if run["stage"] == 0 and one_in(5):
         run |= {"experts": generator.choice([2, 4, 4, 6]), "lora": False}
         load["more_groups"] = 0
+    if run["stage"] < 2 and not (run["experts"] or run["sequences"] or run["optimizer"] == "Muon") and one_in(4):
+        # Stages with other numbers of groups wait for each other for ever.
+        run |= {"pipeline": 2 - ranks % 2, "lora": False, "unused": False, "single": False}
+        run["groups"] = min(run["groups"], 2)
+        if load["ranks"] != ranks or (other and one_in(2)):
+            load["stages"] = generator.choice([1, 2 - load["ranks"] % 2])
+    of_others = any(run[name] for name in ("experts", "sequences", "hpz", "pipeline", "lora"))
+    if ranks % 2 == 0 and not of_others and run["optimizer"] != "Muon" and one_in(5):
+        run["tp"] = 2
+        if load["damage"] in (ALTERED, *LOST):  # fingerprints do not know which part of a parameter a rank has
+            load |= {"damage": "", "repaired": False}
+        if load["ranks"] != ranks or (other and one_in(2)):
+            load["tp"] = generator.choice([1, 2 - load["ranks"] % 2])
     case = {"ranks": ranks, "nodes": nodes, "run": run, "two_saves": two_saves, "killed": killed, "load": load}
     return {"package": "deepspeed", **case}
 
@@ -183,6 +199,8 @@ def described(case: Case) -> str:
         "by both converters" * load["both_converters"],
         "one param group more" * load["more_groups"],
         "by the tracker" * load["latest"],
+        f"on {load['stages']} stages" * bool(load["stages"]),
+        f"loaded with tp {load['tp']}" * bool(load["tp"]),
         "with the fixes on rank 0 alone" * load["some_ranks"],
         f"file {load['file']} {load['damage']}" * bool(load["damage"]),
         "repaired" * load["repaired"],

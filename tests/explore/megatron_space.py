@@ -17,6 +17,7 @@ PLAIN: Case = {
         (
             "overlap", "precision_aware", "decoupled_rate", "mup", "fp32_norms", "gated", "untied", "biases", "frozen",
             "zero_initialized", "scheduler", "overflow", "asynchronous", "persistent", "clipping", "learned_positions",
+            "trainer", "parallel_load",
         ),
         False,
     ),
@@ -154,6 +155,9 @@ def drawn(seed: str, version: str) -> Case:
         others = [1, 2, 3, 4] if load["ep"] < 2 and load["cp"] == 1 else [2, 4]
         load["ranks"] = tp * pp * generator.choice([other for other in others if tp * pp * other <= 4])
     load["some_ranks"] &= load["ranks"] > 1
+    if _has_trainer(version, run, load) and one_in(4):  # save and load by the functions of megatron.training
+        run |= {"trainer": True, "parallel_load": run["format"] != "torch" and one_in(2)}
+        load["restore"] = "everything" if load["restore"] == "without scheduler" else load["restore"]
     if _has_zarr(load["saved_by"] or version, run) and (run["format"] == ZARR_ALONE or one_in(2)):
         run |= {"backend": "zarr", "asynchronous": False, "persistent": False}
     return {"package": "megatron", "ranks": ranks, "run": run, "two_saves": two_saves, "load": load}
@@ -161,6 +165,12 @@ def drawn(seed: str, version: str) -> Case:
 
 def _has_zarr(version: str, run: Case) -> bool:
     return numbers(version) < (0, 16) and run["format"] not in ("torch", "dp_reshardable")
+
+
+def _has_trainer(version: str, run: Case, load: Case) -> bool:
+    """Whether the release has megatron.training, which has no option for one of the formats."""
+    is_its_own = not (load["saved_by"] or run["asynchronous"]) and run["format"] != "dp_zero_gather_scatter"
+    return numbers(version) >= (0, 17) and is_its_own
 
 
 def _migrate(generator: random.Random, run: Case, load: Case) -> None:

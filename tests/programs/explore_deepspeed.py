@@ -13,6 +13,7 @@ import gc
 import io
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.utils import groups as expert_groups
 
 import explored
@@ -32,7 +34,7 @@ from ckpt_patches.demo import deepspeed_training as dt
 from ckpt_patches.demo import ranks
 from ckpt_patches.demo.experts_training import numbered
 from ckpt_patches.demo.optimizers import MOMENTUM
-from explore_deepspeed_model import Model, expert_ranks, optimizer
+from explore_deepspeed_model import SLICED, Model, expert_ranks, loss, optimizer, patterns, pipeline
 from explored import FIRST, LAST, Options, Part, SaveFailed, State, alike, is_nothing
 
 SAMPLES = 60  # of a step: for 1 to 5 ranks
@@ -48,7 +50,8 @@ def engine(options: Options, on: Options, seed: int, *, universal: bool = False)
     gc.freeze()
     torch._dynamo.config.disable = True
     torch.manual_seed(seed)
-    model = Model(options, ranks)
+    model = pipeline(options) if options["pipeline"] else Model(options, ranks)
+    data_parallel = ranks // max(1, options["pipeline"]) // options["tp"]
     zero = {"stage": options["stage"], "reduce_bucket_size": options["bucket"]}
     zero |= {name: True for name in ("round_robin_gradients", "overlap_comm") if options[name]}
     zero |= {"contiguous_gradients": options["contiguous_gradients"]}
@@ -60,7 +63,7 @@ def engine(options: Options, on: Options, seed: int, *, universal: bool = False)
     if options["offload"]:
         zero["offload_optimizer"] = {"device": "cpu"}
     config = {
-        "train_micro_batch_size_per_gpu": SAMPLES // ranks // options["accumulation"],
+        "train_micro_batch_size_per_gpu": SAMPLES // data_parallel // options["accumulation"],
         "gradient_accumulation_steps": options["accumulation"],
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -80,6 +83,8 @@ def engine(options: Options, on: Options, seed: int, *, universal: bool = False)
     if options["warm_up"]:
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
     mpu = groups_of_sequences() if options["sequences"] and ranks % 2 == 0 else None
+    if options["tp"] > 1:
+        model.cut(mpu := groups_of_slices(options["tp"]))
     return deepspeed.initialize(model=model, config=config, mpu=mpu, **optimizer(model, options, config))[0]
 
 
@@ -92,25 +97,52 @@ def groups_of_sequences() -> Any:
     return parallel_state_sp
 
 
+@functools.cache
+def groups_of_slices(size: int) -> Any:
+    """Of tensor-parallel ranks, as Megatron-DeepSpeed has them."""
+    topology = PipeModelDataParallelTopology(num_pp=1, num_mp=size, num_dp=dist.get_world_size() // size)
+    return PipelineParallelGrid(topology=topology)
+
+
 def train(run: Any, options: Options, first: int, steps: int) -> list[float]:
     """The mean loss of each step."""
+    if options["pipeline"]:
+        return train_pipeline(run, options, first, steps)
     rank, ranks, count = dist.get_rank(), dist.get_world_size(), options["accumulation"]
+    if options["tp"] > 1:
+        rank, ranks = run.mpu.get_data_parallel_rank(), run.mpu.get_data_parallel_world_size()
     dtype, losses = next(run.module.parameters()).dtype, []
     for step in range(first, first + steps):
-        samples = torch.randn(SAMPLES, Model.HIDDEN, generator=torch.Generator().manual_seed(step)).to(dtype)
         total = torch.zeros(())
-        for part in samples.chunk(ranks)[rank].chunk(count):
-            loss = (run(part).float() - 1).pow(2).mean()
-            run.backward(loss)
+        for part in samples(step, dtype).chunk(ranks)[rank].chunk(count):
+            of_part = loss(run(part))
+            run.backward(of_part)
             with torch.no_grad():
                 run.step()
-            total += loss.detach() / count
+            total += of_part.detach() / count
         dist.all_reduce(total)
-        losses.append(total.item() / ranks)
+        losses.append(total.item() / dist.get_world_size())
     return losses
 
 
+def train_pipeline(run: Any, options: Options, first: int, steps: int) -> list[float]:
+    rank, ranks = run.grid.get_data_parallel_rank(), run.grid.get_data_parallel_world_size()
+    dtype, losses = next(run.module.parameters()).dtype, []
+    for step in range(first, first + steps):
+        own = samples(step, dtype).chunk(ranks)[rank].chunk(options["accumulation"])
+        losses.append(float(run.train_batch(iter([(part, part) for part in own]))))
+    return losses
+
+
+def samples(step: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(SAMPLES, Model.HIDDEN, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
 def parts(run: Any) -> Iterator[Part]:
+    return (placed(run, part) for part in parts_of_slices(run))
+
+
+def parts_of_slices(run: Any) -> Iterator[Part]:
     """Of weights, main parameters and states of the optimizer; a whole one of what each rank has for itself."""
     names = names_of(run)
     for parameter, name in names.items():
@@ -129,6 +161,18 @@ def parts(run: Any) -> Iterator[Part]:
                 yield from _cut(key, value.view(-1), matrices, 0, names)
             elif isinstance(value, torch.Tensor) and value.shape == main.shape:
                 yield from _cut(key, value.view(-1), parameters, begin, names)
+
+
+def placed(run: Any, part: Part) -> Part:
+    """A part of a slice, by where it is in the whole parameter."""
+    name = part.name.rpartition(".")[0]
+    size = run.mpu.get_tensor_model_parallel_world_size() if isinstance(run.mpu, PipelineParallelGrid) else 1
+    if size == 1 or name not in SLICED:
+        return part
+    axis, shape = SLICED[name]
+    every = torch.arange(math.prod(shape)).view(shape)
+    own = every.chunk(size, axis)[run.mpu.get_tensor_model_parallel_rank()].flatten()
+    return part._replace(where=own[part.where : part.where + part.local.numel()], numel=every.numel())
 
 
 def names_of(run: Any) -> dict[Any, str]:
@@ -163,7 +207,7 @@ def _cut(key: str, flat: torch.Tensor, parameters: list[Any], begin: int, names:
 def _shard(name: str, parameter: Any, flat: torch.Tensor, at: int) -> Iterator[Part]:
     """At stage 3 each rank has an equal share of each parameter, the last one with padding."""
     each = parameter.partition_numel()
-    begin = dist.get_rank() * each
+    begin = dist.get_rank(parameter.ds_process_group) * each
     if (count := min(each, parameter.ds_numel - begin)) > 0:
         yield Part(name, flat[at : at + count], begin, parameter.ds_numel)
 
@@ -212,14 +256,28 @@ def live(run: Any) -> State:
         del found[name]
         found |= {f"{name} on rank {rank}": own[name] for rank, own in enumerate(map(wholes, of_ranks)) if name in own}
     inner = inner_optimizer(run)
+    own: State = {}
     for number, group in enumerate(inner.param_groups):
-        found |= {f"group {number}.{key}": copy.deepcopy(value) for key, value in group.items() if key not in OF_LAYOUT}
-    for key, own in NUMBERS.items():
-        found[key] = sorted({one for of_rank in explored.gathered(_of_states(run, inner, own)) for one in of_rank})
+        values = {key: copy.deepcopy(value) for key, value in group.items() if key not in OF_LAYOUT}
+        own |= {f"{name}.{key}": value for name in group_names(run, number) for key, value in values.items()}
+    for of_rank in [*explored.gathered(own), own] if hasattr(run, "grid") else [own]:  # each stage has its own
+        found |= of_rank
+    for key, state in NUMBERS.items():
+        found[key] = sorted({one for of_rank in explored.gathered(_of_states(run, inner, state)) for one in of_rank})
     found |= {f"counter {name}": getattr(run, name) for name in COUNTERS}
     for what, of in SETTINGS.items():
         found |= {f"{what}.{name}": value for name, value in of(run).items()}
     return found
+
+
+def group_names(run: Any, number: int) -> list[str]:
+    """Of a param group; in a pipeline, where other stages have others, one of each of its parameters."""
+    if not hasattr(run, "grid"):
+        return [f"group {number}"]
+    inner = inner_optimizer(run)
+    mains, names = {id(main) for main in inner.param_groups[number]["params"]}, names_of(run)
+    held = [parameters for main, parameters, _ in groups(run, inner) if id(main) in mains]
+    return [f"group of {names[parameter]}" for parameter in itertools.chain(*held)]
 
 
 def wholes(mine: list[Part]) -> State:
@@ -277,7 +335,8 @@ def put(run: Any, options: Options, state: State) -> None:
         if getattr(parameter, "ds_secondary_tensor", None) is not None:
             parameter.ds_secondary_tensor = None  # the node's copy
     for number, group in enumerate(inner.param_groups):
-        group.update({key: state[f"group {number}.{key}"] for key in group if key not in OF_LAYOUT})
+        name = group_names(run, number)[0]
+        group.update({key: state[f"{name}.{key}"] for key in group if key not in OF_LAYOUT})
     for name in COUNTERS:
         setattr(run, name, state[f"counter {name}"])
     for what, one in (("scaler", _scaler(run)), ("scheduler", run.lr_scheduler)):
@@ -322,7 +381,8 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
             keep(rank, folder, truth)
         info: Options = {"iteration": at}
         if not options["experts"]:  # with them it is a key that some releases reserve
-            info["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.2}
+            of_slices = patterns(options) if options["tp"] > 1 else {}
+            info["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.2, **of_slices}
         killed = case["killed"] if tag == LAST else 0
         save = ending(rank, killed, case["ranks"]) if killed else explored.saver(case, tag, rank)
         try:
@@ -373,6 +433,8 @@ def load(rank: int, case: Options, folder: Path) -> Options:
     """What differs from the truth after a load on any rank, and in the losses of the next steps."""
     wanted = case["load"]
     options = {**case["run"], "groups": case["run"]["groups"] + wanted["more_groups"]}
+    options["pipeline"] = wanted["stages"] or options["pipeline"]
+    options["tp"] = wanted["tp"] or options["tp"]
     universal = "universal" in wanted["kind"]
     run = engine(options, wanted, seed=1, universal=universal)
     if wanted["trained"]:  # a run that has been going on, as a trainer that rolls back
@@ -403,7 +465,9 @@ def load(rank: int, case: Options, folder: Path) -> Options:
         train(run, options, 70, 1)  # whose error is one that somebody gets
         return {"different": different, "proof": proof}
     losses, end = truth["losses"], truth["end"]
-    if wanted["ranks"] != case["ranks"] or wanted["old"]:  # sums are in another order; steps have fixes as well
+    names = ("pipeline", "tp")
+    other_layout = wanted["ranks"] != case["ranks"] or any(options[name] != case["run"][name] for name in names)
+    if other_layout or wanted["old"]:  # sums are in another order; steps have fixes as well
         reference = engine(options, wanted, seed=2)
         put(reference, options, truth["saved"])
         losses, end = train(reference, options, truth["at"], len(losses)), live(reference)

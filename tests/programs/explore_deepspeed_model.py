@@ -7,12 +7,58 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.ops.adam import fused_adam
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 import zero_healthy
 from ckpt_patches.demo.optimizers import Lion, NoCompiler
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {**zero_healthy.OPTIMIZERS, "Lion": Lion}
 BUILT_IN = {"built-in Adam": "Adam", "built-in AdamW": "AdamW", "Muon": "Muon"}
+
+
+# Parameters of which each tensor-parallel rank has a slice: along which axis, and the whole shape.
+SLICED = {
+    "up.weight": (0, (24, 8)), "up.bias": (0, (24,)), "norm.weight": (0, (24,)), "norm.bias": (0, (24,)),
+    "down.weight": (1, (8, 24)),
+}  # fmt: skip
+
+
+def patterns(options: dict[str, Any]) -> dict[str, list[str]]:
+    """What a checkpoint has to say of them so that it can be converted."""
+    whole = ["head.weight", "scale", *["down.bias"] * (not options["frozen"])]
+    whole += ["again.weight"] * (not options["tied"]) + [r"unused\..*"] * options["unused"]
+    return {"parameter_with_row_parallelism_patterns": ["down.weight"], "tp_replicated_parameter_patterns": whole}
+
+
+class ToSlices(torch.autograd.Function):
+    """The input of layers that are cut: the gradients of all slices are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return summed(gradients[0], ctx.group), None
+
+
+class FromSlices(torch.autograd.Function):
+    """The sum of what the slices give."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
+
+
+def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
+    x = x.contiguous().clone()
+    torch.distributed.all_reduce(x, group=group)
+    return x
 
 
 class Expert(torch.nn.Linear):
@@ -56,9 +102,23 @@ class Model(torch.nn.Module):
             self.lora_b = torch.nn.Linear(2, hidden, bias=False)
             torch.nn.init.zeros_(self.lora_b.weight)
 
+    def cut(self, mpu: Any) -> None:
+        """Keep this tensor-parallel rank's slices."""
+        rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+        for name, (axis, _) in SLICED.items():
+            parameter = self.get_parameter(name)
+            parameter.data = parameter.data.chunk(size, axis)[rank].contiguous()
+            parameter.model_parallel = parameter.tensor_model_parallel = True  # or it is no part of the norm
+        self.norm.normalized_shape = (3 * self.HIDDEN // size,)
+        self.slices = mpu.get_slice_parallel_group()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = self.norm(torch.tanh(self.up(x)))
-        x = self.down(wide)
+        if hasattr(self, "slices"):
+            wide = self.norm(torch.tanh(self.up(ToSlices.apply(x, self.slices))))
+            x = FromSlices.apply(torch.nn.functional.linear(wide, self.down.weight), self.slices) + self.down.bias
+        else:
+            wide = self.norm(torch.tanh(self.up(x)))
+            x = self.down(wide)
         if hasattr(self, "lora_b"):
             x = x + self.lora_b(self.lora_a(wide))
         if hasattr(self, "mean"):
@@ -69,24 +129,63 @@ class Model(torch.nn.Module):
         return output
 
 
+class Scale(torch.nn.Module):
+    """The last layer of a pipeline."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        if options["buffers"]:
+            self.register_buffer("mask", torch.full((8, 8), float("-inf")).triu(1))
+            self.register_buffer("mean", torch.randn(Model.HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.mean.to(x.dtype) if hasattr(self, "mean") else x) * self.scale
+
+
+def pipeline(options: dict[str, Any]) -> Any:
+    """The layers on so many stages; tied ones are the first and the last of the square ones."""
+    hidden, bias = Model.HIDDEN, {"bias": False}
+    square = LayerSpec(torch.nn.Linear, hidden, hidden, **bias)
+    head = TiedLayerSpec("head", torch.nn.Linear, hidden, hidden, **bias) if options["tied"] else square
+    wide = LayerSpec(torch.nn.Linear, hidden, 3 * hidden)
+    layers = [head, wide, torch.nn.Tanh(), LayerSpec(torch.nn.LayerNorm, 3 * hidden)]
+    layers += [LayerSpec(torch.nn.Linear, 3 * hidden, hidden), square, head, LayerSpec(Scale, options)]
+    model = PipelineModule(
+        layers, options["pipeline"], loss_fn=loss, partition_method="uniform", activation_checkpoint_interval=0
+    )
+    for name, parameter in model.named_parameters():
+        if options["zero_initialized"] and name == "4.bias":
+            torch.nn.init.zeros_(parameter)
+        if options["frozen"] and name.startswith(("3.", "5.")):
+            parameter.requires_grad = False
+    return model
+
+
+def loss(output: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return (output.float() - 1).pow(2).mean()
+
+
 def expert_ranks(ranks: int) -> int:
     """Of so many ranks how many share the experts: expert parallel on an even number of them."""
     return 1 + (ranks % 2 == 0)
 
 
-def optimizer(model: Model, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+def optimizer(model: Any, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `deepspeed.initialize`; a built-in optimizer goes into the config."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     count = options["groups"]
     held: list[list[Any]] = [[] for _ in range(count)]
     own = [name for name, _ in named if "deepspeed_experts" not in name]  # of which each rank has as many
     for name, parameter in named:
-        held[(own.index(name) if name in own else name.endswith("bias")) % count].append(parameter)
+        by_kind = options["pipeline"] or name not in own  # whichever stages there are
+        held[(name.endswith("bias") if by_kind else own.index(name)) % count].append(parameter)
     groups: list[dict[str, Any]] = [{"params": some, "weight_decay": 0.01 * n} for n, some in enumerate(held)]
     if options["single"] and not options["lora"]:  # a group of one element
+        scale = [parameter for name, parameter in named if name.endswith("scale")]
         for group in groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter is not model.scale]
-        groups.append({"params": [model.scale], "weight_decay": 0.0})
+            group["params"] = [one for one in group["params"] if not any(one is own for own in scale)]
+        groups.append({"params": scale, "weight_decay": 0.0})
     if options["empty_group"]:
         groups.insert(len(groups) // 2, {"params": [], "weight_decay": 0.3})
     for number, group in enumerate(groups):

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 import explored
+from ckpt_patches.demo import megatron_lm
 from ckpt_patches.demo.ranks import call_after
-from explore_megatron_model import SEQUENCES, Options, build, initialize, scheduler, step
+from explore_megatron_model import LAYERS, SEQUENCES, Options, build, initialize, scheduler, step
 from explored import FIRST, LAST, Part, SaveFailed, State, is_nothing
 
 MORE = 2  # steps that are taken after the load
@@ -300,6 +301,9 @@ def save(run: Run, options: Options, iteration: int, folder: Path) -> Any:
     """Returns what is to be called later to finish an asynchronous save, or None."""
     from megatron.core import dist_checkpointing
 
+    if options["trainer"]:
+        save_by_trainer(run, options, iteration, folder)
+        return None
     if options["format"] == "torch":
         own = rank_folder(folder)
         own.mkdir(parents=True, exist_ok=True)
@@ -318,6 +322,56 @@ def save(run: Run, options: Options, iteration: int, folder: Path) -> Any:
     asked = dist_checkpointing.save(state, str(folder), (options["backend"], 1), **how)
     dist.barrier()
     return asked
+
+
+def save_by_trainer(run: Run, options: Options, iteration: int, folder: Path) -> None:
+    """By Megatron-LM's own function, into a folder of runs."""
+    checkpointing, runs = megatron_lm.import_training(), folder.with_suffix(".run")
+    args = arguments(options, runs)
+    checkpointing.get_args = lambda: args
+    checkpointing.save_checkpoint(iteration, [run.model], run.optimizer, run.scheduler, 0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (runs / f"iter_{iteration:07}").rename(folder)
+    dist.barrier()
+
+
+def load_by_trainer(run: Run, options: Options, folder: Path, restore: str) -> None:
+    """From a folder of runs, in which the checkpoint is a link."""
+    checkpointing, runs = megatron_lm.import_training(), folder.with_suffix(".run")
+    if dist.get_rank() == 0:
+        last = int((runs / "latest_checkpointed_iteration.txt").read_text())
+        (runs / f"iter_{last:07}").unlink(missing_ok=True)
+        (runs / f"iter_{last:07}").symlink_to(folder)
+    dist.barrier()
+    args = arguments(options, runs, finetune=restore == "weights")
+    checkpointing.get_args = lambda: args
+    checkpointing.update_num_microbatches = lambda **_: None  # of a schedule that is not set up here
+    checkpointing.load_checkpoint([run.model], run.optimizer, run.scheduler)
+
+
+def arguments(options: Options, runs: Path, **more: Any) -> Any:
+    """Of a script of Megatron-LM's that has these ranks."""
+    from megatron.core import parallel_state as state
+
+    tp, pp = state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size()
+    return megatron_lm.arguments(
+        runs,
+        tp,
+        state.get_expert_model_parallel_world_size(),
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=state.get_context_parallel_world_size(),
+        data_parallel_size=state.get_data_parallel_world_size(),
+        num_distributed_optimizer_instances=options["instances"],
+        use_distributed_optimizer=options["optimizer"] == "distributed",
+        dist_ckpt_optim_fully_reshardable=options["format"] == "fully_reshardable",
+        ckpt_format="torch" if options["format"] == "torch" else "torch_dist",
+        use_dist_ckpt=options["format"] != "torch",
+        ckpt_fully_parallel_load=options["parallel_load"],
+        num_layers=LAYERS,
+        **{name: options["dtype"] == name for name in ("bf16", "fp16")},
+        **more,
+    )
 
 
 def _is_first_data_parallel() -> bool:
@@ -349,6 +403,9 @@ def load_into(run: Run, options: Options, folder: Path, restore: str) -> None:
     """In the order in which Megatron-LM does it."""
     from megatron.core import dist_checkpointing
 
+    if options["trainer"]:
+        load_by_trainer(run, options, folder, restore)
+        return
     if options["format"] == "torch":
         loaded = torch.load(rank_folder(folder) / "model_optim_rng.pt", weights_only=False)
     else:
@@ -487,6 +544,8 @@ def main() -> None:
     layout = {**case["run"], **(case["load"] if args.command == "load" else {"ranks": case["ranks"]})}
     args.folder.mkdir(exist_ok=True)
     mt.import_packages()
+    if case["run"]["trainer"]:
+        megatron_lm.import_training()
     do = {"train": begin, "load": load}[args.command]
     ranks = explored.ranks_of(args, layout["ranks"])
     print("\n" + json.dumps(explored.on_ranks(lambda rank: do(rank, case, args.folder), ranks, partial(join, layout))))

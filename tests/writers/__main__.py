@@ -1,8 +1,8 @@
-"""Checkpoints of trainers that this project has no fix for, written by their own code, and audited.
+"""Write checkpoints with trainers that this project has no fix for, and audit them.
 
     make writers [WRITER="verl lightning"]
 
-Each gets an environment in .writers/ from the package index, or the one of CKPT_PATCHES_WRITERS, if it is there.
+Each trainer is installed into its own environment in .writers/, or in the folder CKPT_PATCHES_WRITERS.
 """
 
 import datetime
@@ -25,7 +25,7 @@ from writers.rows import WRITERS, Writer
 HERE = Path(__file__).resolve().parent
 ENVIRONMENTS = Path(os.environ.get("CKPT_PATCHES_WRITERS") or HERE.parents[1] / ".writers").resolve()
 TORCH, PYTHON = "2.13.0", "3.12"
-TIMEOUT = 600.0  # seconds of one save
+TIMEOUT = 600.0  # seconds per save
 NAN = b"\0\0\xc0\x7f"  # of float32
 
 
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def environment(writer: Writer) -> Path:
-    """The Python of a writer's environment, which is made unless it is there.
+    """The Python of a writer's environment, which is created if missing.
 
     Raises:
         subprocess.CalledProcessError: pip could not install it.
@@ -67,7 +67,7 @@ def environment(writer: Writer) -> Path:
 
 
 def versions(python: Path, writer: Writer) -> dict[str, str]:
-    """Of Python, torch and the writer, as they are installed."""
+    """The installed versions of Python, torch and the writer."""
     names = ["torch", writer.requirement.partition("==")[0]]
     program = (
         "import platform, sys, importlib.metadata as m; print(*map(m.version, sys.argv[1:]), platform.python_version())"
@@ -77,7 +77,7 @@ def versions(python: Path, writer: Writer) -> dict[str, str]:
 
 
 def judged(writer: Writer, python: Path, case: str) -> record.Case:
-    """What a save is, and what the audit finds in it as it is, with a NaN in it, and without a file."""
+    """A save's format and step, and the audit's result as saved, with a NaN, and without a file."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "saved")
         folder.mkdir()
@@ -107,7 +107,7 @@ def _save(writer: Writer, python: Path, folder: Path, case: str) -> None:
 
 
 def _changed(sound: Report, change: Callable[[Extent], None]) -> str:
-    """What is found in a copy with a change where the largest array's elements lie; a moment's, if there is one."""
+    """The audit's result for a copy with a change in the largest array, in a moment if it has one."""
     folder = sound.checkpoint.path
     shard = max(sound.checkpoint.shards, key=lambda shard: (len(shard.streams), shard.numel))
     extent = [*shard.streams.values()][-1].extents[0]
@@ -124,7 +124,7 @@ def _with_nan(extent: Extent) -> None:
 
 
 def _words(report: Report) -> str:
-    """The verdict, and the names of the kinds that are more than notes."""
+    """The verdict, and the kinds of the findings that are not notes."""
     kinds = sorted({finding.kind.name for finding in report.findings if finding.kind.severity != "note"})
     return f"{report.verdict}{': ' if kinds else ''}{', '.join(kinds)}"
 

@@ -1,6 +1,6 @@
-"""Accelerate's own saves: `accelerate_saving.py FOLDER fsdp1|fsdp1_original|fsdp2|ddp|weights`.
+"""Save with Accelerate: `accelerate_saving.py FOLDER fsdp1|fsdp1_original|fsdp2|ddp|weights`.
 
-On a CPU its FSDP plugin is not switched on, so that the functions which `save_state` calls with it are called here.
+Accelerate does not enable its FSDP plugin on a CPU, so this program calls the functions that `save_state` would call.
 `ddp` is `save_state`, `weights` is `save_model` in shards.
 """
 

@@ -1,6 +1,6 @@
 """Lightning's Trainer with sharded checkpoints: `lightning_saving.py FOLDER fsdp2`. It starts its own ranks.
 
-Its strategy for FSDP1 asks for a GPU.
+Its strategy for FSDP1 requires a GPU.
 """
 
 import sys

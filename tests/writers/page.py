@@ -1,4 +1,4 @@
-"""The table of writers in docs/fsdp.md, from their record, a line each: `python tests/writers/page.py` writes it."""
+"""Write the table of writers in docs/fsdp.md from their record: `python tests/writers/page.py`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The record of the writers, tests/recorded/writers.json: by writer what was installed, when, and what was found."""
+"""The record of the writers, tests/recorded/writers.json: versions, date and results by writer."""
 
 import json
 from pathlib import Path
@@ -18,6 +18,6 @@ def read() -> dict[str, Found]:
 
 
 def add(writer: str, found: Found) -> None:
-    """Put what was found of a writer in the place of what an earlier run has found."""
+    """Replace a writer's results of an earlier run."""
     text = json.dumps(dict(sorted({**read(), writer: found}.items())), indent=1)
     replace_durably(PATH, f"{text}\n".encode())

@@ -1,15 +1,15 @@
-"""The writers: what pip installs, and the cases that each one's program is asked for."""
+"""The writers: their pip requirements, and the cases that their programs save."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Writer:
-    """What writes checkpoints: a program beside this file."""
+    """A trainer; the program beside this file saves with it."""
 
     name: str
     requirement: str
-    cases: tuple[str, ...]  # that it is asked for
+    cases: tuple[str, ...]  # that the program saves
 
 
 WRITERS = {

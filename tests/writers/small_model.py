@@ -1,6 +1,6 @@
-"""A small model, its training on two Gloo ranks, and how FSDP shards it: what all writers here save.
+"""The small model that the writers save: its training on two Gloo ranks, and its sharding by FSDP.
 
-Their programs run in environments of their own: nothing of this project is imported.
+The programs run in their own environments and import nothing of this project.
 """
 
 import os
@@ -64,7 +64,7 @@ def take_steps(model: nn.Module, optimizer: Any, steps: int = STEPS) -> None:
 
 
 def on_ranks(work: Callable[..., None], *arguments: Any) -> None:
-    """Run `work(*arguments)` on two Gloo ranks, on the port MASTER_PORT; a failure of one is raised here."""
+    """Run `work(*arguments)` on two Gloo ranks, on the port MASTER_PORT; raises if a rank fails."""
     torch.multiprocessing.spawn(_rank, args=(work, arguments), nprocs=RANKS)
 
 

@@ -12,7 +12,7 @@ from writers.small_model import STEPS, SmallModel, fsdp2, on_ranks, take_steps
 
 
 class Progress:
-    """What TorchTitan's trainer saves of itself."""
+    """The trainer state that TorchTitan saves."""
 
     step = 0
 

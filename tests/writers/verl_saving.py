@@ -15,7 +15,7 @@ ALL = ["model", "optimizer", "extra"]
 
 class NoTokenizer:
     def save_pretrained(self, folder: str) -> None:
-        """A model that is made here has none."""
+        """The model built here has no tokenizer."""
 
 
 def model_of() -> torch.nn.Module:

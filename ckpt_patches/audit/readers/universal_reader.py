@@ -20,7 +20,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     Stream,
     last_step,
 )
-from ckpt_patches.formats import settings, universal, zero_inventory
+from ckpt_patches.formats import settings, universal, zero_inventory, zero_pipeline
 from ckpt_patches.formats.optimizer_inventory import SHARED
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import MODEL, Shape
@@ -78,7 +78,10 @@ def read(path: Path) -> Checkpoint:
 def _check_models(found: Checkpoint, models: list[tuple[Path, dict[str, Any]]]) -> None:
     """Check that each model-parallel rank has a file, with the keys that a load needs and the weights it states."""
     facts = [zero_inventory.ModelFacts(path.name, value) for path, value in models]
-    has_layers = len(models) > 1  # a pipeline's are in files that the conversion leaves out
+    shapes = [own.value.get("param_shapes") for own in facts]
+    names = [name for groups in shapes if isinstance(groups, list) for group in groups for name in group]
+    # The conversion leaves out a pipeline's weights, which are in files of layers.
+    has_layers = len(models) > 1 or (bool(names) and all(map(zero_pipeline.is_in_layers, names)))
     # At stage 3, a load on any number of ranks needs the files of data-parallel rank 0.
     matches = [match for path, _ in models if (match := MODEL.fullmatch(path.name))]
     ranks = {int(match[2]) for match in matches if int(match[1] or 0) == 0}

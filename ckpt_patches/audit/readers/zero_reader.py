@@ -138,7 +138,7 @@ def _read_model_rank(
         _check_model_files(found, folder, model_rank, names.keys(), info)
     label = f"mp_rank_{model_rank:02d}" if len(info) and info.get("mp_world_size", 1) > 1 else ""
     stage = files[0].state.stage
-    shapes = _shapes(info) or _shapes_of_weights(info, files)
+    shapes = _shapes(info) or _shapes_of_weights(info, files) or weights.shapes_in_layers(files, model_rank)
     parameters = (
         _stage3(found, files, shapes)
         if stage > 2
@@ -152,7 +152,7 @@ def _read_model_rank(
         if of_experts:
             more = weights.of_expert(name, of_experts, model_rank, local, parameter.shape) if stage < 3 else {}
             _add_experts(found, name, ", ".join(filter(None, (label, of_experts))), parameter, numel, more)
-        elif zero_inventory.is_expert(name) and not parameter.shape_is_known:
+        elif not parameter.shape_is_known and (zero_inventory.is_expert(name) or not _shapes(info)):
             found.findings.append(Finding(damages.NOT_JUDGED, name, label, detail="no file has its shape"))
         elif numel != math.prod(parameter.shape):
             detail = f"{numel} elements in all fragments, {math.prod(parameter.shape)} in the model's shape"
@@ -221,6 +221,13 @@ class _Weights:
             return self.of_expert(name, "", model_rank, {}, shape)
         own = tensor_streams.weight(self.found, path, name, value, shape)
         return {WEIGHT: own} if own else {}
+
+    def shapes_in_layers(self, files: Iterable[RankFile], model_rank: int) -> list[dict[str, Shape]]:
+        """Of the trained parameters of a pipeline: without ZeRO no file of its model states them."""
+        trained = {name for file in files for partition in file.state.partitions for name in partition.fragments}
+        places = zero_pipeline.places(dict.fromkeys(trained, ()), self.layers, model_rank)
+        held = {name: (self.layers.get(place.file) or {}).get(place.key) for name, place in places.items()}
+        return [{name: tuple(weight.shape) for name, weight in held.items() if isinstance(weight, TensorHeader)}]
 
     def of_expert(
         self, name: str, label: str, model_rank: int, local: Mapping[str, int], shape: Shape
@@ -359,7 +366,7 @@ def _may_have_loaded_universal(info: Mapping[str, Any]) -> bool:
 def _frozen(info: Mapping[str, Any]) -> str:
     """Why one rank's model file cannot replace another's: its parts of frozen parameters. Empty if it can."""
     if "frozen_param_fragments" not in info:
-        return "whether parameters are frozen, of which each had its part, cannot be told"
+        return "it is unknown whether parameters are frozen, of which each rank had a part"
     frozen = info["frozen_param_fragments"] or info.get("frozen_param_shapes") or ()
     return f"their parts of {len(frozen)} frozen parameters are lost" if frozen else ""
 
