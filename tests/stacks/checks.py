@@ -6,6 +6,7 @@ import hook and not with it. The tools judge checkpoints that this stack saves, 
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -145,11 +146,11 @@ def cause(error: Exception) -> str:
 
 
 def _short(text: str) -> str:
-    """Without the paths of this machine."""
+    """Without the paths of this machine, and the names of temporary folders."""
     folders = (os.environ.get("STACK_PATH", ""), sys.prefix, tempfile.gettempdir(), str(TESTS))
     for folder in filter(None, folders):
         text = text.replace(folder, "...")
-    return " ".join(text.split())[:LENGTH]
+    return re.sub(r"-[a-z0-9_]{8}(?=/|$)", "", " ".join(text.split()))[:LENGTH]
 
 
 # The tools, and the explorer's sample
@@ -166,7 +167,8 @@ def cases(package: str, version: str) -> Mapping[str, Case]:
         chosen = "fully_reshardable" if numbers(version) >= (0, 15) else formats(version)[0]
         run = {"format": chosen if numbers(version) >= (0, 9) else "torch"}  # torch_dist does not save with torch 2.4
         proven = {"ranks": 2, "fingerprint": numbers(version) >= (0, 12)}
-        return {"audit, repair, fingerprint": {"package": package, "ranks": 2, "run": run, "load": proven}}
+        what = "audit, repair, fingerprint" if proven["fingerprint"] else "audit, repair"
+        return {what: {"package": package, "ranks": 2, "run": run, "load": proven}}
     plain = {"package": package, "ranks": 2, "nodes": 1, "load": {"ranks": 2, "nodes": 1, "fingerprint": True}}
     stage = 3 if numbers(version) >= (0, 18) else 2
     load = {"ranks": 3, "nodes": 1, "kind": "universal", "fingerprint": True}
