@@ -82,7 +82,7 @@ def check_that_a_nan_is_found(path: Path, shard: Shard, extent: Extent) -> None:
     Path(extent.path).write_bytes(whole)
 
 
-def chunk(checkpoint: Path, array: str, label: str = "0.0") -> np.memmap:  # type: ignore[type-arg]
+def chunk(checkpoint: Path, array: str, label: str = "0.0") -> np.memmap:  # type: ignore[type-arg,unused-ignore]
     return np.memmap(checkpoint / array / label, np.float32, "r+")
 
 

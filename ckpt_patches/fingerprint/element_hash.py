@@ -52,7 +52,7 @@ def _scrambled(states: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 @functools.cache
 def _words() -> npt.NDArray[np.uint64]:
     """The factors of even columns, that is of words of two elements."""
-    return _scrambled(np.arange(0, ROW, 2, np.uint64)) | np.uint64(1)
+    return _scrambled(np.arange(0, ROW, 2, dtype=np.uint64)) | np.uint64(1)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ PLAIN: Case = {
         (
             "single", "empty_group", "zero_rate", "reversed", "warm_up", "frozen", "unused", "tied", "zero_initialized",
             "buffers", "lora", "overflow", "round_robin_gradients", "overlap_comm", "hpz", "offload", "fp32_gradients",
-            "clipping", "sequences", "momentum_in_memory", "ends_at_save",
+            "clipping", "sequences", "momentum_in_memory", "ends_at_save", "parameter_alignment",
         ),
         False,
     ),
@@ -78,6 +78,7 @@ def drawn(seed: str, version: str) -> Case:
         "overflow": dtype == "fp16" and one_in(2),
         "offload": stage > 0 and one_in(6),
     }
+    run["parameter_alignment"] = stage in (1, 2) and numbers(version) >= (0, 19, 7) and one_in(4)
     nodes = 2 if ranks == 4 and one_in(2) else 1
     if stage == 3:
         run |= {

@@ -26,7 +26,7 @@ FIRST = "first"  # of two saves
 UNTRAINED = tuple(f"layer_0{number}-model_states.pt absent" for number in (2, 3, 5))
 REPAIRED_PART = "a repaired part"
 # In a line of the log: why nothing can be proven.
-UNPROVEN = ("it has no state yet", "of tensor parallelism DeepSpeed does not say")
+UNPROVEN = ("it has no state yet", "with tensor parallelism DeepSpeed does not record")
 UNIVERSAL, UPSTREAMS = "universal", "upstream's universal"
 
 

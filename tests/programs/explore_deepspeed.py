@@ -17,7 +17,7 @@ import math
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,7 +53,8 @@ def engine(options: Options, on: Options, seed: int, *, universal: bool = False)
     model = pipeline(options) if options["pipeline"] else Model(options, ranks)
     data_parallel = ranks // max(1, options["pipeline"]) // options["tp"]
     zero = {"stage": options["stage"], "reduce_bucket_size": options["bucket"]}
-    zero |= {name: True for name in ("round_robin_gradients", "overlap_comm") if options[name]}
+    flags = ("round_robin_gradients", "overlap_comm", "parameter_alignment")
+    zero |= {name: True for name in flags if options[name]}
     zero |= {"contiguous_gradients": options["contiguous_gradients"]}
     if options["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = options["persistent"]
@@ -154,13 +155,14 @@ def parts_of_slices(run: Any) -> Iterator[Part]:
         yield Part(f"buffer {name}", buffer.view(-1), 0, buffer.numel())
     inner = inner_optimizer(run)
     for number, (main, parameters, begin) in enumerate(groups(run, inner)):
+        starts = addresses(run, number, parameters)
         own = {"fp32": main.detach(), **inner.state.get(main, {})}
         for key, value in own.items():
             if isinstance(value, torch.Tensor) and key == MOMENTUM and is_of_matrices(run, number):
                 matrices = run.optimizer.params_in_partition[number]
                 yield from _cut(key, value.view(-1), matrices, 0, names)
             elif isinstance(value, torch.Tensor) and value.shape == main.shape:
-                yield from _cut(key, value.view(-1), parameters, begin, names)
+                yield from _cut(key, value.view(-1), parameters, begin, names, starts)
 
 
 def placed(run: Any, part: Part) -> Part:
@@ -189,10 +191,22 @@ def is_of_matrices(run: Any, group: int) -> bool:
     return run.zero_optimization_stage() in (1, 2) and bool(inner_optimizer(run).param_groups[group].get("use_muon"))
 
 
-def _cut(key: str, flat: torch.Tensor, parameters: list[Any], begin: int, names: dict[Any, str]) -> Iterator[Part]:
-    """Of a flat tensor, what it has of each of its parameters; in all they lie behind each other from 0 on."""
+def addresses(run: Any, group: int, parameters: list[Any]) -> list[int]:
+    """The element of the group's flat buffer at which each parameter starts, by its address; empty if it has none."""
+    flats = getattr(run.optimizer, "bit16_groups_flat", None)
+    if not flats or hasattr(run.optimizer, "fp32_groups_flat_partition"):
+        return []
+    first = flats[group].data_ptr()
+    return [(parameter.data_ptr() - first) // parameter.element_size() for parameter in parameters]
+
+
+def _cut(
+    key: str, flat: torch.Tensor, parameters: list[Any], begin: int, names: dict[Any, str], starts: Sequence[int] = ()
+) -> Iterator[Part]:
+    """What a flat tensor has of each parameter. Without `starts` the parameters follow each other from element 0."""
     at = 0
-    for parameter in parameters:
+    for number, parameter in enumerate(parameters):
+        at = starts[number] if starts else at
         name = f"{names[parameter]}.{key}"
         if hasattr(parameter, "ds_tensor"):
             yield from _shard(name, parameter, flat, at)
