@@ -168,12 +168,12 @@ def parts_of_slices(run: Any) -> Iterator[Part]:
 def placed(run: Any, part: Part) -> Part:
     """A part of a slice, by where it is in the whole parameter."""
     name = part.name.rpartition(".")[0]
-    size = run.mpu.get_tensor_model_parallel_world_size() if isinstance(run.mpu, PipelineParallelGrid) else 1
+    size = run.mpu.get_slice_parallel_world_size() if isinstance(run.mpu, PipelineParallelGrid) else 1
     if size == 1 or name not in SLICED:
         return part
     axis, shape = SLICED[name]
     every = torch.arange(math.prod(shape)).view(shape)
-    own = every.chunk(size, axis)[run.mpu.get_tensor_model_parallel_rank()].flatten()
+    own = every.chunk(size, axis)[run.mpu.get_slice_parallel_rank()].flatten()
     return part._replace(where=own[part.where : part.where + part.local.numel()], numel=every.numel())
 
 

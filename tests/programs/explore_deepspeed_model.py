@@ -104,7 +104,7 @@ class Model(torch.nn.Module):
 
     def cut(self, mpu: Any) -> None:
         """Keep this tensor-parallel rank's slices."""
-        rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+        rank, size = mpu.get_slice_parallel_rank(), mpu.get_slice_parallel_world_size()
         for name, (axis, _) in SLICED.items():
             parameter = self.get_parameter(name)
             parameter.data = parameter.data.chunk(size, axis)[rank].contiguous()

@@ -81,11 +81,11 @@ def read(path: Path) -> Checkpoint:
 
 def _read_expert_ranks(found: Checkpoint, folder: zero.Folder, model: ModelFacts, experts: list[Any]) -> None:
     """The optimizer of each expert-parallel rank; and that there is a file of each of these, and of each expert."""
-    ranks = {int(match[1]): match[0] for match in map(EXPERT_RANK.fullmatch, folder.names) if match}
-    groups = [
-        group for optimizer, _ in _optimizers(model.value.get("optimizer")) for group in optimizer["param_groups"]
-    ]
-    sizes = [match[1] for group in groups if (match := EXPERT_GROUP.fullmatch(str(group.get("name"))))]
+    files = {int(match[1]): match[0] for match in map(EXPERT_RANK.fullmatch, folder.names) if match}
+    ranks = {rank: tensor_streams.read_file(folder.path / name, found) for rank, name in files.items()}
+    read = {rank: file for rank, file in ranks.items() if file is not None and isinstance(file.value, dict)}
+    of_all = [own for value in (model.value, *(file.value for file in read.values())) for own in _groups(value)]
+    sizes = [match[1] for group in of_all if (match := EXPERT_GROUP.fullmatch(str(group.get("name"))))]
     expected = [("expert-parallel ", {*ranks}, max(map(int, sizes), default=1))]
     there = [(int(match[1]), int(match[2])) for match in map(EXPERT.fullmatch, folder.names) if match]
     counts = model.value.get("num_experts")
@@ -94,11 +94,15 @@ def _read_expert_ranks(found: Checkpoint, folder: zero.Folder, model: ModelFacts
     for kind, numbers, count in expected:
         absent = zero_inventory.absent_ranks(numbers, count, "its file of experts", kind)
         found.findings += tensor_streams.findings([*absent])
-    for rank, name in ranks.items():
-        file = tensor_streams.read_file(folder.path / name, found)
-        if file is not None and isinstance(file.value, dict):
-            file = file._replace(value={**model.value, **file.value})
-            _read_optimizers(found, file, f"{zero_reader.EXPERT_RANK}{rank}", experts, [])
+    for rank, file in read.items():
+        file = file._replace(value={**model.value, **file.value})
+        _read_optimizers(found, file, f"{zero_reader.EXPERT_RANK}{rank}", experts, [])
+
+
+def _groups(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The param groups of all optimizers in what a file holds."""
+    for optimizer, _ in _optimizers(value.get("optimizer")):
+        yield from (group for group in optimizer["param_groups"] if isinstance(group, dict))
 
 
 def _read_rank(found: Checkpoint, file: TorchFile, label: str, experts: list[Any]) -> list[Any]:
@@ -112,6 +116,9 @@ def _read_rank(found: Checkpoint, file: TorchFile, label: str, experts: list[Any
     if isinstance(names := value.get("buffer_names"), list):
         found.buffers |= {f"module.{name}" for name in names}
     problems = [*zero_inventory.absent_keys(ModelFacts(path.name, value))]
+    if experts and value.get("optimizer") is None:  # up to 0.19 the states are in the files of experts alone
+        found.findings += tensor_streams.findings(problems, label)
+        return []
     return _read_optimizers(found, file, label, experts, problems)
 
 
@@ -123,7 +130,7 @@ def _read_optimizers(
     optimizers = list(_optimizers(value.get("optimizer")))
     states = [state for optimizer, _ in optimizers for state in optimizer["state"].values()]
     taken = taken_steps(value)
-    groups = [group for optimizer, _ in optimizers for group in optimizer["param_groups"] if isinstance(group, dict)]
+    groups = list(_groups(value))
     keeps_states = not groups or any(map(_has_states, groups))
     if taken and keeps_states and not any(isinstance(state, dict) and state for state in states):
         detail = f"{taken} steps were taken, and no state of an optimizer is in the file"
