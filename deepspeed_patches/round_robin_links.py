@@ -63,10 +63,12 @@ def _slice_mappings_in_buffer_order(
     """
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    if any(any(paddings) for paddings in optim_sd.get("param_alignment_paddings") or []):
-        return optim_sd["param_slice_mappings"]  # already in flat buffer order
+    paddings = optim_sd.get("param_alignment_paddings") or [[] for _ in param_shapes]
     mappings = []
     for group, shapes in enumerate(param_shapes):
+        if any(paddings[group]):  # the group's addresses are already in flat buffer order
+            mappings.append(optim_sd["param_slice_mappings"][group])
+            continue
         partition = optim_sd[SINGLE_PARTITION_OF_FP32_GROUPS][group]
         numels = {name: shape.numel() for name, shape in shapes.items()}
         size = 2 * -(-sum(numels.values()) // (2 * dp_degree))  # a multiple of two elements

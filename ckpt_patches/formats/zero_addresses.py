@@ -1,7 +1,8 @@
 """Positions of parameters in the flat buffers of ZeRO 1 and 2, in the order in which they were flattened. Pure.
 
 A rank's `param_slice_mappings` has the address of each fragment. With `round_robin_gradients` DeepSpeed computes these
-addresses from another order than the one in which it flattens a group. `param_shapes` has the order of the buffer.
+addresses from another order than the one in which it flattens a group. `param_shapes` has the order of the buffer. The
+addresses are correct in groups in which `parameter_alignment` (since 0.19.7) pads a parameter, and in no others.
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.2/deepspeed/runtime/zero/stage_1_and_2.py
 """
 
@@ -15,7 +16,6 @@ from ckpt_patches.formats.torch_file import BadFileError
 from ckpt_patches.formats.zero import MASTER, MOMENTUM, Partition, Shape
 
 Fragments = dict[str, tuple[int, int]]  # by parameter: start in the partition, elements
-ALIGNMENT = "param_alignment_paddings"  # by group and parameter; if one is not 0, the addresses are correct
 
 
 def is_round_robin(config: Any) -> bool:

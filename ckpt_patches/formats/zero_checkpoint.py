@@ -262,7 +262,7 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
 
     ranks = reader.ranks(partial(_partitions, {**known, **local}, dp_degree), pp_degree, tp_degree)
     _check_groups_of_stages(reader)
-    if zero_addresses.is_round_robin(read[0][1].get("ds_config")) and not _is_aligned(first):
+    if zero_addresses.is_round_robin(read[0][1].get("ds_config")):
         ranks = _in_written_order(reader, ranks, [reader.model(*one) for one in read])
     ranks = _with_momentum(ranks, dp_degree, [reader.model(*one) for one in read], all_share=not known and not local)
     others = [reader.read(name)[0] for name in folder.starting_with("mp") if name not in names]
@@ -296,12 +296,6 @@ def _check_groups_of_stages(reader: _Reader) -> None:
                     "checkpoint has the param groups of the first pipeline stage alone, which a load would give to "
                     "all: resume on the same ranks"
                 )
-
-
-def _is_aligned(optimizer: Mapping[str, Any]) -> bool:
-    """Whether parameters are padded in their buffer; then the stored addresses are correct."""
-    paddings = optimizer.get(zero_addresses.ALIGNMENT) or ()
-    return any(any(group) for group in paddings if isinstance(group, (list, tuple)))
 
 
 def _in_written_order(reader: _Reader, ranks: Sequence[Rank], models: Sequence[ModelFile]) -> tuple[Rank, ...]:

@@ -56,7 +56,6 @@ class RankFile:
     rank: int
     state: RankState
     facts: RankFacts
-    is_aligned: bool = False  # whether parameters are padded in the buffers
 
     @property
     def step(self) -> int | None:
@@ -271,7 +270,7 @@ def _shapes_of_weights(info: Mapping[str, Any], files: Iterable[RankFile]) -> li
 
 def _in_written_order(found: Checkpoint, files: list[RankFile], info: Mapping[str, Any]) -> list[RankFile]:
     """The files, with the real offsets in the buffers if the run used `round_robin_gradients`."""
-    if files[0].state.stage > 2 or not zero_addresses.is_round_robin(info.get("ds_config")) or files[0].is_aligned:
+    if files[0].state.stage > 2 or not zero_addresses.is_round_robin(info.get("ds_config")):
         return files
     own = sorted(files, key=lambda file: file.rank)
     try:
@@ -314,8 +313,7 @@ def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
     try:
         optimizer = zero.optimizer_of(path, file.value)
         state = zero.read_rank(path, rank, optimizer)
-        aligned = any(map(any, optimizer.get(zero_addresses.ALIGNMENT) or ()))
-        return RankFile(path, rank, state, zero_facts.of_rank(file, optimizer, state), aligned)
+        return RankFile(path, rank, state, zero_facts.of_rank(file, optimizer, state))
     except UserError as error:
         found.findings.append(tensor_streams.refused(error, path.name))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
