@@ -23,7 +23,7 @@ fix = Fix(
 
 
 def _params_by_state_id(self: "Any") -> "Any":
-    """Return the model's parameters in state id order, and the ids of those with fp32 copies."""
+    """Return the model's parameters by state id, and the ids of those with fp32 copies."""
     groups = zip(self.float16_groups, self.fp32_from_float16_groups, strict=True)
     pairs = [pair for params, copies in groups for pair in zip(params, copies, strict=True)]
     param_of_copy = {id(copy): param for param, copy in pairs}
