@@ -30,7 +30,7 @@ param_groups, saved_groups = self.optimizer.param_groups, optim_sd[OPTIMIZER_STA
 if len(param_groups) != len(saved_groups):
     raise ValueError(
         f"expected {len(saved_groups)} param groups, as in {optim_state_path}, found "
-        f"{len(param_groups)} in this run: which settings belong together is ambiguous; make the "
+        f"{len(param_groups)} in this run: which settings belong together is ambiguous; create the "
         "optimizer with the groups of the run that was saved")
 for param_group, saved_group in zip(param_groups, saved_groups):
     param_group.update(saved_group)
