@@ -1,1 +1,1 @@
-"""The explorer: configurations of real trainings that nobody listed, saved, loaded and judged."""
+"""The explorer draws configurations of real trainings that nobody listed, and saves, loads and judges them."""

@@ -1,8 +1,9 @@
-"""The cases that explorations have found, each in a file: what it shows, and the release that shows it.
+"""The cases that explorations have found.
 
-One that is SILENT without one fix, and not with all of them, is named after that fix; so is one that is right with all,
-and without it has an "error". One that showed a tool to be wrong is named after the tool. One that is SILENT with all
-of them is `open_…`: it fails the tests until there is a fix, or an error.
+Each file holds one case, the finding that the case shows, and the release that shows it. A case takes the name of a fix
+if it is SILENT without that fix and not SILENT with all fixes. A case also takes the name of a fix if it is right with
+all fixes and has an "error" without that fix. A case that showed a tool to be wrong takes the name of the tool. A case
+that is SILENT with all fixes is named `open_…`. It fails the tests until there is a fix or an error.
 """
 
 import json
@@ -20,20 +21,20 @@ CORPUS = Path(__file__).parent / "corpus"
 
 
 def kept() -> dict[str, dict[str, Any]]:
-    """All of them, by the names of their files: a fix, and of several cases of one what is particular to it."""
+    """All kept cases by file name. A name is the fix, plus a distinguishing detail if the fix has several cases."""
     files = {path.stem: json.loads(path.read_text()) for path in sorted(CORPUS.glob("*.json"))}
     return {name: {**known, "case": complete(known["case"])} for name, known in files.items()}
 
 
 def silent_fixes(stack: Stack) -> list[str]:
-    """Those of silent bugs that a release has."""
+    """The names of the fixes for silent bugs that affect the release."""
     package = {"deepspeed": DEEPSPEED, "megatron": CORE}[stack.package]
     mine = [load(name) for name in FIXES if package_of(name) == package]
     return [fix.name for fix in mine if fix.silent and fix.affects(stack.version)]
 
 
 def keep(name: str, case: dict[str, Any], stack: Stack) -> str:
-    """Keep what an exploration has found; what became of it, in words."""
+    """Keep the case that an exploration has found, and describe the result in words."""
     on = replace(stack, fixes=True, without="")
     with_all = outcome(case, on)
     if with_all.kind == SILENT:

@@ -1,19 +1,20 @@
-"""Damage a file of a checkpoint: cut it off, remove it, or put the one of another step in its place."""
+"""Damage a file of a checkpoint: truncate it, remove it, or replace it with the file of another step."""
 
 from pathlib import Path
 
 ALTERED, OTHER_STEP = "altered", "other step"
-LOST = ("zeros", "NaN")  # half of a tensor, while it is saved
+LOST = ("zeros", "NaN")  # these values replace half of a tensor during the save
 DAMAGES = ("truncated", "absent", OTHER_STEP)
-# What a checkpoint may have and be whole: one element more, zeros of a bias, the same in a file of another step.
+# A complete checkpoint may contain each of these: one altered element, zeros in a bias, equal data from another step.
 UNSEEN = (ALTERED, OTHER_STEP, *LOST)
-UNREAD = "expp_rank_"  # with ZeRO it holds no state, and no load reads it; without, the states of experts
+UNREAD = "expp_rank_"  # with ZeRO no load reads this file; without ZeRO it holds the states of experts
 
 
 def damage(checkpoint: Path, other: Path, how: str, number: int, *, without_zero: bool = False) -> str:
-    """Damage the file of this number, counted again from the first; its name, or nothing where there is none to damage.
+    """Damage one file and return its name. Return an empty string if no file qualifies.
 
-    `other` is a checkpoint of another step. One of a single file is whole with the other's.
+    `number` selects the file and wraps around. `other` is a checkpoint of another step. A checkpoint of a single file
+    stays complete when the file of `other` replaces it.
     """
     found = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     files = [path for path in found if without_zero or not path.name.startswith(UNREAD)]

@@ -1,4 +1,4 @@
-"""What the explorer draws of DeepSpeed: a training, a save and a load, as plain data."""
+"""The explorer's space for DeepSpeed: a training, a save and a load, as plain data."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ from upstream import numbers
 
 Case = dict[str, Any]
 
-# Of a training of which nothing is drawn. Shrinking goes back to these.
+# The options of a training before any draw. Shrinking returns to these values.
 PLAIN: Case = {
     "stage": 1, "dtype": "bf16", "optimizer": "AdamW", "groups": 1, "steps": 2, "accumulation": 1, "bucket": 1000,
     "sub_group_size": 0, "persistent": 0, "writer": None, "contiguous_gradients": True, "experts": 0,
@@ -22,25 +22,25 @@ PLAIN: Case = {
         False,
     ),
 }  # fmt: skip
-# Of a load, and of a case, of which nothing is drawn.
+# The options of a load and of a case before any draw.
 PLAIN_LOAD: Case = {
     "kind": "ordinary", "restore": "everything", "tag": "first", "times": 1,
     "trained": False,
     "old": False,  # saved without the fixes
-    "stages": 0,  # of a pipeline; 0: as many as saved it
-    "tp": 0,  # tensor-parallel ranks; 0: as many as saved it
-    "more_groups": 0,  # param groups than the saved run had
-    "latest": False,  # the tag is left to the tracker
-    "some_ranks": False,  # rank 0 alone has the fixes
-    "damage": "",  # of a file, after the save
-    "file": 0,  # which
-    "repaired": False,  # by `repair`, with moments of the first save
-    "fingerprint": False,  # recorded at the save, and compared
-    "both_converters": False,  # a universal checkpoint is converted by the other one, too, to compare
+    "stages": 0,  # pipeline stages; 0: as many as in the save
+    "tp": 0,  # tensor-parallel ranks; 0: as many as in the save
+    "more_groups": 0,  # additional param groups, compared with the saved run
+    "latest": False,  # the tracker file selects the tag
+    "some_ranks": False,  # only rank 0 has the fixes
+    "damage": "",  # the damage to a file after the save
+    "file": 0,  # the number of the damaged file
+    "repaired": False,  # `repair` repairs the damage with the moments of the first save
+    "fingerprint": False,  # the save records fingerprints, and the load compares them
+    "both_converters": False,  # the other converter also converts the checkpoint, for comparison
 }  # fmt: skip
 PLAIN_CASE: Case = {
     "two_saves": False,
-    "killed": 0,  # when the second save writes its file of this number, counted over ranks, its rank is killed
+    "killed": 0,  # the rank dies when the second save writes this file, counted over ranks
 }
 OPTIMIZERS = (
     "AdamW", "AdamW", "AdamW", "Adam", "AMSGrad", "Lion", "SGD", "momentum", "Adagrad", "RMSprop", "NAdam",
@@ -54,7 +54,7 @@ RANKS = (1, 2, 2, 2, 2, 3, 4, 5)
 
 
 def drawn(seed: str, version: str) -> Case:
-    """One case for a release, the same for the same seed."""
+    """Draw one case for a release. The same seed gives the same case."""
     generator = random.Random(seed)
 
     def one_in(count: int) -> bool:
@@ -95,11 +95,11 @@ def drawn(seed: str, version: str) -> Case:
     if stage in (1, 2) and one_in(6):
         run |= {"experts": generator.choice([2, 4, 4, 6]), "lora": False, "contiguous_gradients": True}
     run["sequences"] = stage > 0 and ranks % 2 == 0 and not (run["experts"] or run["hpz"]) and one_in(6)
-    if run["optimizer"] == "Muon":  # which has param groups of its own
+    if run["optimizer"] == "Muon":  # Muon has its own param groups
         run |= {"groups": 1, "offload": False, "experts": 0, "lora": False, "stage": max(stage, 1)}
-        # Its momentum takes the gradients of an overflow in, and is NaN from then on.
+        # The momentum of Muon includes the gradients of an overflow and stays NaN afterward.
         run |= dict.fromkeys(("single", "empty_group", "zero_rate", "reversed", "overflow"), False)
-        # With sequence parallelism the memory has fp32, which another layout, of bf16, cannot hold.
+        # With sequence parallelism, memory holds fp32 values, and a bf16 layout cannot hold them.
         in_memory = stage == 3 and numbers(version) >= (0, 18, 9) and not run["sequences"]
         run["momentum_in_memory"] = in_memory and one_in(2)
     kind = generator.choice(LOADS if stage else [kind for kind in LOADS if "universal" not in kind])
@@ -122,7 +122,7 @@ def drawn(seed: str, version: str) -> Case:
     }
     killed = generator.randrange(1, 1 + 2 * ranks) if two_saves and one_in(2) else 0
     if not killed and one_in(6):
-        # A step that is skipped changes counters alone, of which the optimizer's file has none.
+        # A skipped step changes only counters, and the optimizer's file has no counters.
         damages = DAMAGES if two_saves and not run["overflow"] else DAMAGES[:-1]
         load |= {"damage": generator.choice(damages), "file": generator.randrange(12)}
     load["fingerprint"] = not load["some_ranks"] and one_in(2)
@@ -137,7 +137,7 @@ def drawn(seed: str, version: str) -> Case:
         run |= {"experts": generator.choice([2, 4, 4, 6]), "lora": False}
         load["more_groups"] = 0
     if run["stage"] < 2 and not (run["experts"] or run["sequences"] or run["optimizer"] == "Muon") and one_in(4):
-        # Stages with other numbers of groups wait for each other for ever.
+        # Stages with different numbers of groups wait for each other forever.
         run |= {"pipeline": 2 - ranks % 2, "lora": False, "unused": False, "single": False}
         run["groups"] = min(run["groups"], 2)
         if load["ranks"] != ranks or (other and one_in(2)):
@@ -145,20 +145,20 @@ def drawn(seed: str, version: str) -> Case:
     of_others = any(run[name] for name in ("experts", "sequences", "hpz", "pipeline", "lora"))
     if ranks % 2 == 0 and not of_others and run["optimizer"] != "Muon" and one_in(5):
         run["tp"] = 2
-        if load["damage"] in (ALTERED, *LOST):  # fingerprints do not know which part of a parameter a rank has
+        if load["damage"] in (ALTERED, *LOST):  # fingerprints do not know a rank's part
             load |= {"damage": "", "repaired": False}
         if load["ranks"] != ranks or (other and one_in(2)):
             load["tp"] = generator.choice([1, 2 - load["ranks"] % 2])
         if run["stage"] == 3 and kind.endswith("universal"):
-            load["tp"] = 1  # of slices it is refused, by their sizes
+            load["tp"] = 1  # the load rejects the sizes of slices
     case = {"ranks": ranks, "nodes": nodes, "run": run, "two_saves": two_saves, "killed": killed, "load": load}
     return {"package": "deepspeed", **case}
 
 
 def steps_to_plain(case: Case) -> list[Case]:
-    """What could be plainer in a case, each by itself: options of the run, of the load, and of the case.
+    """The steps that each make one option of the run, the load or the case plainer.
 
-    Of those that exclude each other the plainest is the last.
+    If steps exclude each other, the plainest step comes last.
     """
     run, load = case["run"], case["load"]
     found: list[Case] = [{"run": {"groups": 2}}] * (run["groups"] > 2) + [{"run": {"steps": 3}}] * (run["steps"] > 3)
@@ -182,13 +182,13 @@ def steps_to_plain(case: Case) -> list[Case]:
 
 
 def loaded(case: Case) -> str:
-    """Which checkpoint, and what of it."""
+    """Name the loaded checkpoint and its loaded parts."""
     load = case["load"]
     return f"{load['kind']}, {load['restore']}".removesuffix(", everything")
 
 
 def described(case: Case) -> str:
-    """What is not as in a plain case, in a line."""
+    """Describe the differences from a plain case in one line."""
     load, options = case["load"], {name: value for name, value in case["run"].items() if value != PLAIN[name]}
     ranks = f"{case['ranks']} ranks" + " on 2 nodes" * (case["nodes"] == 2)
     words = [

@@ -1,4 +1,4 @@
-"""Run one case of the explorer: train and save, convert where it loads a universal checkpoint, load, and judge."""
+"""Run one case of the explorer: train, save, convert if the case loads a universal checkpoint, load, and judge."""
 
 import json
 import re
@@ -19,13 +19,13 @@ from explore.spaces import SPACES, space_of
 from upstream import run_json, tree
 
 NOT_TRAINED, RIGHT, LOUD, SILENT = "not trained", "right", "loud", "SILENT"
-DIFFERS = "fingerprint: the "  # "state after the load is not what was saved", or "run", begins a line of the log
-BUCKETS = ("dp_reshardable", "dp_zero_gather_scatter", "torch")  # formats of Megatron
-FIRST = "first"  # of two saves
-# Of a pipeline: a layer without parameters, and those that may be frozen.
+DIFFERS = "fingerprint: the "  # a line of the log continues with "state after the load is not what was saved" or "run"
+BUCKETS = ("dp_reshardable", "dp_zero_gather_scatter", "torch")  # Megatron's formats
+FIRST = "first"  # the first of two saves
+# Pipeline layers: one layer has no parameters, and the others may be frozen.
 UNTRAINED = tuple(f"layer_0{number}-model_states.pt absent" for number in (2, 3, 5))
 REPAIRED_PART = "a repaired part"
-# In a line of the log: why nothing can be proven.
+# A line of the log gives one of these reasons for a missing proof.
 UNPROVEN = ("it has no state yet", "with tensor parallelism DeepSpeed does not record")
 UNIVERSAL, UPSTREAMS = "universal", "upstream's universal"
 
@@ -33,8 +33,8 @@ UNIVERSAL, UPSTREAMS = "universal", "upstream's universal"
 @dataclass(frozen=True)
 class Outcome:
     kind: str
-    detail: str = ""  # the error, or what differs
-    signature: str = ""  # of what is SILENT: the load, and of which kinds the things are that differ
+    detail: str = ""  # the error or the differences
+    signature: str = ""  # for SILENT: the load, and the kinds of the differing items
 
     def __str__(self) -> str:
         return f"{self.kind} {self.signature or self.detail}".strip()
@@ -42,12 +42,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Stack:
-    """What a case runs on."""
+    """The software that runs a case."""
 
-    package: str  # a name of SPACES
+    package: str  # a name in SPACES
     version: str
     fixes: bool = True  # the import hook is on
-    without: str = ""  # a fix that is switched off
+    without: str = ""  # a fix that is off
     fingerprint: bool = False  # CKPT_PATCHES_FINGERPRINT is set
 
     def __str__(self) -> str:
@@ -68,12 +68,12 @@ class Stack:
         return found
 
 
-# Of a checkpoint that upstream's older releases cannot load with torch 2.6 and later: `torch_load_weights_only`.
+# Older upstream releases cannot load the checkpoint with torch 2.6 and later. See `torch_load_weights_only`.
 PERMISSIVE = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
 
 
 def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
-    """What comes of a case. Where fixes are on for the load alone, the checkpoint is one that upstream saved."""
+    """Run a case and judge it. If only the load has the fixes, upstream saves the checkpoint without them."""
     load = case["load"]
     stack = replace(stack, fingerprint=load["fingerprint"] and stack.fixes)
     saving = replace(stack, version=load.get("saved_by") or stack.version)
@@ -95,7 +95,7 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
             return Outcome(SILENT, signature=f"audit: {harm.verdict} in spite of {harm.what}")
         if load["repaired"] and harm.verdict == DAMAGED and tools.repaired(tag, saves / FIRST):
             harm = Harm(REPAIRED_PART, REPAIRED)
-        elif load["repaired"]:  # the load has nothing repaired to expect
+        elif load["repaired"]:  # the load must not expect a repaired file
             file.write_text(json.dumps({**case, "load": {**load, "repaired": False}}))
         if unusable := _converted(case, tag, stack):
             return unusable
@@ -103,7 +103,7 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
 
 
 class Harm(NamedTuple):
-    """What is wrong with the checkpoint that is loaded, and what the audit says of it; empty of one that is whole."""
+    """The damage to the loaded checkpoint and the audit's verdict. Both are empty for a complete checkpoint."""
 
     what: str = ""
     verdict: str = ""
@@ -114,7 +114,7 @@ class Harm(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """A case, and what it was saved and loaded with."""
+    """A case and the stacks that saved and loaded it."""
 
     case: dict[str, Any]
     stack: Stack
@@ -124,7 +124,7 @@ class Tried(NamedTuple):
 
 
 def _harm(case: dict[str, Any], saves: Path, killed: bool) -> Harm:
-    """A file that is damaged here, one that was changed while it was saved, or an interrupted save."""
+    """Damage a file, or describe a file that changed during the save or an interrupted save."""
     load = case["load"]
     tag, other = (saves / name for name in (("first", "last") if load["tag"] == "first" else ("last", "first")))
     what = "an interrupted save" if killed and load["tag"] == "last" else ""
@@ -147,20 +147,20 @@ def of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
     if found.get("hangs"):
         return Outcome(SILENT, signature=f"{what}: hangs")
     lines = [line for begin in (DIFFERS, "resume proven") for line in found["proof"] if line.startswith(begin)]
-    proof = lines[0] if lines else ""  # of several, as of the optimizer and the scheduler, one that differs
+    proof = lines[0] if lines else ""  # several lines, such as optimizer and scheduler, may differ; use one
     if different := found["different"]:
         if noticed := _noticed(tried, different, proof, file):
             return noticed
         kinds = sorted({_kind(name) for name in different})
         return Outcome(SILENT, ", ".join(different[:20]), f"{what}: {', '.join(kinds)}")
-    if harm.what == REPAIRED_PART:  # of which the fingerprint says that it is not what was saved
+    if harm.what == REPAIRED_PART:  # the fingerprint reports that the repaired part differs
         return Outcome(RIGHT)
     if proof.startswith(DIFFERS):
         return Outcome(SILENT, "\n".join(found["proof"]), f"{what}: fingerprints differ, and no state does")
     to_prove = tried.saving.fingerprint and load["restore"] in ("everything", "without scheduler")
     if to_prove and not proof and not any(why in line for line in found["proof"] for why in UNPROVEN):
         return Outcome(SILENT, "\n".join(found["proof"]), f"{what}: a right load is not proven")
-    # Without optimizer states a checkpoint that lacks them loads right, too.
+    # A load without optimizer states is also right if the checkpoint lacks them.
     partly = load["restore"] != "everything" and (not tried.saving.fixes or bool(tried.saving.without))
     if harm.what or partly:
         return Outcome(RIGHT)
@@ -169,7 +169,7 @@ def of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
 
 
 def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outcome | None:
-    """Whether one of the tools has noticed what differs after a load, or it is not of what has the fixes."""
+    """The outcome if a tool noticed the difference after a load, or if the part without fixes caused it."""
     load, harm, stack = tried.case["load"], tried.harm, tried.stack
     if load["damage"] and harm.what and harm.what != REPAIRED_PART:
         if proof.startswith(DIFFERS):
@@ -177,7 +177,7 @@ def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outc
         if load["damage"] in UNSEEN and (limit := _limit(tried.case, different)):
             return Outcome(NOT_TRAINED, f"known limit: {limit}")
         return None if harm.is_whole else Outcome(LOUD, f"the audit: {harm.verdict} ({harm.what}); no load notices it")
-    all_fixes = stack.fixes and not stack.without  # no load mends what was saved without them
+    all_fixes = stack.fixes and not stack.without  # no load repairs a checkpoint saved without the fixes
     if load["old"] and all_fixes and audit(tried.tag, 1).verdict == DAMAGED:
         return Outcome(LOUD, "the audit: DAMAGED, as it was saved without the fixes")
     if load["some_ranks"] or (load["old"] and all_fixes):
@@ -188,7 +188,7 @@ def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outc
 
 
 def _limit(case: dict[str, Any], different: list[str]) -> str:
-    """Of an element that was altered in the save: why neither audit nor fingerprint can notice it (docs/limits.md)."""
+    """The reason that neither audit nor fingerprint can notice an element altered in the save (docs/limits.md)."""
     if case["run"].get("stage") == 0 and {_kind(name) for name in different} == {"weight"}:
         return "a weight without ZeRO, which no tool compares (docs/formats.md)"
     if case["package"] != "megatron" or {_kind(name) for name in different} != {"weight"}:
@@ -200,7 +200,7 @@ def _limit(case: dict[str, Any], different: list[str]) -> str:
 
 
 def _loaded(case: dict[str, Any], stack: Stack, file: Path, saves: Path) -> dict[str, Any]:
-    """What comes of the load: with the fixes on all ranks, or at the same time on rank 0 and without them on others."""
+    """Load and return the result. Either all ranks have the fixes, or only rank 0 has them."""
     if not case["load"]["some_ranks"]:
         return stack.run("load", file, saves)
     others, port = replace(stack, fixes=False, without=""), str(free_port())
@@ -214,7 +214,7 @@ def _loaded(case: dict[str, Any], stack: Stack, file: Path, saves: Path) -> dict
 
 
 def _converted(case: dict[str, Any], tag: Path, stack: Stack) -> Outcome | None:
-    """Convert or migrate a checkpoint; None if all is well. By both converters, where that is drawn."""
+    """Convert or migrate a checkpoint. Return None on success. Use both converters if the case requires it."""
     if case["load"].get("migrated"):
         return Outcome(LOUD, error) if (error := tools.migrated(tag)) else None
     if not case["load"].get("kind", "").endswith(UNIVERSAL):
@@ -237,7 +237,7 @@ def _converted(case: dict[str, Any], tag: Path, stack: Stack) -> Outcome | None:
 
 
 def _kind(name: str) -> str:
-    """Of a thing that differs: without the parameter's and the group's name."""
+    """The kind of a differing item: its name without the names of the parameter and the group."""
     first = name.split(" ")[0]
     if first in ("buffer", "counter", "next", "step"):
         return name if first in ("counter", "next") else first

@@ -1,4 +1,4 @@
-"""What the explorer draws of Megatron: a training, a save and a load, as plain data."""
+"""The explorer's space for Megatron: a training, a save and a load, as plain data."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ from upstream import numbers, runnable
 
 Case = dict[str, Any]
 
-# Of a training of which nothing is drawn. Shrinking goes back to these.
+# The options of a training before any draw. Shrinking returns to these values.
 PLAIN: Case = {
     "tp": 1, "pp": 1, "ep": 0, "cp": 1, "instances": 1, "dtype": "bf16", "optimizer": "distributed", "inner": "fused",
     "algorithm": "adam", "offload": None, "format": "fully_reshardable", "steps": 2, "bucket": 0,
@@ -22,36 +22,36 @@ PLAIN: Case = {
         False,
     ),
 }  # fmt: skip
-# Ranks of tensor, pipeline and data parallelism.
+# The numbers of tensor-, pipeline- and data-parallel ranks.
 LAYOUTS = (
     (1, 1, 1), (1, 1, 2), (1, 1, 2), (1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 1, 2),
     (2, 2, 1),
 )  # fmt: skip
-FROZEN = ("self_attention.linear_qkv", "norm")  # in the names of parameters
+FROZEN = ("self_attention.linear_qkv", "norm")  # parts of parameter names
 ZARR_ALONE = "fully_sharded_bucket_space"  # torch_dist cannot write its padding
-RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")  # other model-parallel ranks may load these
+RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")  # other model-parallel layouts can load these
 PLAIN_LOAD: Case = {
     "restore": "everything", "tag": "first", "times": 1, "tp": 1, "pp": 1, "ep": 0, "cp": 1,
     "trained": False,
     "old": False,  # saved without the fixes
-    "override": False,  # the learning rates of the checkpoint
+    "override": False,  # the run overrides the learning rates of the checkpoint
     "offload": "same",
-    "saved_by": "",  # another release
-    "some_ranks": False,  # rank 0 alone has the fixes
-    "damage": "",  # of a file, after the save
-    "file": 0,  # which
-    "repaired": False,  # by `repair`, with moments of the first save
-    "fingerprint": False,  # recorded at the save, and compared
-    "migrated": False,  # from a format of another release
-    "format": "same",  # that the run asks for
+    "saved_by": "",  # another release that saves the checkpoint
+    "some_ranks": False,  # only rank 0 has the fixes
+    "damage": "",  # the damage to a file after the save
+    "file": 0,  # the number of the damaged file
+    "repaired": False,  # `repair` repairs the damage with the moments of the first save
+    "fingerprint": False,  # the save records fingerprints, and the load compares them
+    "migrated": False,  # the load uses a checkpoint migrated from a format of another release
+    "format": "same",  # the format that the run requests
 }  # fmt: skip
 PLAIN_CASE: Case = {"two_saves": False}
 LAYOUT = ("tp", "pp", "ep", "cp")
-OF_LAYOUT = (*LAYOUT, "tag", "restore")  # not plainer by themselves
+OF_LAYOUT = (*LAYOUT, "tag", "restore")  # these are not plainer on their own
 
 
 def formats(version: str) -> list[str]:
-    """Those of the optimizer's state in a release."""
+    """The formats of the optimizer's state in a release."""
     model_space = ["fully_sharded_model_space"] * (numbers(version) < (0, 16))
     model_space += [ZARR_ALONE] * (numbers(version) < (0, 15))
     newer = ["dp_reshardable", "fully_reshardable", "fully_reshardable"] * (numbers(version) >= (0, 15))
@@ -59,14 +59,14 @@ def formats(version: str) -> list[str]:
 
 
 def earlier(version: str) -> list[str]:
-    """The newest releases of the minor versions before this one that have the same formats."""
+    """The newest release of each earlier minor version that has the same formats."""
     own = numbers(version)
     last = {numbers(one)[:2]: one for one in sorted(runnable("megatron-core"), key=numbers)}
     return [one for minor, one in last.items() if (0, 12) <= minor < own[:2] and formats(one) == formats(version)]
 
 
 def drawn(seed: str, version: str) -> Case:
-    """One case for a release, the same for the same seed."""
+    """Draw one case for a release. The same seed gives the same case."""
     generator = random.Random(seed)
 
     def one_in(count: int) -> bool:
@@ -100,9 +100,9 @@ def drawn(seed: str, version: str) -> Case:
     if run["precision_aware"] and not hybrid:
         run["inner"] = "fused"
     if run["format"] == "torch":
-        run["ep"] = min(1, run["ep"])  # else which rank writes a file of experts is Megatron-LM's own code
+        run["ep"] = min(1, run["ep"])  # otherwise Megatron-LM's own code selects the rank that writes experts
     if tp > 1:
-        run["ep"] = 0  # needs sequence parallelism, which torch's norms do not have
+        run["ep"] = 0  # experts need sequence parallelism, and torch's norms lack it
     run["mup"] = numbers(version) >= (0, 18) and one_in(6)
     for name, count in (
         ("decoupled_rate", 4), ("fp32_norms", 4), ("gated", 2), ("untied", 2), ("biases", 2), ("frozen", 4),
@@ -111,11 +111,12 @@ def drawn(seed: str, version: str) -> Case:
     ):  # fmt: skip
         run[name] = one_in(count)
     if dp % 2 == 0 and run["ep"] < 2 and run["instances"] == 1 and one_in(4):
-        # Each rank has all tokens: attention across ranks needs Transformer Engine. Rotary embeddings would be cut.
+        # Each rank has all tokens, because attention across ranks needs Transformer Engine.
+        # Context parallelism would slice rotary embeddings.
         run |= {"cp": 2, "learned_positions": True}
-    run["fp32_norms"] &= not hybrid  # torch's optimizers do not take views of a parameter
+    run["fp32_norms"] &= not hybrid  # torch's optimizers do not accept views of a parameter
     if run["offload"] == 0.5 and pp > 1:
-        run["untied"] = True  # else a copy of the embedding is on the CPU and one is not, whose steps round differently
+        run["untied"] = True  # otherwise only one copy of the embedding is on the CPU and rounds differently
     run["biases"] &= not run["ep"]
     run["asynchronous"] &= run["format"] != "torch"
     run["persistent"] = run["asynchronous"] and one_in(2)
@@ -138,13 +139,13 @@ def drawn(seed: str, version: str) -> Case:
         damages = DAMAGES if two_saves else DAMAGES[:-1]
         load |= {"damage": generator.choice(damages), "file": generator.randrange(12)}
     load["fingerprint"] = not load["some_ranks"] and one_in(2)
-    if load["damage"] == OTHER_STEP:  # of which a file of torch_dist has nothing but these
+    if load["damage"] == OTHER_STEP:  # in torch_dist only fingerprints reveal another step
         load |= {"fingerprint": True, "some_ranks": False, "old": False}
     if load["fingerprint"] and not (load["damage"] or load["old"] or run["asynchronous"]) and one_in(6):
         load |= {"damage": generator.choice([ALTERED, *LOST]), "file": generator.randrange(60)}
         load["repaired"] = load["damage"] in LOST and one_in(2)
     if run["format"] == "torch" and run["optimizer"] == "whole":
-        load["fingerprint"] = False  # of which that has none
+        load["fingerprint"] = False  # this format has no fingerprints
     if one_in(8) and not run["mup"] and run["optimizer"] == "distributed" and numbers(version) >= (0, 16):
         _migrate(generator, run, load)
     if one_in(2) and run["format"] in RESHARDABLE:
@@ -155,7 +156,7 @@ def drawn(seed: str, version: str) -> Case:
         others = [1, 2, 3, 4] if load["ep"] < 2 and load["cp"] == 1 else [2, 4]
         load["ranks"] = tp * pp * generator.choice([other for other in others if tp * pp * other <= 4])
     load["some_ranks"] &= load["ranks"] > 1
-    if _has_trainer(version, run, load) and one_in(4):  # save and load by the functions of megatron.training
+    if _has_trainer(version, run, load) and one_in(4):  # megatron.training saves and loads
         run |= {"trainer": True, "parallel_load": run["format"] != "torch" and one_in(2)}
         load["restore"] = "everything" if load["restore"] == "without scheduler" else load["restore"]
     if _has_zarr(load["saved_by"] or version, run) and (run["format"] == ZARR_ALONE or one_in(2)):
@@ -168,13 +169,13 @@ def _has_zarr(version: str, run: Case) -> bool:
 
 
 def _has_trainer(version: str, run: Case, load: Case) -> bool:
-    """Whether the release has megatron.training, which has no option for one of the formats."""
+    """Whether megatron.training is in the release and supports the case. It has no option for one of the formats."""
     is_its_own = not (load["saved_by"] or run["asynchronous"]) and run["format"] != "dp_zero_gather_scatter"
     return numbers(version) >= (0, 17) and is_its_own
 
 
 def _migrate(generator: random.Random, run: Case, load: Case) -> None:
-    """Let an earlier release save a format that this one does not read, and load what was migrated."""
+    """Let an earlier release save a format that this release cannot read, and load the migrated checkpoint."""
     last = {numbers(one)[:2]: one for one in sorted(runnable("megatron-core"), key=numbers)}
     load["saved_by"] = generator.choice([one for minor, one in last.items() if (0, 12) <= minor < (0, 16)])
     load |= {"migrated": True, "format": "fully_reshardable"}
@@ -182,7 +183,7 @@ def _migrate(generator: random.Random, run: Case, load: Case) -> None:
 
 
 def steps_to_plain(case: Case) -> list[Case]:
-    """What could be plainer in a case, each by itself: options of the run, of the load, and of the case."""
+    """The steps that each make one option of the run, the load or the case plainer."""
     run, load = case["run"], case["load"]
     found: list[Case] = [{"run": {"steps": 3}}] * (run["steps"] > 3)
     found += [{"run": {name: value}} for name, value in PLAIN.items() if run[name] != value and name not in LAYOUT]
@@ -202,7 +203,7 @@ def steps_to_plain(case: Case) -> list[Case]:
 
 
 def _smaller(case: Case) -> list[Case]:
-    """Of a case in one layout: without tensor, pipeline or expert parallelism, and on fewer ranks."""
+    """Reduce a case in one layout: drop tensor, pipeline or expert parallelism, or use fewer ranks."""
     run, ranks = case["run"], case["ranks"]
     found: list[Case] = []
 
@@ -224,12 +225,12 @@ def _smaller(case: Case) -> list[Case]:
 
 
 def loaded(case: Case) -> str:
-    """Which checkpoint, and what of it."""
+    """Name the loaded checkpoint and its loaded parts."""
     return f"{case['run']['format']}, {case['load']['restore']}".removesuffix(", everything")
 
 
 def described(case: Case) -> str:
-    """What is not as in a plain case, in a line."""
+    """Describe the differences from a plain case in one line."""
     load, run = case["load"], case["run"]
     options = {name: value for name, value in run.items() if value != PLAIN[name] and name != "format"}
     layout = {name: load[name] for name in LAYOUT if load[name] != run[name]}

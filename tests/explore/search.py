@@ -1,4 +1,4 @@
-"""An exploration: cases drawn and judged until a time, what is SILENT made smaller, and its state in a file."""
+"""An exploration draws and judges cases until a deadline, shrinks SILENT cases, and keeps its state in a file."""
 
 import json
 import re
@@ -14,12 +14,12 @@ from explore.corpus import keep
 from explore.judged import LOUD, NOT_TRAINED, RIGHT, SILENT, Outcome, Stack, outcome
 from explore.spaces import SPACES, plainer, space_of
 
-SAME = 2  # cases with one signature that are made smaller
+SAME = 2  # the number of cases per signature that the search shrinks
 AT_ONCE = 2
 
 
 class Exploration:
-    """What has been explored on a stack with a seed; kept in a file after each case."""
+    """The progress of an exploration on a stack with a seed. A file keeps it after each case."""
 
     def __init__(self, file: Path, seed: str, stack: Stack) -> None:
         self.file, self.seed, self.stack = file, seed, stack
@@ -44,7 +44,7 @@ class Exploration:
         case = SPACES[self.stack.package].drawn(name, self.stack.version)
         try:
             found = outcome(case, self.stack)
-        except Exception as error:  # of a program that says nothing: hours of others are not lost for it
+        except Exception as error:  # a program without output must not discard hours of other cases
             found = Outcome(NOT_TRAINED, f"the explorer's own: {type(error).__name__}: {error}")
         with self.lock:
             self.counts[found.kind] += 1
@@ -82,9 +82,9 @@ def _without_numbers(error: str) -> str:
 
 
 def shrunk(case: dict[str, Any], found: Outcome, stack: Stack) -> tuple[dict[str, Any], Outcome]:
-    """A small case that shows what this one does: none of the steps to a plainer one leaves that as it is.
+    """Find a small case with the same result. No further step to a plainer case keeps the result.
 
-    Half of the steps are taken at once, then a quarter, and so on: most options have nothing to do with it.
+    The search applies half of the steps at once, then a quarter, and so on, because most options are irrelevant.
     """
     steps_to_plain = space_of(case).steps_to_plain
     size = len(steps_to_plain(case))

@@ -1,4 +1,4 @@
-"""What is explored: of each package, what is drawn, and the program that trains and loads it."""
+"""The spaces to explore. Each package has a module that draws cases and a program that trains and loads."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -12,26 +12,26 @@ Case = dict[str, Any]
 
 @dataclass(frozen=True)
 class Space:
-    distribution: str  # on the index
+    distribution: str  # the name on the package index
     program: str
-    own: Any  # the module of what is drawn
-    drawn: Callable[[str, str], Case]  # by a seed, for a release
+    own: Any  # the module that defines the space
+    drawn: Callable[[str, str], Case]  # draws a case from a seed for a release
 
     def described(self, case: Case) -> str:
-        """What is not as in a plain case, in a line."""
+        """Describe the differences from a plain case in one line."""
         return str(self.own.described(case))
 
     def loaded(self, case: Case) -> str:
-        """Which checkpoint, and what of it."""
+        """Name the loaded checkpoint and its loaded parts."""
         return str(self.own.loaded(case))
 
     def steps_to_plain(self, case: Case) -> list[Case]:
-        """What could be plainer in a case, each by itself."""
+        """The steps that each make one option of a case plainer."""
         return list(self.own.steps_to_plain(case))
 
     @property
     def plain(self) -> Case:
-        """A training of which nothing is drawn."""
+        """The options of a training before any draw."""
         return dict(self.own.PLAIN)
 
 
@@ -46,13 +46,13 @@ def space_of(case: Case) -> Space:
 
 
 def complete(case: Case) -> Case:
-    """A case of which what is plain was left out."""
+    """Add the omitted plain options to a case."""
     own = space_of(case).own
     return {**own.PLAIN_CASE, **case, "run": own.PLAIN | case["run"], "load": own.PLAIN_LOAD | case["load"]}
 
 
 def compact(case: Case) -> Case:
-    """A case without what is plain."""
+    """Remove the plain options from a case."""
     own = space_of(case).own
     plain: Case = {**own.PLAIN_CASE, "run": own.PLAIN, "load": own.PLAIN_LOAD}
 
@@ -63,7 +63,7 @@ def compact(case: Case) -> Case:
 
 
 def plainer(case: Case, steps: Iterable[Case]) -> Case:
-    """A case after these steps."""
+    """Apply these steps to a case."""
     made = copy.deepcopy(case)
     for step in steps:
         made = {**made, **step, "run": made["run"] | step.get("run", {}), "load": made["load"] | step.get("load", {})}

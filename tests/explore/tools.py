@@ -1,4 +1,4 @@
-"""The tools of this project, judged by what an exploration knows of a checkpoint; also of what two converters write."""
+"""Judge this project's tools by the facts that an exploration knows about a checkpoint. Compare two converters."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ PART_UNKNOWN = (DAMAGED, INCOMPLETE)
 
 
 def verdict(tag: Path) -> str:
-    """Of the audit, which refuses a folder without an optimizer's file."""
+    """The audit's verdict. The audit rejects a folder without an optimizer's file."""
     try:
         return audit(tag, 1).verdict
     except UserError as error:
@@ -24,20 +24,20 @@ def verdict(tag: Path) -> str:
 
 
 def not_whole(tag: Path) -> str:
-    """The audit's verdict on a checkpoint that is not whole, or nothing."""
+    """The audit's verdict on an incomplete checkpoint, or nothing."""
     found = verdict(tag)
     return "" if found == WHOLE else f"audit: {found}"
 
 
 def unlike_its_record(tag: Path) -> str:
-    """What `fingerprint` has against a checkpoint of which the run has recorded them, or nothing."""
+    """The objections of `fingerprint` to a checkpoint with recorded fingerprints, or nothing."""
     command = [sys.executable, "-m", "ckpt_patches", "fingerprint", str(tag)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CKPT_PATCHES": "off"})
     return "" if (done.returncode, done.stderr) == (0, "") else f"fingerprint: {done.stderr}{done.stdout[-500:]}"
 
 
 def objections(tag: Path) -> tuple[str, str]:
-    """What `audit` and `repair` have against a checkpoint, or its universal one, that loads right: short, and all."""
+    """The short and full objections of `audit` and `repair` to a checkpoint, or its universal one, that loads right."""
     for folder in filter(Path.exists, (tag, universal(tag))):
         report, of = audit(folder, 1), "checkpoint" if folder == tag else "universal checkpoint"
         if report.verdict in PART_UNKNOWN:
@@ -49,7 +49,7 @@ def objections(tag: Path) -> tuple[str, str]:
 
 
 def _repaired(report: Report) -> str:
-    """What became of the repair of a whole checkpoint, if it was not refused."""
+    """The result of the repair of a complete checkpoint, unless `repair` rejected it."""
     path = report.checkpoint.path
     output = path.with_name(f"{path.name}_repaired")
     try:
@@ -59,7 +59,7 @@ def _repaired(report: Report) -> str:
 
 
 def repaired(tag: Path, older: Path) -> bool:
-    """Put the repaired checkpoint in a damaged one's place, if `repair` does not decline and calls it repaired."""
+    """Replace a damaged checkpoint with the repaired one, if `repair` does not decline and reports a repair."""
     output = tag.with_name(f"{tag.name}_repaired")
     try:
         result = repair(tag, output, older if older != tag and older.exists() else None, 1)
@@ -73,12 +73,15 @@ def repaired(tag: Path, older: Path) -> bool:
 
 
 def universal(tag: Path, folder: str = "") -> Path:
-    """Of a checkpoint, or in a folder beside its own: a converter writes which one is the latest there."""
+    """The path of the universal checkpoint, in the same folder or in `folder` beside it.
+
+    A converter also records the latest checkpoint in the folder that it writes to.
+    """
     return (tag.parent.with_name(folder) if folder else tag.parent) / f"{tag.name}_universal"
 
 
 def to_universal(tag: Path, output: Path, release: Path) -> str:
-    """Convert a checkpoint for an installed release; the error, or nothing."""
+    """Convert a checkpoint for an installed release. Return the error, or nothing."""
     folders = ["--input-folder", str(tag), "--output-folder", str(output)]
     command = [sys.executable, "-m", "ckpt_patches", "to-universal", *folders]
     environment = {**os.environ, "CKPT_PATCHES": "off", "PYTHONPATH": str(release)}
@@ -87,7 +90,7 @@ def to_universal(tag: Path, output: Path, release: Path) -> str:
 
 
 def migrated(tag: Path) -> str:
-    """Put the migrated checkpoint in a checkpoint's place; the error, or nothing."""
+    """Replace a checkpoint with the migrated one. Return the error, or nothing."""
     old = tag.rename(tag.with_name(f"{tag.name}_old"))
     try:
         migrate(old, tag, Options(workers=1, trust_checkpoint=True), warn=lambda line: None)
@@ -97,13 +100,13 @@ def migrated(tag: Path) -> str:
 
 
 def unlike(one: Path, other: Path) -> list[str]:
-    """The states of parameters that two universal checkpoints do not both have, bit for bit."""
+    """The parameter states that differ, bit for bit, between two universal checkpoints."""
     found, expected = _states(one), _states(other)
     return sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
 
 
 def _states(folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Of each state of a parameter its type, shape and bytes, and those of what goes with it."""
+    """The type, shape and bytes of each parameter state and of its related values."""
     found: dict[str, tuple[Any, ...]] = {}
     for file in folder.glob("zero/*/*.pt"):
         for name, tensor in torch_file.tensors_in(torch_file.read(file).value):

@@ -21,7 +21,7 @@ from upstream import RELEASES, tree_name
 
 TESTS = Path(__file__).resolve().parents[1]
 HUGGING_FACE = "hugging_face"
-TIMEOUT = 3600.0  # seconds of the checks of a row
+TIMEOUT = 3600.0  # seconds for the checks of a row
 
 
 def main() -> int:
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def _take(row: Row) -> bool:
-    """Run a row, and record it; whether it ran."""
+    """Run a row and record it. Return whether the row ran."""
     today = datetime.date.today().isoformat()
     print(f"{row.name}: {row.contents}", flush=True)
     with environments.locked(row):
@@ -64,17 +64,17 @@ def _take(row: Row) -> bool:
 
 
 def _checked(row: Row, environment: Environment) -> record.Found:
-    """What the checks find that run in a row's environment.
+    """Run the checks in a row's environment and return their findings.
 
     Raises:
-        subprocess.CalledProcessError: they could not be run at all.
+        subprocess.CalledProcessError: The checks could not run.
     """
     trees = _trees(row, environment)
     path = [str(environment.checkout)] if row.is_commit else []
     variables = {
         **environment.variables(),
         "CKPT_PATCHES_TREES": str(trees),
-        "CKPT_PATCHES_TEST_PATIENCE": "3",  # packages are read from the disk for the first time
+        "CKPT_PATCHES_TEST_PATIENCE": "3",  # the first read of packages from disk is slow
         "PYTHONPATH": os.pathsep.join([*path, str(TESTS)]),
         "STACK_PATH": os.pathsep.join(path),
     }
@@ -85,7 +85,7 @@ def _checked(row: Row, environment: Environment) -> record.Found:
 
 
 def _trees(row: Row, environment: Environment) -> Path:
-    """A folder in which tests/upstream.py finds the row's packages by their releases, and what they need beside."""
+    """A folder where tests/upstream.py finds the row's packages by release, and their dependencies."""
     folder = environment.folder / "trees"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -96,7 +96,7 @@ def _trees(row: Row, environment: Environment) -> Path:
             root = core if distribution == "megatron-core" else environment.site_packages
             (folder / f"{distribution}-{version}").symlink_to(root)
     for release in RELEASES:
-        if release.distribution == "triton":  # torch brings it
+        if release.distribution == "triton":  # torch installs it
             name = tree_name(release.distribution, release.version, row.python)
             (folder / name).symlink_to(environment.site_packages)
     return folder

@@ -1,7 +1,7 @@
-"""What is checked in the environment of a row, by its Python: `checks.py ROW FOLDER` writes FOLDER/found.json.
+"""The checks that the Python of a row's environment runs: `checks.py ROW FOLDER` writes FOLDER/found.json.
 
-Each fix does here what `ckpt-patches status` states: where it is active, its demonstration shows the bug without the
-import hook and not with it. The tools judge checkpoints that this stack saves, and the explorer's sample is drawn.
+Each fix must behave as `ckpt-patches status` states. If a fix is active, its demonstration shows the bug only without
+the import hook. The tools judge checkpoints that this stack saves. The explorer draws and runs a sample of cases.
 """
 
 import json
@@ -29,14 +29,14 @@ from explore.spaces import SPACES, complete
 from stacks.rows import BY_NAME, Row
 from upstream import STUBS, numbers
 
-# What becomes of a fix; all else is a failure, in words.
+# The expected results of a fix. Any other text describes a failure.
 WORKS, REFUSED = "works", "refused"
 WORDS = (WORKS, FIXED_UPSTREAM, NOT_PRESENT, REFUSED)
 FLATTENED = "0.15.3"  # the last release that saves torch_dist in flattened ranges
 TESTS = Path(__file__).resolve().parents[1]
-AT_ONCE = 8  # demonstrations of one process
-CASES, SECONDS = 8, 180.0  # of the explorer's sample of a package: at most so many, begun within this time
-LENGTH = 200  # characters of an error
+AT_ONCE = 8  # the number of demonstrations per process
+CASES, SECONDS = 8, 180.0  # limits of a package's sample: the number of cases, and the time to start them
+LENGTH = 200  # the maximum number of characters of an error
 Case = dict[str, Any]
 
 
@@ -59,7 +59,7 @@ def main(row: Row, folder: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """The releases that pip has chosen, and those that the packages state of themselves."""
+    """The releases that pip has chosen, and the releases that the packages report."""
     found = {"Python": sys.version.split()[0]}
     for name in ("torch", "numpy", "zarr"):
         try:
@@ -73,14 +73,14 @@ def versions() -> dict[str, str]:
 
 
 def fixes(row: Row) -> dict[str, str]:
-    """By fix of the packages that are installed, one of the words, or what failed."""
+    """The result of each fix for the installed packages: an expected word, or the failure."""
     stated = collect()
     here = {package.name for package in stated.installed if package.version}
     mine = [fix for fix in stated.fixes if DISTRIBUTIONS[fix.package] in here]
     known = demonstrations()
     to_show = [known[fix.name] for fix in mine if fix.state in (ACTIVE, AVAILABLE) and can_run(known[fix.name])]
     without, with_them = (shown(to_show, row, mode) for mode in ("off", "warn"))
-    # In the few seconds of a short demonstration some releases do not show their bug.
+    # Some releases do not show their bug in a short demonstration of a few seconds.
     unseen = [known[name] for name, (bug, _) in without.items() if bug is False]
     without |= {each.fix: shown_at_length(each, row, "off") for each in unseen}
     with_them |= {each.fix: shown_at_length(each, row, "warn") for each in unseen}
@@ -88,7 +88,7 @@ def fixes(row: Row) -> dict[str, str]:
 
 
 def can_run(demonstration: Demonstration) -> bool:
-    """Whether what it needs beside the upstream release is here, in that major version or a later one."""
+    """Whether its other requirements are installed, in the required major version or a later one."""
     return all(numbers(metadata.version(name))[0] >= numbers(version)[0] for name, version in demonstration.beside)
 
 
@@ -96,7 +96,7 @@ Shown = tuple[bool | None, str]
 
 
 def shown(wanted: list[Demonstration], row: Row, mode: str) -> dict[str, Shown]:
-    """By fix, what its demonstration shows with the hook in a mode."""
+    """The result of each fix's demonstration with the hook in a mode."""
     environ = variables(_on_path(row), tree=None, mode=mode)
     found: dict[str, Shown] = {}
     for first in range(0, len(wanted), AT_ONCE):
@@ -107,7 +107,7 @@ def shown(wanted: list[Demonstration], row: Row, mode: str) -> dict[str, Shown]:
 
 
 def shown_at_length(demonstration: Demonstration, row: Row, mode: str) -> Shown:
-    """What it shows in all of its cases."""
+    """The result of the demonstration in all of its cases."""
     try:
         found = run(demonstration, variables(_on_path(row), tree=None, mode=mode))
     except DemonstrationFailed as error:
@@ -116,7 +116,7 @@ def shown_at_length(demonstration: Demonstration, row: Row, mode: str) -> Shown:
 
 
 def _on_path(row: Row) -> dict[str, str]:
-    """Variables with a checkout on the path, and what stands in for the accelerator of an old release."""
+    """Variables that put a checkout and the accelerator stub for an old release on the path."""
     releases = {"megatron-core": row.megatron_release, "deepspeed": row.deepspeed}
     stubs = [str(STUBS[one]) for one in releases.items() if one in STUBS]
     path = os.pathsep.join([*stubs, os.environ.get("STACK_PATH", "")]).strip(os.pathsep)
@@ -141,12 +141,12 @@ def word(fix: FixStatus, without: Shown | None, with_it: Shown | None) -> str:
 
 
 def cause(error: Exception) -> str:
-    """The last line of an error: of a program that has failed, its own error."""
+    """The last line of an error. For a failed program, the line comes from the program's own error."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def _short(text: str) -> str:
-    """Without the paths of this machine, and the names of temporary folders."""
+    """Remove this machine's paths and the names of temporary folders."""
     folders = (os.environ.get("STACK_PATH", ""), sys.prefix, tempfile.gettempdir(), str(TESTS))
     for folder in filter(None, folders):
         text = text.replace(folder, "...")
@@ -157,7 +157,7 @@ def _short(text: str) -> str:
 
 
 def judged(package: str, version: str) -> Iterable[tuple[str, str]]:
-    """What the tools make of checkpoints that are saved here: "works", or what does not."""
+    """The result of the tools on checkpoints that this stack saves: "works", or the failure."""
     for what, case in cases(package, version).items():
         yield f"{package}: {what}", _result(partial(outcome, complete(case), Stack(package, version)))
 
@@ -165,7 +165,7 @@ def judged(package: str, version: str) -> Iterable[tuple[str, str]]:
 def cases(package: str, version: str) -> Mapping[str, Case]:
     if package == "megatron":
         chosen = "fully_reshardable" if numbers(version) >= (0, 15) else formats(version)[0]
-        run = {"format": chosen if numbers(version) >= (0, 9) else "torch"}  # torch_dist does not save with torch 2.4
+        run = {"format": chosen if numbers(version) >= (0, 9) else "torch"}  # torch_dist fails with torch 2.4
         proven = {"ranks": 2, "fingerprint": numbers(version) >= (0, 12)}
         what = "audit, repair, fingerprint" if proven["fingerprint"] else "audit, repair"
         return {what: {"package": package, "ranks": 2, "run": run, "load": proven}}
@@ -179,13 +179,13 @@ def cases(package: str, version: str) -> Mapping[str, Case]:
 
 
 def its_flattened(row: Row) -> str:
-    """The release that saves torch_dist in flattened ranges here: the row's own, or the last that does."""
+    """The release that saves torch_dist in flattened ranges here: the row's own, or the last such release."""
     version = row.megatron_release
     return version if version and (0, 12) <= numbers(version) < (0, 16) else FLATTENED
 
 
 def flattened(version: str) -> str:
-    """Save in a format that later releases refuse; what the tools that read and migrate it have against that."""
+    """Save in a format that later releases reject. Return the objections of the tools that read and migrate it."""
     stack = Stack("megatron", version, fingerprint=True)
     run = {"format": "fully_sharded_model_space"}
     with tempfile.TemporaryDirectory(prefix="stacks-") as folder:
@@ -202,7 +202,7 @@ def flattened(version: str) -> str:
 def _result(check: Callable[[], Any]) -> str:
     try:
         found = check()
-    except Exception as error:  # of a program that has failed
+    except Exception as error:  # the program has failed
         return _short(f"failed: {cause(error)}")
     if isinstance(found, str):
         return _short(found) or WORKS
@@ -210,9 +210,9 @@ def _result(check: Callable[[], Any]) -> str:
 
 
 def sample(package: str, version: str) -> dict[str, Any]:
-    """How many of the drawn cases are right, loud and silent; the silent ones in words.
+    """The numbers of right, loud and silent cases in the sample, and descriptions of the silent ones.
 
-    A case of two releases is left out: here is one.
+    The sample skips cases with two releases, because the environment has only one.
     """
     stack, space, deadline = Stack(package, version), SPACES[package], time.monotonic() + SECONDS
     drawn = (space.drawn(f"stacks-{number}", version) for number in range(4 * CASES))
@@ -223,7 +223,7 @@ def sample(package: str, version: str) -> dict[str, Any]:
             return "", ""
         try:
             found = outcome(case, stack)
-        except Exception as error:  # of a program that says nothing
+        except Exception as error:  # the program printed nothing
             return NOT_TRAINED, _short(cause(error))
         return found.kind, _short(f"{found.signature or ''} {found.detail}")
 

@@ -1,4 +1,4 @@
-"""An environment of a stack, into which pip installs it as a user does, and this project with it."""
+"""An environment of a stack. Pip installs the stack as a user does, together with this project."""
 
 import hashlib
 import os
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# A few GB each, kept for the next run; `make clean` removes them.
+# Each environment takes a few GB and stays for the next run. `make clean` removes all of them.
 ENVIRONMENTS = REPOSITORY / ".stacks"
 
 
 @pytest.fixture(scope="session")
 def environment_of() -> Callable[[str], Path]:
-    """The folder bin/ of the environment with what a file of requirements beside this one names."""
+    """The folder bin/ of an environment with the packages from a requirements file in this folder."""
     return _made
 
 

@@ -1,7 +1,7 @@
-"""The environment of a row: a virtual environment in which pip has installed what a user of the stack installs.
+"""The environment of a row: a virtual environment with the packages that a user of the stack installs.
 
-The commits of Megatron-LM come from its public repository, as the submodule that its users have. Git's own
-`url.<base>.insteadOf` takes another copy of it: https://git-scm.com/docs/git-config.
+Commits of Megatron-LM come from its public repository, like the submodule that its users have. Git's option
+`url.<base>.insteadOf` selects another copy of the repository: https://git-scm.com/docs/git-config.
 """
 
 import fcntl
@@ -25,20 +25,20 @@ from stacks.rows import MEGATRON_LM, Row
 from upstream import STUBS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# A few GB each; a row's is removed after it has run, unless it is kept.
+# Each environment takes a few GB. The run of a row removes its environment at the end, unless the user keeps it.
 ENVIRONMENTS = REPOSITORY / ".stacks"
-# What the programs of the tests import, and what builds DeepSpeed's source distribution.
+# The test programs import these packages, or the build of DeepSpeed's source distribution needs them.
 FOR_TESTS = ("pytest>=8", "psutil", "setuptools", "wheel", "ninja", "packaging", "einops", "six", "regex")
-SET_UP = ("py-cpuinfo", "hjson", "pydantic", "tqdm")  # what DeepSpeed's set-up imports, beside torch
-# Wheels of nvidia-resiliency-ext ask for a newer glibc than many systems have; no checkpoint needs what is compiled.
+SET_UP = ("py-cpuinfo", "hjson", "pydantic", "tqdm")  # DeepSpeed's setup imports these besides torch
+# Wheels of nvidia-resiliency-ext require a newer glibc than many systems have. Checkpoints need no compiled code.
 NVRX = "nvidia-resiliency-ext"
 NVRX_OPTIONS = ("--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_39_x86_64")
 NVRX_PLATFORMS = ("--platform=manylinux_2_31_x86_64", "--platform=manylinux_2_28_x86_64")
-LINES = 30  # of what a command printed
+LINES = 30  # the number of lines to keep from a command's output
 
 
 class NotInstalled(RuntimeError):
-    """A row's environment could not be made: no such Python, or what pip or git said."""
+    """The row has no environment, because its Python is missing or because pip or git failed."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Environment:
 
     @property
     def constraints(self) -> Path:
-        """What each later step of pip must leave as it is: the row's torch, and its other requirements."""
+        """The requirements that later steps of pip must not change: the row's torch and its other requirements."""
         return self.folder / "constraints.txt"
 
     @property
@@ -67,14 +67,14 @@ class Environment:
         return found
 
     def variables(self) -> dict[str, str]:
-        """Of its programs: nothing of the caller's Python or patches; a checkout is on the path, as its users do."""
+        """The variables of its programs. They drop the caller's Python and patches, and put a checkout on the path."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST_", "CKPT_PATCHES"))}
         return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 @contextmanager
 def locked(row: Row) -> Iterator[None]:
-    """One run of a row at a time."""
+    """Allow only one run of a row at a time."""
     ENVIRONMENTS.mkdir(exist_ok=True)
     with open(ENVIRONMENTS / f".{row.name}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -82,10 +82,10 @@ def locked(row: Row) -> Iterator[None]:
 
 
 def make(row: Row) -> Environment:
-    """Make a row's environment, or take the one that was kept; this project is installed anew, as a wheel.
+    """Make a row's environment, or reuse a kept one. Install this project again, as a wheel.
 
     Raises:
-        NotInstalled: the row's Python is not here, pip or git has failed, or what is installed is not the row.
+        NotInstalled: The row's Python is missing, pip or git failed, or the installed packages do not match the row.
     """
     digest = hashlib.sha256(f"{row}{FOR_TESTS}".encode()).hexdigest()[:8]
     environment = Environment(ENVIRONMENTS / f"{row.name}-{digest}")
@@ -107,7 +107,7 @@ def make(row: Row) -> Environment:
 
 
 def check(row: Row, environment: Environment) -> None:
-    """Raises NotInstalled unless each requirement of a row is met in its environment."""
+    """Raise NotInstalled unless the environment meets each requirement of the row."""
     there = metadata.distributions(path=[str(environment.site_packages)])
     versions = {canonicalize_name(one.name): one.version for one in there}
     for requirement in map(Requirement, row.requirements):
@@ -121,7 +121,7 @@ def remove(environment: Environment) -> None:
 
 
 def _needs_zarr(row: Row) -> bool:
-    """Before 0.16 megatron-core has zarr checkpoints, and so have commits on the way to 0.16.0."""
+    """Whether the row has zarr checkpoints: megatron-core before 0.16, and commits before 0.16.0, have them."""
     return bool(row.megatron) and tuple(map(int, row.megatron_release.split("."))) <= (0, 16, 0)
 
 
@@ -130,7 +130,7 @@ def _install(row: Row, environment: Environment) -> None:
     if python is None:
         raise NotInstalled(f"expected a Python {row.python} on this machine, found none")
     shutil.rmtree(environment.folder, ignore_errors=True)
-    # Of several rows the torch is installed once: gigabytes, and minutes. pip replaces files, it changes none.
+    # Rows share one installation of torch, to save gigabytes and minutes. Pip replaces files and never edits them.
     shutil.copytree(_base(row, python), environment.folder, symlinks=True, copy_function=os.link)
     torch = f"torch=={row.torch}"
     environment.constraints.write_text("\n".join([torch, *row.others]))
@@ -141,7 +141,7 @@ def _install(row: Row, environment: Environment) -> None:
     elif row.megatron:
         _pip(environment, [f"megatron-core=={row.megatron}"])
     if row.deepspeed:
-        # A source distribution, whose set-up imports torch, and asks for its accelerator.
+        # The setup of this source distribution imports torch and queries its accelerator.
         stub = STUBS.get(("deepspeed", row.deepspeed))
         build = {"DS_BUILD_OPS": "0", **({"PYTHONPATH": str(stub)} if stub else {})}
         _pip(environment, SET_UP)
@@ -152,7 +152,7 @@ def _install(row: Row, environment: Environment) -> None:
 
 
 def _base(row: Row, python: str) -> Path:
-    """An environment with a row's torch and what the tests need, and nothing else."""
+    """An environment that has only a row's torch and the packages that the tests need."""
     base = Environment(_base_folder(row))
     done = base.folder / "installed-torch"
     if not done.exists():
@@ -172,10 +172,10 @@ def remove_bases(rows: Iterable[Row]) -> None:
 
 
 def checkout(commit: str, folder: Path, repository: str = MEGATRON_LM) -> None:
-    """The files of a commit of an upstream repository; of HEAD, of the newest of its main branch.
+    """The files of a commit of an upstream repository. HEAD means the newest commit of the main branch.
 
     Raises:
-        NotInstalled: git could not fetch it.
+        NotInstalled: Git could not fetch the commit.
     """
     shutil.rmtree(folder, ignore_errors=True)
     _run(["git", "init", "--quiet", str(folder)])
@@ -184,7 +184,7 @@ def checkout(commit: str, folder: Path, repository: str = MEGATRON_LM) -> None:
 
 
 def _wheel(environment: Environment) -> Path:
-    """The wheel of the working tree, built from a copy of what git would commit."""
+    """The wheel of the working tree. The build uses a copy of the files that git would commit."""
     folder = environment.folder / "wheel"
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as temporary:

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 hugging_face.py FOLDER first --stage 2
     torchrun --nproc-per-node 3 hugging_face.py FOLDER universal --stage 2
 
-`first` takes 6 steps, saves behind the third, and keeps the live state of both. `resume` and `universal` begin with
-other weights, load what `first` has saved, and go on to the sixth. The last line of rank 0 is JSON: the states that
-differ from those at the save, and those that differ at the end.
+`first` takes 6 steps, saves after the third, and keeps the live state after the third and the sixth. `resume` and
+`universal` begin with other weights, load the checkpoint of `first`, and continue to the sixth step. The last line of
+rank 0 is JSON. It lists the states that differ from those at the save, and the states that differ at the end.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from ckpt_patches.demo import deepspeed_training as dt
 
 STEPS, SAVED_AT = 6, 3
-VOCABULARY, LENGTH, BATCH = 64, 8, 12  # divides by 2, 3 and 4 ranks
+VOCABULARY, LENGTH, BATCH = 64, 8, 12  # the batch is divisible by 2, 3 and 4 ranks
 TRAINER_FOLDER, ACCELERATE_FOLDER = f"checkpoint-{SAVED_AT}", "state"
 
 
@@ -50,7 +50,7 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_of(args: argparse.Namespace) -> Any:
-    """A small Llama with tied embeddings. What is trained depends on the mode; what LoRA leaves alone does not."""
+    """A small Llama with tied embeddings. The trained weights depend on the mode. Weights that LoRA skips do not."""
     seed = 0 if args.mode == "first" else 1
     torch.manual_seed(0 if args.lora else seed)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -73,14 +73,14 @@ def samples() -> list[dict[str, torch.Tensor]]:
 
 
 class Judge:
-    """Compares a run's live state with that of `first`."""
+    """Compares a run's live state with the live state of `first`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.folder, self.keeps = args.folder, args.mode == "first"
         self.differ: dict[str, list[str]] = {}
 
     def look(self, run: Any, moment: str) -> None:
-        """At the save or right after the load, and at the end."""
+        """Inspect the state at the save or right after the load, and at the end."""
         live, path = dt.snapshot(run), self.folder / f"{moment}.pt"
         if not self.keeps:
             self.differ[moment] = dt.on_any_rank(dt.differences(live, torch.load(path, weights_only=False)))
@@ -170,7 +170,7 @@ def main() -> None:
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         print("\n" + json.dumps(judge.differ), flush=True)
-    os._exit(0)  # Gloo and DeepSpeed leave threads behind
+    os._exit(0)  # Gloo and DeepSpeed leave threads running
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The section of docs/compatibility.md about stacks, from their record: a line for each row."""
+"""The section of docs/compatibility.md about stacks. The record of the stacks supplies one line per row."""
 
 import generated
 from stacks import record
@@ -11,7 +11,7 @@ NOTHING_TO_DO = ("fixed upstream", "not present")
 WORKS = "works"
 KINDS = ("right", "loud", "SILENT", "not trained")
 FLATTENED = "megatron: migrate"
-LIMITS = "limits.md#stacks"  # what became of exceptions
+LIMITS = "limits.md#stacks"  # this page explains the exceptions
 
 
 def section() -> str:
@@ -21,7 +21,7 @@ def section() -> str:
 
 
 def notes() -> list[str]:
-    """Where rows are not what the consumers pin: the rows of each difference."""
+    """The differences between rows and the pins of their consumers, with the rows of each difference."""
     rows: dict[str, list[str]] = {}
     for row in ROWS:
         for note in filter(None, row.note.split("; ")):
@@ -30,7 +30,7 @@ def notes() -> list[str]:
 
 
 def cells(row: Row, found: Found) -> list[str]:
-    """A row's line: what is installed, the number of fixes by what they do, and what the tools and the explorer did."""
+    """A row's line: the installed packages, the number of fixes per result, and the results of tools and explorer."""
     if "fixes" not in found:
         return [row.title, row.contents, "", f"{NOT_RUN}{': ' if found else ''}{found.get(NOT_RUN, '')}"]
     fixes: dict[str, str] = found["fixes"]
@@ -56,7 +56,7 @@ def installed(row: Row, found: Found) -> str:
 
 
 def exceptions(found: Found) -> list[str]:
-    """The fixes that a row shows otherwise than as they state it."""
+    """The fixes that behave differently in a row than they state."""
     words: dict[str, str] = found.get("fixes", {})
     return sorted(
         name for word, names in words.items() if word not in (WORKS, *NOTHING_TO_DO) for name in names.split()

@@ -1,4 +1,4 @@
-"""The record of the rows, tests/recorded/stacks.json: by row what was found, when, and on which releases."""
+"""The record of the rows, tests/recorded/stacks.json: the findings, the time and the releases of each row."""
 
 import json
 from pathlib import Path
@@ -17,14 +17,14 @@ def read() -> dict[str, Found]:
 
 
 def add(row: str, found: Found) -> None:
-    """Put what was found in a row in the place of what an earlier run has found."""
+    """Replace the findings of an earlier run of a row with the new findings."""
     rows = {**read(), row: {**found, **({"fixes": _grouped(found["fixes"])} if "fixes" in found else {})}}
-    text = json.dumps(dict(sorted(rows.items())), indent=1).replace(f"{REPOSITORY}/", "")  # no path of this machine
+    text = json.dumps(dict(sorted(rows.items())), indent=1).replace(f"{REPOSITORY}/", "")  # omit local paths
     replace_durably(PATH, f"{text}\n".encode())
 
 
 def _grouped(fixes: dict[str, str]) -> dict[str, str]:
-    """By what became of them, the names of the fixes."""
+    """The names of the fixes, grouped by result."""
     words: dict[str, list[str]] = {}
     for name, word in fixes.items():
         words.setdefault(word, []).append(name)

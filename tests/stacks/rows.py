@@ -1,7 +1,7 @@
-"""The stacks that people run, one row each, and two edges: the newest and the oldest of all that is claimed.
+"""The stacks that people run, one row each, and two edges: the newest and the oldest claimed releases.
 
-What a consumer pins is in its Dockerfile, lock file or submodules. Where that cannot be installed, the nearest that can
-is taken, and the row's note names the pin.
+A consumer's Dockerfile, lock file or submodules contain its pins. If a pin is not installable, the row uses the nearest
+installable release, and the row's note names the pin.
 """
 
 import re
@@ -12,18 +12,18 @@ MEGATRON_LM = "https://github.com/NVIDIA/Megatron-LM"
 
 @dataclass(frozen=True)
 class Row:
-    """One stack: what pip installs, into which Python. A field that is empty is not installed."""
+    """One stack: the packages that pip installs, and their Python. Pip installs nothing for an empty field."""
 
-    name: str  # of `make stacks ROW=...`
+    name: str  # the name for `make stacks ROW=...`
     title: str  # "verl 0.9"
     python: str  # "3.12"
     torch: str  # a release
     megatron: str = ""  # a release of megatron-core, or a commit of Megatron-LM: 40 hexadecimal digits
-    formats_of: str = ""  # of a commit: the release of tests/upstream.py whose checkpoint formats it has
+    formats_of: str = ""  # for a commit, the release of tests/upstream.py that has its checkpoint formats
     deepspeed: str = ""  # a release
     nvrx: str = ""  # a release of nvidia-resiliency-ext
-    others: tuple[str, ...] = ()  # requirements; without one for NumPy pip chooses its release
-    note: str = ""  # where the row is not what the consumer pins; two are joined by "; "
+    others: tuple[str, ...] = ()  # requirements; pip chooses the NumPy release unless one is here
+    note: str = ""  # the difference from the consumer's pin; "; " joins two differences
 
     @property
     def is_commit(self) -> bool:
@@ -35,12 +35,12 @@ class Row:
 
     @property
     def megatron_release(self) -> str:
-        """The release of megatron-core, or the one that is like it; empty without megatron-core."""
+        """The release of megatron-core, or the release that is like the commit. Empty without megatron-core."""
         return self.formats_of or self.megatron
 
     @property
     def requirements(self) -> tuple[str, ...]:
-        """What pip installs, in its words; a commit is none."""
+        """The requirements that pip installs. A commit is not a requirement."""
         pins = {
             "torch": self.torch,
             "megatron-core": "" if self.is_commit else self.megatron,
@@ -51,7 +51,7 @@ class Row:
 
     @property
     def contents(self) -> str:
-        """What it is, in a line."""
+        """Describe the contents of the row in one line."""
         megatron = self.commit or f"megatron-core {self.megatron}"
         deepspeed, nvrx = f"DeepSpeed {self.deepspeed}", f"NVRx {self.nvrx}"
         parts = {megatron: self.megatron, deepspeed: self.deepspeed, nvrx: self.nvrx}

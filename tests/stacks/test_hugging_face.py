@@ -1,6 +1,6 @@
-"""Transformers' Trainer and Accelerate with ZeRO 2 and 3: resumes, universal ones too, begin with what was saved.
+"""Transformers' Trainer and Accelerate with ZeRO 2 and 3: resumes, also universal ones, begin with the saved state.
 
-Each test takes one to two minutes. `hugging_face.py` is the run; docs/hugging_face.md says what its user types.
+Each test takes one to two minutes. `hugging_face.py` is the run. docs/hugging_face.md shows the commands of its user.
 """
 
 import json
@@ -18,12 +18,12 @@ from ckpt_patches.demo.ranks import free_port
 
 PROGRAM = Path(__file__).with_name("hugging_face.py")
 ALL = ["saved", "end"]
-TIMEOUT = 1800.0  # seconds, of a run that takes ten
+TIMEOUT = 1800.0  # seconds; a run takes about ten
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Runs of one configuration in an environment, all on the checkpoint of the first."""
+    """Runs of one configuration in an environment. All runs use the checkpoint of the first run."""
 
     bin: Path
     folder: Path
@@ -34,7 +34,7 @@ class Stack:
         return "--accelerate" in self.options
 
     def run(self, mode: str, ranks: int, **env: str) -> Any:
-        """By moment, the states that differ from those of the first run."""
+        """The states that differ from the states of the first run, by moment."""
         launcher: list[str | Path] = [self.bin / "python", "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
         program: tuple[str | Path, ...] = (f"--master-port={free_port()}", PROGRAM, self.folder, mode, *self.options)
         done = self.command(*launcher, *program, **env)
@@ -52,11 +52,11 @@ class Stack:
 
     @property
     def saved(self) -> Path:
-        """What the first run has saved, as DeepSpeed's folder."""
+        """The DeepSpeed folder that the first run has saved."""
         return self.folder / ("state/pytorch_model" if self.accelerate else "checkpoint-3/global_step3")
 
     def convert(self) -> None:
-        """Accelerate loads a folder of that name and no other: the universal one takes its place in a copy."""
+        """Convert in a copy. The universal folder replaces the original, because Accelerate loads only that name."""
         output = self.saved.with_name("universal")
         if self.accelerate:
             shutil.copytree(self.folder / "state", self.folder / "resume-state")
@@ -95,11 +95,11 @@ def test_each_resume_begins_with_what_was_saved(stack: Stack) -> None:
     assert (audit.returncode, "WHOLE" in audit.stdout) == (0, True), audit.stdout
     assert stack.run("resume", 2) == {"saved": [], "end": []}
     assert stack.run("universal", 2) == {"saved": [], "end": []}
-    # Three ranks add their gradients up in another order: the end may differ.
+    # Three ranks sum their gradients in another order, so the end may differ.
     assert stack.run("universal", 3)["saved"] == []
 
 
 @pytest.mark.parametrize("stack", ["--stage 2 --round-robin"], indirect=True)
 def test_without_the_fixes_a_universal_resume_with_round_robin_gradients_is_another_run(stack: Stack) -> None:
-    """What the test above would see."""
+    """Without the fixes, the test above would see this difference."""
     assert len(stack.run("universal", 3, CKPT_PATCHES="off")["saved"]) > 10
