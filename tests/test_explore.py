@@ -1,4 +1,4 @@
-"""The explorer: its drawn cases and its corpus are right, and its judge detects errors."""
+"""Tests of the explorer: its drawn cases and its corpus are right, and its judge detects errors."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ from upstream import newest, newest_affected
 Case = dict[str, Any]
 CORPUS = kept()
 NEWEST = {package: Stack(package, newest(space.distribution)) for package, space in SPACES.items()}
-# The numbers of drawn cases that can be resumed.
+# The numbers of drawn cases that a run can resume.
 SAMPLE = {"deepspeed": (3, 6, 9, 10, 12, 14, 15, 18, 19, 20, 22, 27, 31, 32, 38), "megatron": (1, 2, 3, 4, 6)}
 TOOLS = ("audit", "fingerprint")
 MORE = 10  # cases per package: right, or loud
@@ -61,7 +61,7 @@ def test_no_drawn_case_is_silent(package: str, number: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", CORPUS)
 def test_what_was_found_is_right_with_the_fixes_and_silent_or_loud_without_one(name: str) -> None:
-    """Each case needs the fix in its name; one named after a tool is right."""
+    """Each case needs the fix in its name. A case with a tool in its name is right."""
     known, fix = CORPUS[name], name.partition("-")[0]
     case = known["case"]
     if fix in TOOLS:
@@ -128,7 +128,7 @@ def test_a_case_is_plain_data_and_the_same_for_a_seed(package: str) -> None:
 def test_a_case_shrinks_to_what_it_needs(
     package: str, needed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A case shrinks to the options that a stub judge needs; tries those of 100 cases that have all of them."""
+    """A case shrinks to the options that a stub judge needs. The test uses the drawn cases that have all of them."""
     tried: list[Case] = []
     plain, stack = SPACES[package].plain, NEWEST[package]
 
@@ -151,7 +151,7 @@ def test_a_case_shrinks_to_what_it_needs(
             assert len(tried) < 60
 
 
-# The judge of the tools: each is spoiled here in one way, and the case is SILENT.
+# The judge of the tools: each test spoils one tool in one way, and the case is SILENT.
 
 
 def test_an_audit_that_calls_a_whole_checkpoint_damaged_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_a_fingerprint_that_is_wrong_is_silent(
 
 
 def change_a_moment(checkpoint: Path) -> None:
-    """Flip the lowest bit of its elements."""
+    """Flip the lowest bit of a moment in the checkpoint."""
     found = audit(checkpoint, 1).checkpoint
     shard = next(shard for shard in found.shards if EXP_AVG in shard.streams)
     change_elements(found, shard, EXP_AVG, 0, lambda bits: bits ^ 1)

@@ -1,10 +1,10 @@
-"""Train one configuration of the explorer with the real DeepSpeed on CPU ranks and save it, or load that and judge.
+"""Train and save one configuration of the explorer with the real DeepSpeed on CPU ranks, or load and judge it.
 
-    explore_deepspeed.py train CASE.json FOLDER     FOLDER/first, FOLDER/last: two saves; FOLDER/truth.pt
-    explore_deepspeed.py convert FOLDER OUTPUT      by DeepSpeed's converter
-    explore_deepspeed.py load CASE.json FOLDER      prints what came of the load, as JSON
+    explore_deepspeed.py train CASE.json FOLDER     writes two saves, FOLDER/first and FOLDER/last, and FOLDER/truth.pt
+    explore_deepspeed.py convert FOLDER OUTPUT      runs DeepSpeed's converter
+    explore_deepspeed.py load CASE.json FOLDER      prints the result of the load as JSON
 
-The truth is what is in the optimizer's memory, read here: no accessor of DeepSpeed's or of ours takes part.
+The truth is the content of the optimizer's memory. This program reads it without any accessor of DeepSpeed or ours.
 """
 
 import copy
@@ -37,15 +37,15 @@ from ckpt_patches.demo.optimizers import MOMENTUM
 from explore_deepspeed_model import SLICED, Model, expert_ranks, loss, optimizer, patterns, pipeline
 from explored import FIRST, LAST, Options, Part, SaveFailed, State, alike, is_nothing
 
-SAMPLES = 60  # of a step: for 1 to 5 ranks
-MORE = 2  # steps that are taken after the load
-OF_LAYOUT = ("params", "name")  # of a param group: one of experts is named after the ranks that share them
-NUMBERS = {"steps": "step", "products": "mu_product"}  # states of each parameter: the latter is NAdam's
+SAMPLES = 60  # per step; divisible by 1 to 5 ranks
+MORE = 2  # the number of steps after the load
+OF_LAYOUT = ("params", "name")  # keys of a param group; an expert group's name depends on the ranks
+NUMBERS = {"steps": "step", "products": "mu_product"}  # states of each parameter; NAdam has `mu_product`
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def engine(options: Options, on: Options, seed: int, *, universal: bool = False) -> Any:
-    """A run on so many ranks and nodes."""
+    """Create an engine on the given ranks and nodes."""
     ranks = on["ranks"]
     gc.freeze()
     torch._dynamo.config.disable = True
@@ -91,7 +91,7 @@ def engine(options: Options, on: Options, seed: int, *, universal: bool = False)
 
 @functools.cache
 def groups_of_sequences() -> Any:
-    """Two ranks each have parts of the same sequences, as in DeepSpeed's ALST; not in its releases before 0.17."""
+    """Make pairs of ranks share sequences, as in DeepSpeed's ALST. DeepSpeed before 0.17 does not support this."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     parallel_state_sp.initialize_sequence_parallel(2)
@@ -100,13 +100,13 @@ def groups_of_sequences() -> Any:
 
 @functools.cache
 def groups_of_slices(size: int) -> Any:
-    """Of tensor-parallel ranks, as Megatron-DeepSpeed has them."""
+    """Create the groups of tensor-parallel ranks as Megatron-DeepSpeed does."""
     topology = PipeModelDataParallelTopology(num_pp=1, num_mp=size, num_dp=dist.get_world_size() // size)
     return PipelineParallelGrid(topology=topology)
 
 
 def train(run: Any, options: Options, first: int, steps: int) -> list[float]:
-    """The mean loss of each step."""
+    """Train, and return the mean loss of each step."""
     if options["pipeline"]:
         return train_pipeline(run, options, first, steps)
     rank, ranks, count = dist.get_rank(), dist.get_world_size(), options["accumulation"]
@@ -144,12 +144,12 @@ def parts(run: Any) -> Iterator[Part]:
 
 
 def parts_of_slices(run: Any) -> Iterator[Part]:
-    """Of weights, main parameters and states of the optimizer; a whole one of what each rank has for itself."""
+    """Yield the parts of weights, main parameters and optimizer states. A tensor that is not sharded is one part."""
     names = names_of(run)
     for parameter, name in names.items():
         if hasattr(parameter, "ds_tensor"):
             yield from _shard(f"{name}.weight", parameter, parameter.ds_tensor.flatten(), 0)
-        if parameter.numel() or not hasattr(parameter, "ds_tensor"):  # a persistent one of stage 3 is there as well
+        if parameter.numel() or not hasattr(parameter, "ds_tensor"):  # stage 3 also keeps persistent ones in full
             yield Part(f"{name}.weight", parameter.data.view(-1), 0, parameter.numel())
     for name, buffer in run.module.named_buffers():
         yield Part(f"buffer {name}", buffer.view(-1), 0, buffer.numel())
@@ -166,7 +166,7 @@ def parts_of_slices(run: Any) -> Iterator[Part]:
 
 
 def placed(run: Any, part: Part) -> Part:
-    """A part of a slice, by where it is in the whole parameter."""
+    """Return the part with its position in the full parameter instead of the slice."""
     name = part.name.rpartition(".")[0]
     size = run.mpu.get_slice_parallel_world_size() if isinstance(run.mpu, PipelineParallelGrid) else 1
     if size == 1 or name not in SLICED:
@@ -178,7 +178,7 @@ def placed(run: Any, part: Part) -> Part:
 
 
 def names_of(run: Any) -> dict[Any, str]:
-    """The parameters' names, in which an expert has its number among all."""
+    """Return the parameters' names. The name of an expert contains its global number."""
     ranks = dist.get_world_size()
     name = f"ep_size_{expert_ranks(ranks)}"
     local = [module.num_local_experts for module in run.module.modules() if isinstance(module, MoE)]
@@ -187,12 +187,15 @@ def names_of(run: Any) -> dict[Any, str]:
 
 
 def is_of_matrices(run: Any, group: int) -> bool:
-    """Muon's momentum at stage 1 and 2 is of all of each matrix of which a part is in the partition."""
+    """Return whether the group has Muon's momentum at stage 1 or 2.
+
+    That momentum covers the full matrix even if the partition contains only a part of the matrix.
+    """
     return run.zero_optimization_stage() in (1, 2) and bool(inner_optimizer(run).param_groups[group].get("use_muon"))
 
 
 def addresses(run: Any, group: int, parameters: list[Any]) -> list[int]:
-    """The element of the group's flat buffer at which each parameter starts, by its address; empty if it has none."""
+    """Return the offset of each parameter in the group's flat buffer, or an empty list without a buffer."""
     flats = getattr(run.optimizer, "bit16_groups_flat", None)
     if not flats or hasattr(run.optimizer, "fp32_groups_flat_partition"):
         return []
@@ -203,7 +206,7 @@ def addresses(run: Any, group: int, parameters: list[Any]) -> list[int]:
 def _cut(
     key: str, flat: torch.Tensor, parameters: list[Any], begin: int, names: dict[Any, str], starts: Sequence[int] = ()
 ) -> Iterator[Part]:
-    """What a flat tensor has of each parameter. Without `starts` the parameters follow each other from element 0."""
+    """Yield the part of each parameter in a flat tensor. Without `starts` they are contiguous from element 0."""
     at = 0
     for number, parameter in enumerate(parameters):
         at = starts[number] if starts else at
@@ -219,7 +222,7 @@ def _cut(
 
 
 def _shard(name: str, parameter: Any, flat: torch.Tensor, at: int) -> Iterator[Part]:
-    """At stage 3 each rank has an equal share of each parameter, the last one with padding."""
+    """Yield this rank's shard at stage 3. All ranks have equal shares of a parameter; padding fills the last share."""
     each = parameter.partition_numel()
     begin = dist.get_rank(parameter.ds_process_group) * each
     if (count := min(each, parameter.ds_numel - begin)) > 0:
@@ -231,12 +234,13 @@ def inner_optimizer(run: Any) -> Any:
 
 
 def groups(run: Any, inner: Any) -> Iterator[tuple[torch.Tensor, list[Any], int]]:
-    """What the inner optimizer steps: a main parameter, the parameters that it stands for, and where in them it begins.
+    """Yield each main parameter of the inner optimizer, the parameters that it represents, and its offset in them.
 
-    A flat one of this rank's share (stages 1 to 3), a flat one of all (FP16_Optimizer), or each by itself.
+    A main parameter is a flat tensor of this rank's share (stages 1 to 3), a flat tensor of all parameters
+    (FP16_Optimizer), or a single parameter.
     """
     outer = run.optimizer
-    if hasattr(outer, "fp32_partitioned_groups_flat"):  # stage 3; of sub-groups
+    if hasattr(outer, "fp32_partitioned_groups_flat"):  # stage 3, which has sub-groups
         for flat, parameters in zip(outer.fp32_partitioned_groups_flat, outer.fp16_groups, strict=True):
             yield flat, list(parameters), 0
     elif hasattr(outer, "single_partition_of_fp32_groups"):  # stage 1 and 2
@@ -260,9 +264,11 @@ def groups(run: Any, inner: Any) -> Iterator[tuple[torch.Tensor, list[Any], int]
 
 
 def live(run: Any) -> State:
-    """All that the next steps depend on: tensors whole, and what is not a tensor; the same on each rank if all is well.
+    """Return everything that the next steps depend on: full tensors and other values.
 
-    What no rank has of a tensor is NaN.
+    The result is the same on each rank if the state is correct.
+
+    Elements that no rank has are NaN.
     """
     of_ranks = explored.of_ranks(in_fp32(part) for part in parts(run))
     found = explored.whole(of_ranks)
@@ -274,7 +280,7 @@ def live(run: Any) -> State:
     for number, group in enumerate(inner.param_groups):
         values = {key: copy.deepcopy(value) for key, value in group.items() if key not in OF_LAYOUT}
         own |= {f"{name}.{key}": value for name in group_names(run, number) for key, value in values.items()}
-    for of_rank in [*explored.gathered(own), own] if hasattr(run, "grid") else [own]:  # each stage has its own
+    for of_rank in [*explored.gathered(own), own] if hasattr(run, "grid") else [own]:  # each stage has its own groups
         found |= of_rank
     for key, state in NUMBERS.items():
         found[key] = sorted({one for of_rank in explored.gathered(_of_states(run, inner, state)) for one in of_rank})
@@ -285,7 +291,7 @@ def live(run: Any) -> State:
 
 
 def group_names(run: Any, number: int) -> list[str]:
-    """Of a param group; in a pipeline, where other stages have others, one of each of its parameters."""
+    """Return the names of a param group. In a pipeline, return one name per parameter: stages have different groups."""
     if not hasattr(run, "grid"):
         return [f"group {number}"]
     inner = inner_optimizer(run)
@@ -295,12 +301,12 @@ def group_names(run: Any, number: int) -> list[str]:
 
 
 def wholes(mine: list[Part]) -> State:
-    """Of a rank's parts the momenta of whole matrices."""
+    """Return the momenta of full matrices among a rank's parts."""
     return {name: own for name, own, _, numel in mine if name.endswith(MOMENTUM) and own.numel() == numel}
 
 
 def unlike(of_ranks: list[list[Part]]) -> set[str]:
-    """The momenta that are not the same on all ranks: some releases' Muon has others where a matrix lies on two."""
+    """Return the momenta that differ between ranks. Some releases of Muon have this where two ranks share a matrix."""
     first: State = {}
     for own in map(wholes, of_ranks):
         first = own | first
@@ -308,12 +314,12 @@ def unlike(of_ranks: list[list[Part]]) -> set[str]:
 
 
 def in_fp32(part: Part) -> Part:
-    """Of Muon's momentum: a load leaves it in that type, and the next step puts it back into its own."""
+    """Convert Muon's momentum to FP32. A load leaves it in FP32, and the next step restores its own type."""
     return part._replace(local=part.local.float()) if part.name.endswith(MOMENTUM) else part
 
 
 def _of_states(run: Any, inner: Any, name: str) -> set[float]:
-    """Of a state that is a number for each parameter, its values."""
+    """Return the values of a state that is one number per parameter."""
     every = [inner.state.get(main, {}).get(name) for main, *_ in groups(run, inner)]
     return {float(number) for number in every if number is not None}
 
@@ -322,7 +328,7 @@ def _scaler(run: Any) -> Any:
     return dt.scaler_of(run.optimizer) if hasattr(run.optimizer, "overflow") else None
 
 
-# Of what counts for the loss scale, and of a learning-rate scheduler, the attributes that are numbers.
+# The numeric attributes of the loss scaler and of the learning-rate scheduler.
 OF_SCALER = re.compile(r"cur_|last_overflow|(loss_)?scale$")
 SETTINGS: dict[str, Callable[[Any], State]] = {
     "scaler": lambda run: _numbers(_scaler(run), OF_SCALER),
@@ -336,7 +342,7 @@ def _numbers(one: Any, names: re.Pattern[str]) -> State:
 
 
 def put(run: Any, options: Options, state: State) -> None:
-    """Set a run's memory to a state, as if it had been loaded: what goes on from there is what a load is to come to."""
+    """Set a run's memory to a state. The run then continues as it must continue after a correct load."""
     if any(kind_of(name) == "state" for name in state):
         train(run, options, 90, 2)  # a fresh optimizer has no states yet
     explored.put(parts(run), state)
@@ -358,7 +364,7 @@ def put(run: Any, options: Options, state: State) -> None:
             setattr(one, name, state[f"{what}.{name}"])
 
 
-# What a load is asked to restore; all else stays as the run had it.
+# The arguments of a load, and the kinds that it must restore. All other kinds must stay unchanged.
 WEIGHTS = ("weight", "buffer")
 PROMISES: dict[str, tuple[dict[str, bool], tuple[str, ...]]] = {
     "everything": ({}, ("",)),
@@ -372,7 +378,7 @@ PROMISES: dict[str, tuple[dict[str, bool], tuple[str, ...]]] = {
 
 
 def kind_of(name: str) -> str:
-    """Of what is in a state: a weight, a buffer, fp32 (a main parameter), state, group, steps, counter, scaler, …"""
+    """Return the kind of an entry: weight, buffer, fp32 (a main parameter), state, group, steps, counter, scaler, …"""
     first = name.split(" ")[0].split(".")[0] if name.startswith(("buffer ", "group ", "counter ")) else ""
     if first or name in NUMBERS or name.startswith(("scaler.", "scheduler.")):
         return first or name.split(".")[0]
@@ -386,7 +392,7 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
     train(run, options, 0, options["steps"])
     for group in inner_optimizer(run).param_groups:
         if not options["warm_up"]:
-            group["lr"] /= 2  # as a scheduler of the user's would: it is not what the next run is started with
+            group["lr"] /= 2  # as a user's scheduler does; the next run starts with another rate
     truth: State = {}
     at = options["steps"]
     for tag, more in ((FIRST, 1), (LAST, MORE)):
@@ -394,7 +400,7 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
             truth[tag] = {"saved": live(run), "at": at}
             keep(rank, folder, truth)
         info: Options = {"iteration": at}
-        if not options["experts"]:  # with them it is a key that some releases reserve
+        if not options["experts"]:  # some releases reserve this key for runs with experts
             of_slices = patterns(options) if options["tp"] > 1 else {}
             info["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.2, **of_slices}
         killed = case["killed"] if tag == LAST else 0
@@ -424,7 +430,7 @@ def keep(rank: int, folder: Path, truth: State) -> None:
 
 
 def ending(rank: int, killed: int, ranks: int) -> Callable[..., None]:
-    """A `torch.save` that writes half of a file, and ends its process as the kernel would; on one rank."""
+    """Return a `torch.save` that, on one rank, writes half of a file and then kills its process as the kernel does."""
     save, left = torch.save, iter(range((killed - 1) // ranks, -1, -1))
 
     def save_or_end(obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
@@ -444,14 +450,14 @@ def ending(rank: int, killed: int, ranks: int) -> Callable[..., None]:
 
 
 def load(rank: int, case: Options, folder: Path) -> Options:
-    """What differs from the truth after a load on any rank, and in the losses of the next steps."""
+    """Load, and return the differences from the truth on any rank and in the losses of the next steps."""
     wanted = case["load"]
     options = {**case["run"], "groups": case["run"]["groups"] + wanted["more_groups"]}
     options["pipeline"] = wanted["stages"] or options["pipeline"]
     options["tp"] = wanted["tp"] or options["tp"]
     universal = "universal" in wanted["kind"]
     run = engine(options, wanted, seed=1, universal=universal)
-    if wanted["trained"]:  # a run that has been going on, as a trainer that rolls back
+    if wanted["trained"]:  # the run has trained before, as in a trainer that rolls back
         train(run, options, 50, 1)
     asked, restored = PROMISES[wanted["restore"]]
     name = f"{wanted['tag']}_universal" if universal else wanted["tag"]
@@ -465,10 +471,10 @@ def load(rank: int, case: Options, folder: Path) -> Options:
             path, _ = run.load_checkpoint(str(folder), tag=None if wanted["latest"] else name, **asked)
         if path is None:
             raise FileNotFoundError("load_checkpoint returns no path")
-    if wanted.get("spoil"):  # for tests: what was loaded is changed, or a rank goes nowhere
+    if wanted.get("spoil"):  # for tests: change the loaded state, or make a rank hang
         explored.spoil(parts(run), wanted["spoil"])
     truths = torch.load(folder / "truth.pt", weights_only=False)
-    # After a save in which a rank was killed the tracker names the one before, or this one; else it names the last.
+    # If a save killed a rank, the tracker names the previous save or this save. Otherwise it names the last save.
     truth = truths[name.removesuffix("_universal") if case["killed"] else wanted["tag"]]
     found = live(run)
     different = explored.on_any_rank(differences(found, truth["saved"], before, restored))
@@ -476,12 +482,12 @@ def load(rank: int, case: Options, folder: Path) -> Options:
         train(run, options, 70, 1)
         return {"different": explored.unrepaired(different, found, truths, case), "proof": proof}
     if different or restored[0] or "losses" not in truth:
-        train(run, options, 70, 1)  # whose error is one that somebody gets
+        train(run, options, 70, 1)  # an error here is an error for the user
         return {"different": different, "proof": proof}
     losses, end = truth["losses"], truth["end"]
     names = ("pipeline", "tp")
     other_layout = wanted["ranks"] != case["ranks"] or any(options[name] != case["run"][name] for name in names)
-    if other_layout or wanted["old"]:  # sums are in another order; steps have fixes as well
+    if other_layout or wanted["old"]:  # another layout changes the order of sums; the fixes also change steps
         reference = engine(options, wanted, seed=2)
         put(reference, options, truth["saved"])
         losses, end = train(reference, options, truth["at"], len(losses)), live(reference)
@@ -491,12 +497,12 @@ def load(rank: int, case: Options, folder: Path) -> Options:
 
 
 def differences(found: State, saved: State, before: State, restored: tuple[str, ...]) -> list[str]:
-    """What is not as it was saved, of kinds that are to be restored, and of the others what is not as before."""
+    """Return the restored entries that differ from the save and the other entries that differ from before the load."""
     different = []
     for key in sorted({*saved, *found}):
         if not restored[0] or kind_of(key).startswith(restored):
             good = alike(found.get(key), saved.get(key))
-        elif kind_of(key) == "fp32":  # with new weights: theirs, or those of the checkpoint
+        elif kind_of(key) == "fp32":  # main parameters may match the new weights or the checkpoint
             good = alike(found.get(key), saved.get(key)) or is_weight(found, key)
         else:
             good = alike(found.get(key), before.get(key)) or is_nothing(found.get(key), before.get(key))
@@ -510,7 +516,7 @@ def is_weight(found: State, key: str) -> bool:
 
 
 def convert(checkpoint: Path, output: Path) -> Options:
-    """By DeepSpeed's converter, in a process of its own."""
+    """Run DeepSpeed's converter in a separate process."""
     try:
         ranks.results(dt.convert_by_upstream, 1, checkpoint, output)
     except ranks.RankError as error:
@@ -520,7 +526,7 @@ def convert(checkpoint: Path, output: Path) -> Options:
 
 def join(nodes: int, rank: int, count: int, port: int) -> None:
     node = count // nodes
-    os.environ["CROSS_RANK"], os.environ["CROSS_SIZE"] = str(rank // node), str(nodes)  # which writers ask for
+    os.environ["CROSS_RANK"], os.environ["CROSS_SIZE"] = str(rank // node), str(nodes)  # writers read these
     dt.join(rank, count, node, port)
 
 

@@ -16,7 +16,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {**zero_healthy.OPTIMIZERS, "Lion": 
 BUILT_IN = {"built-in Adam": "Adam", "built-in AdamW": "AdamW", "Muon": "Muon"}
 
 
-# Parameters of which each tensor-parallel rank has a slice: along which axis, and the whole shape.
+# Each tensor-parallel rank has a slice of these parameters. The values are the axis and the full shape.
 SLICED = {
     "up.weight": (0, (24, 8)), "up.bias": (0, (24,)), "norm.weight": (0, (24,)), "norm.bias": (0, (24,)),
     "down.weight": (1, (8, 24)),
@@ -24,14 +24,14 @@ SLICED = {
 
 
 def patterns(options: dict[str, Any]) -> dict[str, list[str]]:
-    """What a checkpoint has to say of them so that it can be converted."""
+    """Return the patterns that a checkpoint must contain so that the converter accepts its slices."""
     whole = ["head.weight", "scale", *["down.bias"] * (not options["frozen"])]
     whole += ["again.weight"] * (not options["tied"]) + [r"unused\..*"] * options["unused"]
     return {"parameter_with_row_parallelism_patterns": ["down.weight"], "tp_replicated_parameter_patterns": whole}
 
 
 class ToSlices(torch.autograd.Function):
-    """The input of layers that are cut: the gradients of all slices are summed."""
+    """The input of sliced layers. The backward pass sums the gradients of all slices."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -44,7 +44,7 @@ class ToSlices(torch.autograd.Function):
 
 
 class FromSlices(torch.autograd.Function):
-    """The sum of what the slices give."""
+    """The sum of the outputs of all slices."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -62,7 +62,10 @@ def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 class Expert(torch.nn.Linear):
-    """A rank with several experts cuts their tokens out of one tensor, of which torch rounds a layer differently."""
+    """An expert that makes its input contiguous.
+
+    A rank with several experts passes views of one tensor, and torch rounds differently for views.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.contiguous())
@@ -96,7 +99,7 @@ class Model(torch.nn.Module):
         if options["buffers"]:
             self.register_buffer("mask", torch.full((hidden, hidden), float("-inf")).triu(1))
             self.register_buffer("mean", torch.randn(hidden))
-        if options["lora"]:  # adapters of rank 2, whose second matrix begins with zeros; nothing else is trained
+        if options["lora"]:  # rank-2 adapters; the second matrix starts as zeros; all else is frozen
             self.requires_grad_(False)
             self.lora_a = torch.nn.Linear(3 * hidden, 2, bias=False)
             self.lora_b = torch.nn.Linear(2, hidden, bias=False)
@@ -108,7 +111,7 @@ class Model(torch.nn.Module):
         for name, (axis, _) in SLICED.items():
             parameter = self.get_parameter(name)
             parameter.data = parameter.data.chunk(size, axis)[rank].contiguous()
-            parameter.model_parallel = parameter.tensor_model_parallel = True  # or it is no part of the norm
+            parameter.model_parallel = parameter.tensor_model_parallel = True  # else the norm omits it
         self.norm.normalized_shape = (3 * self.HIDDEN // size,)
         self.slices = mpu.get_slice_parallel_group()
 
@@ -144,7 +147,7 @@ class Scale(torch.nn.Module):
 
 
 def pipeline(options: dict[str, Any]) -> Any:
-    """The layers on so many stages; tied ones are the first and the last of the square ones."""
+    """Create the layers on the given number of stages. The first and last square layers may be tied."""
     hidden, bias = Model.HIDDEN, {"bias": False}
     square = LayerSpec(torch.nn.Linear, hidden, hidden, **bias)
     head = TiedLayerSpec("head", torch.nn.Linear, hidden, hidden, **bias) if options["tied"] else square
@@ -167,21 +170,21 @@ def loss(output: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
 
 
 def expert_ranks(ranks: int) -> int:
-    """Of so many ranks how many share the experts: expert parallel on an even number of them."""
+    """Return how many ranks share the experts: two if the number of ranks is even, else one."""
     return 1 + (ranks % 2 == 0)
 
 
 def optimizer(model: Any, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `deepspeed.initialize`; a built-in optimizer goes into the config."""
+    """Return arguments of `deepspeed.initialize`. This function adds a built-in optimizer to the config."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     count = options["groups"]
     held: list[list[Any]] = [[] for _ in range(count)]
-    own = [name for name, _ in named if "deepspeed_experts" not in name]  # of which each rank has as many
+    own = [name for name, _ in named if "deepspeed_experts" not in name]  # each rank has all of these
     for name, parameter in named:
-        by_kind = options["pipeline"] or name not in own  # whichever stages there are
+        by_kind = options["pipeline"] or name not in own  # independent of the stages
         held[(name.endswith("bias") if by_kind else own.index(name)) % count].append(parameter)
     groups: list[dict[str, Any]] = [{"params": some, "weight_decay": 0.01 * n} for n, some in enumerate(held)]
-    if options["single"] and not options["lora"]:  # a group of one element
+    if options["single"] and not options["lora"]:  # a group with one element
         scale = [parameter for name, parameter in named if name.endswith("scale")]
         for group in groups:
             group["params"] = [one for one in group["params"] if not any(one is own for own in scale)]
@@ -203,6 +206,6 @@ def optimizer(model: Any, options: dict[str, Any], config: dict[str, Any]) -> di
     of_adam = {"torch_adam": True} if name != "Muon" else {}
     config["optimizer"] = {"type": name, "params": {"lr": 1e-2, **of_adam}}
     if name == "Muon":
-        fused_adam.FusedAdamBuilder = NoCompiler  # then it steps vectors by Adam itself
+        fused_adam.FusedAdamBuilder = NoCompiler  # DeepSpeed then uses its Adam for vectors
         config["zero_optimization"]["reduce_scatter"] = False
     return {"model_parameters": groups if name != "Muon" else [parameter for _, parameter in named]}

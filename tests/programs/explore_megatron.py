@@ -1,9 +1,9 @@
-"""Train one configuration of the explorer with the real megatron-core on CPU ranks and save it, or load that and judge.
+"""Train and save one configuration of the explorer with the real megatron-core on CPU ranks, or load and judge it.
 
-    explore_megatron.py train CASE.json FOLDER     FOLDER/first, FOLDER/last: two saves; FOLDER/truth.pt
-    explore_megatron.py load CASE.json FOLDER      prints what came of the load, as JSON
+    explore_megatron.py train CASE.json FOLDER     writes two saves, FOLDER/first and FOLDER/last, and FOLDER/truth.pt
+    explore_megatron.py load CASE.json FOLDER      prints the result of the load as JSON
 
-The truth is what is in the optimizers' memory, read here: no sharded state dict of Megatron's or of ours takes part.
+The truth is the content of the optimizers' memory. This program reads it without any sharded state dict.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from ckpt_patches.demo import megatron_training as mt  # isort: skip  the stand-in for a GPU has to be there first
+from ckpt_patches.demo import megatron_training as mt  # isort: skip  the GPU stub must load first
 import torch
 import torch.distributed as dist
 
@@ -28,9 +28,9 @@ from ckpt_patches.demo.ranks import call_after
 from explore_megatron_model import LAYERS, SEQUENCES, Options, build, initialize, scheduler, step
 from explored import FIRST, LAST, Part, SaveFailed, State, is_nothing
 
-MORE = 2  # steps that are taken after the load
+MORE = 2  # the number of steps after the load
 LAYOUT = ("tp", "pp", "ep", "cp")
-NO_SETTINGS = ("params", "step", "offload_fraction")  # of a param group; the last is that of the optimizer
+NO_SETTINGS = ("params", "step", "offload_fraction")  # keys of a param group; the last belongs to the optimizer
 
 
 class Run(NamedTuple):
@@ -46,7 +46,7 @@ def started(options: Options, on: Options, seed: int, **changed: Any) -> Run:
 
 
 def train(run: Run, first: int, steps: int) -> list[float]:
-    """The mean loss of each step."""
+    """Train, and return the mean loss of each step."""
     losses = []
     for number in range(first, first + steps):
         losses.append(step(run.model, run.optimizer, number))
@@ -59,7 +59,7 @@ def train(run: Run, first: int, steps: int) -> list[float]:
 
 
 def place(model: Any, name: str, parameter: torch.Tensor) -> tuple[str, torch.Tensor, int]:
-    """Of a parameter of this rank: its name in the whole model, where its elements are in it, and how many that has."""
+    """Return a local parameter's name in the full model, the indices of its elements there, and its full size."""
     from megatron.core import parallel_state
 
     network = model.module
@@ -76,7 +76,7 @@ def place(model: Any, name: str, parameter: torch.Tensor) -> tuple[str, torch.Te
     if not getattr(parameter, "tensor_model_parallel", False) or size == 1:
         return name, torch.arange(parameter.numel()), parameter.numel()
     axis = parameter.partition_dim
-    parts = 2 if ".linear_fc1." in name and network.config.gated_linear_unit else 1  # W and V, each cut
+    parts = 2 if ".linear_fc1." in name and network.config.gated_linear_unit else 1  # W and V
     shape = list(parameter.shape)
     shape[axis : axis + 1] = [parts, size * shape[axis] // parts]
     index = torch.arange(parameter.numel() * size).view(shape)
@@ -84,17 +84,17 @@ def place(model: Any, name: str, parameter: torch.Tensor) -> tuple[str, torch.Te
 
 
 def places(run: Run) -> dict[int, tuple[str, torch.Tensor, int]]:
-    """Of each parameter, by its identity."""
+    """Return the place of each parameter by its `id`."""
     return {id(own): place(run.model, name, own) for name, own in run.model.module.named_parameters()}
 
 
 class Held(NamedTuple):
-    """What an optimizer has of a parameter of the model."""
+    """The part of a model parameter that an optimizer holds."""
 
     parameter: Any
-    begin: int  # element of it that the states begin with
+    begin: int  # the parameter's first element in the states
     states: dict[str, torch.Tensor]  # flat
-    settings: Options  # of its param group
+    settings: Options  # from its param group
     step: Any
 
 
@@ -114,7 +114,7 @@ def held(optimizer: Any) -> Iterator[Held]:
             main, state = _inner(leaf.optimizer, stepped)
             own = {"fp32": state.get("master_param", main.float()), **state}
             if main is not stepped and stepped.dtype == torch.float32:
-                own["copy"] = stepped  # of a main parameter that is on the CPU
+                own["copy"] = stepped  # the copy of a main parameter on the CPU
             states = {
                 name: value.detach().view(-1)
                 for name, value in own.items()
@@ -125,13 +125,13 @@ def held(optimizer: Any) -> Iterator[Held]:
 
 
 def _pairs(leaf: Any) -> Iterator[tuple[Any, int, Any]]:
-    """A parameter of the model, an element of it, and what the optimizer steps for the elements from there on."""
+    """Yield each model parameter, an offset, and the tensor that the optimizer steps for the elements from there on."""
 
     def pairs(*groups: Any) -> Iterator[tuple[Any, ...]]:
         return (pair for of_group in zip(*groups, strict=True) for pair in zip(*of_group, strict=True))
 
-    if hasattr(leaf, "model_float16_groups"):  # distributed: this rank's range of some
-        mains = leaf.shard_fp32_from_float16_groups  # None each of the precision-aware optimizer
+    if hasattr(leaf, "model_float16_groups"):  # distributed: this rank has ranges of some parameters
+        mains = leaf.shard_fp32_from_float16_groups  # all None in the precision-aware optimizer
         found = [
             *((own, shard if main is None else main) for own, main, shard in
               pairs(leaf.model_float16_groups, mains, leaf.shard_float16_groups)),
@@ -147,7 +147,7 @@ def _pairs(leaf: Any) -> Iterator[tuple[Any, int, Any]]:
 
 
 def _inner(optimizer: Any, stepped: Any) -> tuple[Any, State]:
-    """Of CPU offload: what one of its optimizers steps, and that one's state and step."""
+    """Return the tensor that the inner optimizer steps, with its state and step. CPU offload has several optimizers."""
     if not hasattr(optimizer, "sub_optimizers"):
         (group,) = (group for group in optimizer.param_groups if any(stepped is one for one in group["params"]))
         return stepped, {**optimizer.state.get(stepped, {}), **_counted_by_group(optimizer, group)}
@@ -160,12 +160,12 @@ def _inner(optimizer: Any, stepped: Any) -> tuple[Any, State]:
 
 
 def _counted_by_group(optimizer: Any, group: Options) -> Options:
-    """torch's optimizers count the steps of each parameter, Apex's and Transformer Engine's those of a group."""
+    """Return the group's step. Apex and Transformer Engine count steps per group, and torch counts per parameter."""
     return {"step": group["step"]} if "step" in group and "torch.optim" not in type(optimizer).__module__ else {}
 
 
 def parts(run: Run) -> Iterator[Part]:
-    """Of weights, main parameters and states of the optimizer."""
+    """Yield the parts of weights, main parameters and optimizer states."""
     of_parameters = places(run)
     for parameter in run.model.module.parameters():
         named, where, numel = of_parameters[id(parameter)]
@@ -177,7 +177,7 @@ def parts(run: Run) -> Iterator[Part]:
 
 
 def live(run: Run) -> State:
-    """All that the next steps depend on; the same on each rank if all is well."""
+    """Return everything that the next steps depend on. It is the same on each rank if the state is correct."""
     names = {own: name for own, (name, *_) in places(run).items()}
     settings: State = {}
     for one in held(run.optimizer):
@@ -187,7 +187,7 @@ def live(run: Run) -> State:
     found: State = {}
     for of_rank in [*explored.gathered(settings), settings]:
         found |= of_rank
-    for scaler in _scalers(run)[:1]:  # those of a chain are alike
+    for scaler in _scalers(run)[:1]:  # all scalers of a chain are equal
         found |= {f"scaler.{name}": value for name, value in _numbers(scaler).items()}
     if run.scheduler:
         found |= {f"scheduler.{name}": value for name, value in _numbers(run.scheduler).items()}
@@ -201,13 +201,13 @@ def _scalers(run: Run) -> list[Any]:
 
 
 def _numbers(one: Any) -> Options:
-    found = {name: value for name, value in vars(one).items() if name != "restores_left"}  # of override_learning_rate
+    found = {name: value for name, value in vars(one).items() if name != "restores_left"}  # a fix sets it
     found = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
     return {name: value for name, value in found.items() if isinstance(value, (bool, int, float))}
 
 
 def put(run: Run, state: State) -> None:
-    """Set a run's memory to a state, as if it had been loaded: what goes on from there is what a load is to come to."""
+    """Set a run's memory to a state. The run then continues as it must continue after a correct load."""
     if any(kind_of(name) == "state" for name in state):
         train(run, 90, 2)  # a fresh optimizer has no states yet
     explored.put((part for part in parts(run) if part.name in state), state)
@@ -224,7 +224,7 @@ def put(run: Run, state: State) -> None:
 
 
 def _set_step(leaf: Any, number: float) -> None:
-    """In whichever place an optimizer counts."""
+    """Set the step in every place where the optimizer counts it."""
     if getattr(leaf, "optimizer", None) is None:
         return
     optimizers = [leaf.optimizer, *getattr(leaf.optimizer, "sub_optimizers", ())]
@@ -246,7 +246,7 @@ def _set_settings(run: Run, names: dict[int, str], state: State) -> None:
 
 
 def kind_of(name: str) -> str:
-    """Of what is in a state: a weight, fp32 (a main parameter), state, setting, step, scaler or scheduler."""
+    """Return the kind of an entry: weight, fp32 (a main parameter), copy, state, setting, step, scaler or scheduler."""
     first = re.split(r"[ .]", name)[0]
     if first in ("setting", "step", "scaler", "scheduler"):
         return first
@@ -264,14 +264,14 @@ def sharded(run: Run, options: Options, *, is_loading: bool) -> dict[str, Any]:
     if options["optimizer"] == "whole":
         chosen = {}
     elif "metadata" in inspect.signature(leaves(run.optimizer)[0].sharded_state_dict).parameters:
-        bare = name != "fully_sharded_bucket_space"  # whose objects of two optimizers would have one name
+        bare = name != "fully_sharded_bucket_space"  # else two optimizers' objects have the same name
         chosen = {"metadata": {"distrib_optim_sharding_type": name, "chained_optim_avoid_prefix": bare}}
     of_optimizer = run.optimizer.sharded_state_dict(of_model, is_loading=is_loading, **chosen)
     return {"model": of_model, "optimizer": of_optimizer}
 
 
 def of_run(run: Run, options: Options, iteration: int) -> Options:
-    """What is saved of all ranks together."""
+    """Return the saved values that all ranks share."""
     args = argparse.Namespace(
         iteration=iteration,
         world_size=dist.get_world_size(),
@@ -298,7 +298,7 @@ def rank_folder(folder: Path) -> Path:
 
 
 def save(run: Run, options: Options, iteration: int, folder: Path) -> Any:
-    """Returns what is to be called later to finish an asynchronous save, or None."""
+    """Save, and return the request of an asynchronous save, or None."""
     from megatron.core import dist_checkpointing
 
     if options["trainer"]:
@@ -318,14 +318,14 @@ def save(run: Run, options: Options, iteration: int, folder: Path) -> Any:
     state = {**sharded(run, options, is_loading=False), **of_run(run, options, iteration)}
     how: Options = {"async_sharded_save": True} if options["asynchronous"] else {}
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
-        how["async_strategy"] = "mcore"  # the other is in a package of its own
+        how["async_strategy"] = "mcore"  # the other strategy needs a separate package
     asked = dist_checkpointing.save(state, str(folder), (options["backend"], 1), **how)
     dist.barrier()
     return asked
 
 
 def save_by_trainer(run: Run, options: Options, iteration: int, folder: Path) -> None:
-    """By Megatron-LM's own function, into a folder of runs."""
+    """Save with Megatron-LM's own function into a folder of runs."""
     checkpointing, runs = megatron_lm.import_training(), folder.with_suffix(".run")
     args = arguments(options, runs)
     checkpointing.get_args = lambda: args
@@ -337,7 +337,7 @@ def save_by_trainer(run: Run, options: Options, iteration: int, folder: Path) ->
 
 
 def load_by_trainer(run: Run, options: Options, folder: Path, restore: str) -> None:
-    """From a folder of runs, in which the checkpoint is a link."""
+    """Load from a folder of runs that contains a link to the checkpoint."""
     checkpointing, runs = megatron_lm.import_training(), folder.with_suffix(".run")
     if dist.get_rank() == 0:
         last = int((runs / "latest_checkpointed_iteration.txt").read_text())
@@ -346,12 +346,12 @@ def load_by_trainer(run: Run, options: Options, folder: Path, restore: str) -> N
     dist.barrier()
     args = arguments(options, runs, finetune=restore == "weights")
     checkpointing.get_args = lambda: args
-    checkpointing.update_num_microbatches = lambda **_: None  # of a schedule that is not set up here
+    checkpointing.update_num_microbatches = lambda **_: None  # its schedule is not set up here
     checkpointing.load_checkpoint([run.model], run.optimizer, run.scheduler)
 
 
 def arguments(options: Options, runs: Path, **more: Any) -> Any:
-    """Of a script of Megatron-LM's that has these ranks."""
+    """Return the arguments of a Megatron-LM script on these ranks."""
     from megatron.core import parallel_state as state
 
     tp, pp = state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size()
@@ -381,11 +381,11 @@ def _is_first_data_parallel() -> bool:
 
 
 def finished_after(asked: Any, sign: Path, persistent: bool) -> Any:
-    """Begin to write in a process, a forked one or a persistent one, which waits for a sign; what finishes it."""
+    """Start a forked or persistent process that waits for a sign and then writes. Return a function to finish it."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
     calls = AsyncCallsQueue(persistent=persistent)
-    if asked.async_fn is not None:  # this rank writes something
+    if asked.async_fn is not None:  # this rank writes data
         asked = asked._replace(async_fn=partial(call_after, sign, asked.async_fn))
     calls.schedule_async_request(asked)
 
@@ -400,7 +400,7 @@ def finished_after(asked: Any, sign: Path, persistent: bool) -> Any:
 
 
 def load_into(run: Run, options: Options, folder: Path, restore: str) -> None:
-    """In the order in which Megatron-LM does it."""
+    """Load in the same order as Megatron-LM."""
     from megatron.core import dist_checkpointing
 
     if options["trainer"]:
@@ -451,7 +451,7 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
 
 
 def load(rank: int, case: Options, folder: Path) -> Options:
-    """What differs from the truth after a load on any rank, and in the losses and states of the next steps."""
+    """Load, and return the differences from the truth on any rank and in the losses and states of the next steps."""
     wanted, options = case["load"], dict(case["run"])
     if wanted["format"] != "same":
         options["format"] = wanted["format"]
@@ -490,7 +490,7 @@ def load(rank: int, case: Options, folder: Path) -> Options:
 
 
 def goes_on(case: Options) -> bool:
-    """Whether the next steps are those of the run that saved: sums in another layout are in another order."""
+    """Return whether the next steps equal those of the saved run. Another layout changes the order of sums."""
     wanted, run = case["load"], {**case["run"], "ranks": case["ranks"]}
     same = all(wanted[name] == run[name] for name in (*LAYOUT, "ranks"))
     as_it_was = not wanted["override"] and wanted["offload"] == "same" and not wanted["saved_by"]
@@ -498,18 +498,18 @@ def goes_on(case: Options) -> bool:
 
 
 def promised(truth: State, before: State, fresh: Run, wanted: Options) -> State:
-    """The state after a load; None for what is as before it, or zeros, as a fresh optimizer may have."""
+    """Return the expected state after a load."""
     saved: State = truth["saved"]
-    if wanted["restore"] == "weights":  # main parameters are those weights
+    if wanted["restore"] == "weights":  # main parameters equal the loaded weights
         mains = {key: value for key, value in before.items() if kind_of(key) in ("fp32", "copy")}
         expected = {
             key: torch.where(value.isnan(), value, saved[f"{key.rpartition('.')[0]}.weight"].to(value.dtype))
-            for key, value in mains.items()  # a copy is there of what is on the CPU of a rank
+            for key, value in mains.items()  # a copy exists only for parameters on a rank's CPU
         }
         expected |= {key: value for key, value in saved.items() if kind_of(key) == "weight"}
         return before | expected
     expected = {key: value for key, value in saved.items() if kind_of(key) != "copy"}
-    copies = {key: value for key, value in before.items() if kind_of(key) == "copy"}  # of which another part may be
+    copies = {key: value for key, value in before.items() if kind_of(key) == "copy"}  # may cover another part
     expected |= {
         key: torch.where(own.isnan(), own, saved[key.removesuffix("copy") + "fp32"]) for key, own in copies.items()
     }
@@ -523,7 +523,7 @@ def promised(truth: State, before: State, fresh: Run, wanted: Options) -> State:
 
 
 def _different(found: State, expected: State, of_another: bool) -> list[str]:
-    """A state that is not there yet is one of zeros; a release has settings that another one has not."""
+    """Return the entries that differ. A missing state equals zeros. Other releases may lack some settings."""
     missing = [key for key in {*found, *expected} if found.get(key) is None or expected.get(key) is None]
     nothing = {key for key in missing if is_nothing(found.get(key), expected.get(key))}
     nothing |= {key for key in missing if of_another and kind_of(key) == "setting"}

@@ -6,7 +6,7 @@ import sys
 import types
 from typing import Any
 
-from ckpt_patches.demo import megatron_training as mt  # isort: skip  the stand-in for a GPU has to be there first
+from ckpt_patches.demo import megatron_training as mt  # isort: skip  the GPU stub must load first
 import torch
 import torch.distributed as dist
 
@@ -14,9 +14,9 @@ from gpt_resume import on_cpu
 
 Options = dict[str, Any]
 VOCABULARY, SEEN, LENGTH, HIDDEN, LAYERS, EXPERTS = 64, 40, 8, 16, 2, 4
-SEQUENCES = 12  # of a step: for 1 to 4 and 6 data-parallel ranks
+SEQUENCES = 12  # per step; divisible by 1 to 4 and 6 data-parallel ranks
 RATE, DECAY = 1e-2, 0.1
-# Of the layers of Transformer Engine, what 0.7 imports.
+# The names that megatron-core 0.7 imports from the layers of Transformer Engine.
 NOT_USED = (
     "SplitAlongDim", "TEDelayedScaling", "TEDotProductAttention", "TELayerNormColumnParallelLinear",
     "TERowParallelLinear", "get_cpu_offload_context", "te_checkpoint",
@@ -24,7 +24,7 @@ NOT_USED = (
 
 
 def initialize(layout: Options) -> None:
-    """Megatron's groups of ranks."""
+    """Create Megatron's groups of ranks."""
     from megatron.core import parallel_state, tensor_parallel
 
     more = {"num_distributed_optimizer_instances": layout["instances"]} if layout["instances"] > 1 else {}
@@ -43,7 +43,7 @@ def initialize(layout: Options) -> None:
 
 
 def build(options: Options, seed: int) -> tuple[Any, Any]:
-    """The model under Megatron's DDP, and its optimizer."""
+    """Create the model under Megatron's DDP and its optimizer."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[options["dtype"]]
     network = gpt(options, dtype, seed)
     return mt.build(
@@ -60,7 +60,7 @@ def build(options: Options, seed: int) -> tuple[Any, Any]:
 
 
 def settings(options: Options) -> Options:
-    """Of the optimizer."""
+    """Return the optimizer's settings."""
     found: Options = {
         "optimizer": options["algorithm"],
         "lr": rate(options),
@@ -97,7 +97,7 @@ def scheduler(optimizer: Any, options: Options) -> Any:
 
 
 def gpt(options: Options, dtype: torch.dtype, seed: int) -> Any:
-    """Two layers of a GPT, of which this rank has a part."""
+    """Create this rank's part of a GPT with two layers."""
     stub_kernels()
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -118,7 +118,7 @@ def gpt(options: Options, dtype: torch.dtype, seed: int) -> Any:
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(seed * 2.0**-8)  # norms and biases begin alike else
+            parameter.add_(seed * 2.0**-8)  # else norms and biases do not depend on the seed
     model = model.to(dtype)
     for name, parameter in model.named_parameters():
         if options["fp32_norms"] and "norm" in name:
@@ -131,11 +131,11 @@ def gpt(options: Options, dtype: torch.dtype, seed: int) -> Any:
 
 
 class Norm:
-    """For Apex's kernel."""
+    """A stub for Apex's kernel."""
 
     @staticmethod
     def forward(*_: Any) -> None:
-        """0.7 looks at its arguments."""
+        """megatron-core 0.7 inspects the parameters of this function."""
 
     @staticmethod
     def apply(data: Any, weight: Any, bias: Any, size: Any, eps: float) -> Any:
@@ -143,12 +143,16 @@ class Norm:
 
 
 def stub_kernels() -> None:
-    """0.7 imports layers of Transformer Engine for any GPT, and uses one, its last norm; the others are of Apex."""
+    """Replace the kernels that megatron-core 0.7 needs.
+
+    It imports layers of Transformer Engine for any GPT but uses only one of them, for the last norm.
+    The other norms use Apex.
+    """
     layers = "megatron.core.transformer.custom_layers.transformer_engine"
     try:
         importlib.import_module(layers)
     except ModuleNotFoundError as error:
-        if error.name != "transformer_engine":  # the module is another one since 0.10
+        if error.name != "transformer_engine":  # 0.10 and later have another module
             return
         from megatron.core.fusions import fused_layer_norm
 
@@ -191,7 +195,7 @@ def transformer_config(options: Options, dtype: torch.dtype) -> Any:
 
 
 def step(model: Any, optimizer: Any, number: int) -> float:
-    """One step on tokens that depend on its number alone; the mean loss of all data-parallel ranks."""
+    """Take one step and return the mean loss of all data-parallel ranks. The tokens depend only on `number`."""
     from megatron.core import parallel_state
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func

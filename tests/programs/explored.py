@@ -1,4 +1,4 @@
-"""What the explorer's programs share: ranks whose failures and hangs are reported, and the comparison of two states."""
+"""Shared code of the explorer's programs: it starts ranks, reports failures and hangs, and compares states."""
 
 import argparse
 import contextlib
@@ -23,33 +23,34 @@ from patience import seconds
 
 Options = dict[str, Any]
 State = dict[str, Any]
-Work = Callable[[int], Options]  # of a rank; what it has found, as JSON
-Join = Callable[[int, int, int], None]  # rank, ranks and port: becomes that rank of a process group
+Work = Callable[[int], Options]  # takes a rank and returns its result for JSON
+Join = Callable[[int, int, int], None]  # takes rank, ranks and port, and joins the process group
 FIRST, LAST = "first", "last"
 
 
 class SaveFailed(Exception):
-    """Of a run that trains."""
+    """A save failed in a run that trains."""
 
 
 class Part(NamedTuple):
-    """What this rank holds of a tensor: `local` is a view of its memory."""
+    """The part of a tensor that this rank holds. `local` is a view of the rank's memory."""
 
-    name: str  # of the parameter, and of what it is: "weight", "fp32", or a state of the optimizer
+    name: str  # the parameter's name and the kind: "weight", "fp32", or an optimizer state
     local: torch.Tensor  # flat
-    where: torch.Tensor | int  # the indices of these elements in the whole flat tensor, or that of the first one
-    numel: int  # of the whole
+    where: torch.Tensor | int  # the indices in the full flat tensor, or the first index
+    numel: int  # the size of the full tensor
 
 
 def of_ranks(parts: Iterable[Part]) -> list[list[Part]]:
-    """The parts of every rank, copied."""
+    """Return copies of the parts of every rank."""
     return gathered([part._replace(local=part.local.detach().clone()) for part in parts])
 
 
 def whole(parts: list[list[Part]]) -> State:
-    """The tensors of all ranks by name, the same on each rank if all is well. What no rank has of one is NaN.
+    """Return the full tensors by name. They are the same on each rank if the state is correct.
 
-    Own parts come last: of what each rank has for itself they are this rank's.
+    Elements that no rank has are NaN, or -1 in an integer tensor.
+    This rank's parts come last, so they override the copies of other ranks.
     """
     found: State = {}
     for of_rank in [*parts, parts[dist.get_rank()]]:
@@ -86,7 +87,7 @@ def different(found: State, expected: State) -> list[str]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Bit for bit."""
+    """Return whether two values are equal; tensors must be equal bit for bit."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and bool(one.view(torch.uint8).equal(other.view(torch.uint8)))
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
@@ -95,7 +96,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def is_nothing(*states: Any) -> bool:
-    """Zeros are what a fresh optimizer may have, or not have yet."""
+    """Return whether all given states are zero or missing. A fresh optimizer has zeros or no state."""
     given = [state for state in states if state is not None]
     return all(
         not state.any() if isinstance(state, torch.Tensor) else state in ([], 0.0, [0.0], [1.0]) for state in given
@@ -103,7 +104,7 @@ def is_nothing(*states: Any) -> bool:
 
 
 def spoil(parts: Iterable[Part], what: str) -> None:
-    """For tests of the judge: change one element on the last rank, or let it wait for ever."""
+    """Change one element on the last rank, or make that rank wait forever, to test the judge."""
     if dist.get_rank() == dist.get_world_size() - 1:
         if what == "hang":
             time.sleep(10**6)
@@ -114,7 +115,7 @@ def add_one(flat: torch.Tensor, number: int) -> None:
     flat[number % flat.numel()] += 1
 
 
-# What may become of a tensor while it is saved: one element is another one, or half of them are lost.
+# The damage to a tensor during a save: one element changes, or half of the elements are lost.
 WHILE_SAVED: dict[str, Callable[[torch.Tensor, int], Any]] = {
     "altered": add_one,
     "zeros": lambda flat, _: flat[flat.numel() // 2 :].zero_(),
@@ -123,7 +124,7 @@ WHILE_SAVED: dict[str, Callable[[torch.Tensor, int], Any]] = {
 
 
 def saver(case: Options, tag: str, rank: int) -> Callable[..., None]:
-    """The `torch.save` of a tag; it changes a tensor in the call and on the rank of a number, if the case has that."""
+    """Return the `torch.save` of a tag. If the case has such damage, it changes a tensor in one call on one rank."""
     save: Callable[..., None] = torch.save
     calls, wanted = itertools.count(), case["load"]
     number, ranks = wanted["file"], case["ranks"]
@@ -135,7 +136,7 @@ def saver(case: Options, tag: str, rank: int) -> Callable[..., None]:
             leaves, structure = tree_flatten(obj)
             held = [at for at, one in enumerate(leaves) if isinstance(one, torch.Tensor) and one.is_floating_point()]
             for at in [at for at in held if leaves[at].numel()][number % 3 :][:1]:
-                leaves[at] = leaves[at].detach().clone()  # that of the run stays as it is
+                leaves[at] = leaves[at].detach().clone()  # the run's own tensor stays unchanged
                 WHILE_SAVED[wanted["damage"]](leaves[at].view(-1), number)
             obj = tree_unflatten(leaves, structure)
         save(obj, *args, **keywords)
@@ -144,8 +145,10 @@ def saver(case: Options, tag: str, rank: int) -> Callable[..., None]:
 
 
 def unrepaired(different: list[str], found: State, truth: State, case: Options) -> list[str]:
-    """Of what differs from the truth, what `repair` does not state: it takes main parameters from weights, and moments
-    from an older checkpoint, or resets them."""
+    """Return the differences from the truth that `repair` does not explain.
+
+    It takes main parameters from weights. It takes moments from an older checkpoint or resets them.
+    """
     saved, older = truth[case["load"]["tag"]]["saved"], truth[FIRST]["saved"]
 
     def is_repaired(name: str) -> bool:
@@ -165,7 +168,7 @@ def unrepaired(different: list[str], found: State, truth: State, case: Options) 
 
 @contextlib.contextmanager
 def proof() -> Iterator[list[str]]:
-    """What fingerprints prove of the loads in this block: lines of the log of rank 0."""
+    """Collect the log lines of rank 0 in which fingerprints report on the loads in this block."""
     lines: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("ckpt_patches")
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -178,13 +181,13 @@ def proof() -> Iterator[list[str]]:
 
 
 class Ranks(NamedTuple):
-    """Which ranks this process starts. Another one may start the others, in another environment."""
+    """The ranks that this process starts. Another process may start the other ranks in another environment."""
 
-    of: int  # all
+    of: int  # the number of all ranks
     only: Sequence[int]
     port: int
-    told: str  # the folder of what they have found, or "" for one of this process
-    killed: bool = False  # one of them is, by itself
+    told: str  # the folder of the ranks' results, or "" for a temporary folder
+    killed: bool = False  # one of the ranks kills itself
 
 
 def arguments(*commands: str) -> argparse.ArgumentParser:
@@ -203,7 +206,7 @@ def ranks_of(args: argparse.Namespace, count: int, *, killed: bool = False) -> R
 
 
 def on_ranks(work: Work, ranks: Ranks, join: Join) -> Options:
-    """What the first rank has found; where ranks have failed, the cause. Who waits for a failed one is ended."""
+    """Return the first rank's result, or the cause if ranks failed. Kill the ranks that wait for a failed rank."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         told = Path(ranks.told or folder)
@@ -218,31 +221,31 @@ def on_ranks(work: Work, ranks: Ranks, join: Join) -> Options:
     errors = [one for one in found if "error" in one]
     if not errors and any(process.exitcode for process in processes):
         return {"error": f"exit statuses {[process.exitcode for process in processes]}"}
-    causes = [one for one in errors if "gloo/transport" not in one["error"]]  # not of a rank that lost another one
+    causes = [one for one in errors if "gloo/transport" not in one["error"]]  # skip ranks that lost their peer
     return dict([*causes, *errors, *found][0])
 
 
 def _rank(rank: int, ranks: Ranks, told: Path, work: Work, join: Join) -> None:
-    """What came of it, in a file of the rank."""
+    """Run the work and write the result to the rank's file."""
     join(rank, ranks.of, ranks.port)
     try:
         found = work(rank)
-    except BaseException as error:  # as torch's CheckpointException is
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         found = {"error": f"{type(error).__name__}: {error}"[:1000]}
     Path(told, f"{rank}.part").write_text(json.dumps(found))
     Path(told, f"{rank}.part").rename(Path(told, str(rank)))
     if "error" not in found:
         dist.barrier()
-    os._exit("error" in found)  # Gloo leaves threads behind, and a writer's process would be waited for
+    os._exit("error" in found)  # a normal exit waits for Gloo's threads and a writer's process
 
 
 def _told(folder: Path) -> list[Options]:
-    """What ranks have found by now."""
+    """Return the results that ranks have written so far."""
     return [json.loads(path.read_text()) for path in sorted(folder.iterdir()) if path.suffix != ".part"]
 
 
 def _hang(processes: list[Any], told: Path) -> bool:
-    """Wait for the ranks; where one fails the others end soon, or are ended."""
+    """Wait for the ranks, and return whether they hang. If one fails, the others must end soon, or this kills them."""
     limit, failed = time.monotonic() + seconds(60), float("inf")
     while any(process.is_alive() for process in processes):
         time.sleep(0.01)
