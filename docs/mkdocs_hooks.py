@@ -64,13 +64,15 @@ def _tests(fix: str) -> str:
     from ckpt_patches.engine.fix import load, package_of
 
     folder = registry.FOLDERS[package_of(fix)][-1]
+    own = f"`tests/test_{fix}.py`"
+    has_own = (ROOT / own.strip("`")).exists()
     tests = [
         f"`{folder}/demos/{fix}.py` shows the bug: `ckpt-patches status --prove`.",
-        f"`tests/test_{fix}.py` contains its own tests; `tests/contract/` tests every fix.",
+        f"{own} contains its own tests; `tests/contract/` tests every fix."
+        if has_own
+        else "`tests/contract/` tests it, as every fix.",
         f"`ckpt-patches diff --with-test {fix}` adds a test to the patch: `{load(fix).test}`.",
     ]
-    if not (ROOT / f"tests/test_{fix}.py").exists():
-        tests[1] = "`tests/contract/` tests it, as every fix."
     return "\n## Test\n\n" + "".join(f"- {test}\n" for test in tests)
 
 

@@ -254,19 +254,19 @@ def with_an_object_in_no_file(old: Old) -> None:
     old.metadata.state_dict_metadata["rng_state/shard_0_1"] = BytesStorageMetadata()
 
 
-PART_UNKNOWN: dict[str, tuple[Change, str]] = {
+NOT_COMPLETE: dict[str, tuple[Change, str]] = {
     "a square": (without_a_square, "missing_array layer.weight no exp_avg_sq"),
     "a state at another's bytes": (with_a_square_for_a_mean, "foreign_file optimizer.state.exp_avg"),
     "an object in no file": (with_an_object_in_no_file, "missing_array rng_state/shard_0_1"),
 }
 
 
-@pytest.mark.parametrize("case", PART_UNKNOWN)
+@pytest.mark.parametrize("case", NOT_COMPLETE)
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["", "dry run"])
 def test_what_is_absent_or_foreign_is_refused_before_a_byte_is_written(
     case: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    change, expected = PART_UNKNOWN[case]
+    change, expected = NOT_COMPLETE[case]
     old, _ = checkpoint(tmp_path / "old", change)
     line = refused(capsys, old, tmp_path, *options, status=1)
     assert f"{old} is damaged or incomplete, and nothing was written: {expected}" in line

@@ -81,7 +81,7 @@ class PatchedLoader(running.RunsEditedCode):
         return self.file.patched if self.file is not None and path == self.path else super().get_data(path)
 
     def _plan(self, *, log_edited: bool = True) -> "FilePlan | None":
-        """This module's edits, if any. Logs the plan, for a module with edits only if `tell_edited`."""
+        """This module's edits, if any. Logs the plan, for a module with edits only if `log_edited`."""
         plan = running.plan_for(self.name, self.path, self.switches)
         file = plan.files.get(self.name) if plan is not None else None
         self.in_place = in_place.functions(plan.root, plan.package, self.name) if plan is not None else {}

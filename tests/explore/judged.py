@@ -189,9 +189,11 @@ def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outc
 
 def _limit(case: dict[str, Any], different: list[str]) -> str:
     """The reason that neither audit nor fingerprint can notice an element altered in the save (docs/limits.md)."""
-    if case["run"].get("stage") == 0 and {_kind(name) for name in different} == {"weight"}:
+    if {_kind(name) for name in different} != {"weight"}:
+        return ""
+    if case["run"].get("stage") == 0:
         return "a weight without ZeRO, which no tool compares (docs/formats.md)"
-    if case["package"] != "megatron" or {_kind(name) for name in different} != {"weight"}:
+    if case["package"] != "megatron":
         return ""
     if case["run"]["format"] in BUCKETS:
         return "a weight, and no file states where its main parameter is"

@@ -12,7 +12,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
 from ckpt_patches.migrate.migrate import Options, migrate
 
-PART_UNKNOWN = (DAMAGED, INCOMPLETE)
+NOT_COMPLETE = (DAMAGED, INCOMPLETE)
 
 
 def verdict(tag: Path) -> str:
@@ -40,7 +40,7 @@ def objections(tag: Path) -> tuple[str, str]:
     """The short and full objections of `audit` and `repair` to a checkpoint, or its universal one, that loads right."""
     for folder in filter(Path.exists, (tag, universal(tag))):
         report, of = audit(folder, 1), "checkpoint" if folder == tag else "universal checkpoint"
-        if report.verdict in PART_UNKNOWN:
+        if report.verdict in NOT_COMPLETE:
             kinds = sorted({finding.kind.name for finding in report.findings})
             return f"audit of a whole {of}: {', '.join(kinds)}", str(report.findings[:5])[:500]
         if report.verdict in TO_RESUME_FROM and (done := _repaired(report)):

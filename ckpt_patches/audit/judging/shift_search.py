@@ -224,22 +224,22 @@ class Reader:
                 if self._fits(saved, run):
                     yield self.pieces[run.piece], run.offset
 
-    def _behind(self, saved: Piece, way: Candidate) -> Iterator[Candidate]:
+    def _behind(self, saved: Piece, candidate: Candidate) -> Iterator[Candidate]:
         """The full layouts that continue this one, which ends at the end of a parameter."""
-        at, before = way[-1].begin + way[-1].length, self.pieces[way[-1].piece]
+        at, before = candidate[-1].begin + candidate[-1].length, self.pieces[candidate[-1].piece]
         if at == saved.numel or saved.is_padding(at, saved.numel):
-            yield way
+            yield candidate
             return
         gaps = {0, before.gap, -2 * before.numel % ALIGNMENT if before.number in self.halves else 0}
         for gap in sorted(gaps):
             if at + gap < saved.numel and saved.is_padding(at, at + gap):
-                yield from self._from(saved, at + gap, way)
+                yield from self._from(saved, at + gap, candidate)
 
-    def _from(self, saved: Piece, at: int, way: Candidate) -> Iterator[Candidate]:
+    def _from(self, saved: Piece, at: int, candidate: Candidate) -> Iterator[Candidate]:
         """The full layouts that continue this one with a parameter that begins at `at`."""
-        if len(way) > LONGEST:
+        if len(candidate) > LONGEST:
             raise TooMany
-        used: Collection[int] = {saved.number, *(run.piece for run in way)}
+        used: Collection[int] = {saved.number, *(run.piece for run in candidate)}
         value = saved.state(MASTER, at, at + 1)
         for dtype, (starts, heads) in self.heads.items():
             firsts = heads[starts[:-1]]
@@ -252,7 +252,7 @@ class Reader:
                 run = Run(at, other.number, 0, min(other.numel, saved.numel - at))
                 fits = other.number not in used and self._fits(saved, run)
                 if fits and saved.holds(at, other, 0, run.length):
-                    yield from self._behind(saved, (*way, run))
+                    yield from self._behind(saved, (*candidate, run))
 
     def _fits(self, saved: Piece, run: Run) -> bool:
         """Whether another parameter, if its shift is certain, begins aligned and after the saved one."""

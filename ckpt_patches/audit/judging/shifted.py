@@ -136,8 +136,8 @@ class _Known:
             self.before.setdefault(right, set()).add(_name(pieces[left]))
             self.behind.setdefault(left, set()).add(_name(pieces[right]))
 
-    def agrees(self, way: Candidate) -> bool:
-        for left, right, _ in _neighbours(way, self.pieces):
+    def agrees(self, candidate: Candidate) -> bool:
+        for left, right, _ in _neighbours(candidate, self.pieces):
             names = _name(self.pieces[left]), _name(self.pieces[right])
             if names[0] not in self.before.get(right, names) or names[1] not in self.behind.get(left, names):
                 return False
@@ -152,7 +152,7 @@ def consistent(candidates: list[list[Candidate]], pieces: list[Piece]) -> list[l
     """
     while True:
         known = _Known(candidates, pieces)
-        kept = [[way for way in own if known.agrees(way)] for own in candidates]
+        kept = [[candidate for candidate in own if known.agrees(candidate)] for own in candidates]
         if kept == candidates:
             return candidates
         candidates = kept
@@ -162,9 +162,9 @@ def _name(piece: Piece) -> str:
     return piece.shard.parameter
 
 
-def _neighbours(way: Candidate, pieces: list[Piece]) -> Iterator[tuple[int, int, int]]:
+def _neighbours(candidate: Candidate, pieces: list[Piece]) -> Iterator[tuple[int, int, int]]:
     """Pairs of adjacent parameters in a buffer, and the elements of padding between them."""
-    for left, right in itertools.pairwise(way):
+    for left, right in itertools.pairwise(candidate):
         end = left.begin + left.length
         if left.offset + left.length == pieces[left.piece].numel and right.offset == 0:
             yield left.piece, right.piece, right.begin - end
@@ -178,7 +178,9 @@ def _sure_neighbours(candidates: list[list[Candidate]], pieces: list[Piece]) -> 
 
 def _common(candidates: list[Candidate]) -> Candidate:
     """The runs that all layouts of a shard share."""
-    return tuple(run for run in candidates[0] if all(run in way for way in candidates)) if candidates else ()
+    return (
+        tuple(run for run in candidates[0] if all(run in candidate for candidate in candidates)) if candidates else ()
+    )
 
 
 def _own(piece: Piece, certain: dict[int, int]) -> Candidate:
@@ -205,7 +207,7 @@ def shifts(candidates: list[list[Candidate]], pieces: list[Piece], certain: dict
             for one, other in ((left, right), (right, left)):
                 told[one] |= {found[other]} if other in found else set()
         for piece, own in zip(pieces, candidates, strict=True):
-            by = {_by_candidate(piece, way, found, is_followed=piece.number in followed) for way in own}
+            by = {_by_candidate(piece, candidate, found, is_followed=piece.number in followed) for candidate in own}
             told[piece.number] |= by if by != {None} else set()
         only = {number: by.copy().pop() for number, by in told.items() if len(by) == 1 and number not in found}
         new = {number: by for number, by in only.items() if by is not None}
@@ -217,17 +219,17 @@ def shifts(candidates: list[list[Candidate]], pieces: list[Piece], certain: dict
 def _with_a_gap_behind(candidates: list[list[Candidate]], pieces: list[Piece]) -> Iterator[int]:
     """Parameters that are followed by padding up to the end of a saved shard."""
     for saved, own in zip(pieces, candidates, strict=True):
-        for last in (way[-1] for way in own if way and len(own) == 1):
+        for last in (candidate[-1] for candidate in own if candidate and len(own) == 1):
             at_end = last.offset + last.length == pieces[last.piece].numel
             if at_end and last.begin + last.length < saved.numel:
                 yield last.piece
 
 
-def _by_candidate(piece: Piece, way: Candidate, found: dict[int, int], *, is_followed: bool) -> int | None:
+def _by_candidate(piece: Piece, candidate: Candidate, found: dict[int, int], *, is_followed: bool) -> int | None:
     """The shift of a shard with this layout; None if the layout does not determine it."""
-    if not way:
+    if not candidate:
         return None
-    first = way[0]
+    first = candidate[0]
     if first.piece == piece.number:
         return first.offset
     by = found.get(first.piece)
@@ -241,8 +243,8 @@ def _decided(
 ) -> tuple[tuple[Move, ...], tuple[tuple[tuple[int, int], ...], ...]]:
     """The sources of each parameter's elements, and the ranges without a source."""
     sources: list[list[Move]] = [[] for _ in pieces]
-    for source, way in enumerate(read):
-        for run in way:
+    for source, candidate in enumerate(read):
+        for run in candidate:
             sources[run.piece].append(Move(source, run.begin, run.piece, run.offset, run.length))
     moves: list[Move] = []
     lost = []

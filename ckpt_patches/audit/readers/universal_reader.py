@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def read(path: Path) -> Checkpoint:
     _read_others(found, states)
     found.step = last_step(steps.values())
     _check_steps(found, steps, groups)
-    _check_models(found, models)
+    _check_models(found, models, shapes)
     of_adam = {number for name, number in groups.items() if "exp_avg_sq" in states[name]}
     _check_groups(found, optimizer, [len(value.get("param_shapes") or ()) for _, value in models], of_adam)
     if any(match[1] for path, _ in models if (match := MODEL.fullmatch(path.name))):
@@ -75,13 +75,11 @@ def read(path: Path) -> Checkpoint:
     return found
 
 
-def _check_models(found: Checkpoint, models: list[tuple[Path, dict[str, Any]]]) -> None:
+def _check_models(found: Checkpoint, models: list[tuple[Path, dict[str, Any]]], names: Collection[str]) -> None:
     """Check that each model-parallel rank has a file, with the keys that a load needs and the weights it states."""
     facts = [zero_inventory.ModelFacts(path.name, value) for path, value in models]
-    shapes = [own.value.get("param_shapes") for own in facts]
-    names = [name for groups in shapes if isinstance(groups, list) for group in groups for name in group]
     # The conversion leaves out a pipeline's weights, which are in files of layers.
-    has_layers = len(models) > 1 or (bool(names) and all(map(zero_pipeline.is_in_layers, names)))
+    has_layers = len(models) > 1 or (len(names) > 0 and all(map(zero_pipeline.is_in_layers, names)))
     # At stage 3, a load on any number of ranks needs the files of data-parallel rank 0.
     matches = [match for path, _ in models if (match := MODEL.fullmatch(path.name))]
     ranks = {int(match[2]) for match in matches if int(match[1] or 0) == 0}

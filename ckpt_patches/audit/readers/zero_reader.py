@@ -137,7 +137,8 @@ def _read_model_rank(
         _check_model_files(found, folder, model_rank, names.keys(), info)
     label = f"mp_rank_{model_rank:02d}" if len(info) and info.get("mp_world_size", 1) > 1 else ""
     stage = files[0].state.stage
-    shapes = _shapes(info) or _shapes_of_weights(info, files) or weights.shapes_in_layers(files, model_rank)
+    stated = _shapes(info)
+    shapes = stated or _shapes_of_weights(info, files) or weights.shapes_in_layers(files, model_rank)
     parameters = (
         _stage3(found, files, shapes)
         if stage > 2
@@ -151,7 +152,7 @@ def _read_model_rank(
         if of_experts:
             more = weights.of_expert(name, of_experts, model_rank, local, parameter.shape) if stage < 3 else {}
             _add_experts(found, name, ", ".join(filter(None, (label, of_experts))), parameter, numel, more)
-        elif not parameter.shape_is_known and (zero_inventory.is_expert(name) or not _shapes(info)):
+        elif not parameter.shape_is_known and (zero_inventory.is_expert(name) or not stated):
             found.findings.append(Finding(damages.NOT_JUDGED, name, label, detail="no file has its shape"))
         elif numel != math.prod(parameter.shape):
             detail = f"{numel} elements in all fragments, {math.prod(parameter.shape)} in the model's shape"
