@@ -190,7 +190,7 @@ DAMAGES: dict[str, tuple[int, Callable[[Path], object], str]] = {
     "other experts": (
         1,
         layers(lambda layer: layer.update(expert_key_prefix="mlp")),
-        "something else of the experts mlp",
+        "contradict each other about the experts mlp",
     ),
     "a missing rank": (1, missing("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), "absent rank: rank 3 of 4"),
     "a rank of other experts": (3, layers(lambda layer: layer.update(ep_rank=0), SECOND), "expected each rank on one"),
