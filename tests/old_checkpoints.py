@@ -74,7 +74,7 @@ class Old:
         return self.folder
 
 
-def settings(*steps: int, kind: str = "fully_sharded_model_space") -> dict[str, Any]:
+def settings(*steps: int | None, kind: str = "fully_sharded_model_space") -> dict[str, Any]:
     """The common state, with a param group for each step."""
     decays = [(step, float(number == 0)) for number, step in enumerate(steps or (3, 3))]
     groups = [{"wd_mult": decay, "lr_mult": 1.0, "betas": (0.9, 0.999), "step": step} for step, decay in decays]

@@ -236,6 +236,16 @@ def test_other_steps_in_other_groups_are_refused_without_a_step(
     assert [group["step"] for group in common["optimizer"]["optimizer"]["param_groups"]] == [4, 4]
 
 
+def test_a_group_without_a_step_gets_that_of_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Releases up to 0.13.1 save an empty group without one: empty_group_step."""
+    old, _ = checkpoint(tmp_path / "old", **settings(3, None))
+    common = torch.load(migrate(old, tmp_path / "new") / "common.pt")
+    assert "1 of the optimizer's parameter groups have no step, and get that of the others" in capsys.readouterr().err
+    assert [group["step"] for group in common["optimizer"]["optimizer"]["param_groups"]] == [3, 3]
+    common = torch.load(migrate(old, tmp_path / "other", "--step", "4") / "common.pt")
+    assert [group["step"] for group in common["optimizer"]["optimizer"]["param_groups"]] == [4, 4]
+
+
 def without_a_square(old: Old) -> None:
     name = "optimizer.state.exp_avg_sq.layer.weight"
     del old.metadata.state_dict_metadata[name]

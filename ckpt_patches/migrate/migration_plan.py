@@ -148,6 +148,12 @@ def _warnings(source: Source, kind: str) -> Iterator[str]:
             "the optimizer's parameter groups (learning rates, weight decay) are those of rank 0 alone, as releases up "
             "to 0.13.1 save them: where other pipeline ranks had other ones, set them anew"
         )
+    values = [source.settings, *(own.value for own in source.objects)]
+    if lacking := sum(map(settings.without_step, values)):
+        yield (
+            f"{lacking} of the optimizer's parameter groups have no step, and get that of the others: releases up to "
+            "0.13.1 leave it out where a group has no parameters on the saving rank (empty_group_step)"
+        )
     if kind in (BUCKETS, GATHERED) and settings.CONTENT not in source.settings and _has_uneven_parameters(source):
         yield (
             "if 0.7 saved it no later release loads its optimizer's state: since 0.8 a parameter begins at a multiple "
@@ -327,7 +333,7 @@ def _content(own: Object, target: str, step: int | None) -> Torch | Raw:
         UserError: its groups have different steps.
     """
     settings.check_steps(own.value, step)
-    if settings.steps(own.value) - {step} and step is not None:
+    if settings.without_step(own.value) or (settings.steps(own.value) - {step} and step is not None):
         value = settings.renewed(own.value, target, step)
         return entry_layout.of_value(value if own.is_list else [value], own.extent.path)
     return Raw(own.extent) if own.is_list else entry_layout.of_value([own.value], own.extent.path)

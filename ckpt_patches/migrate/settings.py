@@ -27,12 +27,25 @@ def steps(value: Any) -> set[Any]:
     return {group["step"] for group in _groups(value) if isinstance(group.get("step"), int | float)}
 
 
-def _groups(value: Any) -> list[dict[str, Any]]:
+def without_step(value: Any) -> int:
+    """The number of param groups without a step, beside others of their optimizer that have one."""
+    return sum(_lacks_step(group) for groups in _lists(value) if steps({GROUPS: groups}) for group in groups)
+
+
+def _lists(value: Any) -> list[list[Any]]:
+    """The lists of param groups, one per optimizer."""
     if isinstance(value, dict):
-        own = value.get(GROUPS)
-        groups = [group for group in own if isinstance(group, dict)] if isinstance(own, list) else []
-        return groups + [group for key, inner in value.items() if key != GROUPS for group in _groups(inner)]
-    return [group for inner in value for group in _groups(inner)] if isinstance(value, list) else []
+        own = [value[GROUPS]] if isinstance(value.get(GROUPS), list) else []
+        return own + [found for key, inner in value.items() if key != GROUPS for found in _lists(inner)]
+    return [found for inner in value for found in _lists(inner)] if isinstance(value, list) else []
+
+
+def _lacks_step(group: Any) -> bool:
+    return isinstance(group, dict) and group.get("step") is None
+
+
+def _groups(value: Any) -> list[dict[str, Any]]:
+    return [group for groups in _lists(value) for group in groups if isinstance(group, dict)]
 
 
 def check_steps(value: Any, step: int | None) -> None:
@@ -51,7 +64,10 @@ def check_steps(value: Any, step: int | None) -> None:
 
 
 def renewed(value: Any, target: str, step: int | None) -> Any:
-    """A copy with another sharding type, and with `step`, if given, in the groups that have one."""
+    """A copy with another sharding type, and with `step`, if given, in all groups that count steps.
+
+    A group without a step gets that of the others: Megatron steps all groups of an optimizer together.
+    """
     if isinstance(value, list):
         return [renewed(inner, target, step) for inner in value]
     if type(value) is not dict:
@@ -60,11 +76,15 @@ def renewed(value: Any, target: str, step: int | None) -> Any:
     if isinstance(made.get(TYPE), str):
         made[TYPE] = target
     if isinstance(made.get(GROUPS), list):
-        made[GROUPS] = [_at_step(group, step) for group in made[GROUPS]]
+        found = steps({GROUPS: made[GROUPS]})
+        made[GROUPS] = [_at_step(group, step, found) for group in made[GROUPS]]
     return made
 
 
-def _at_step(group: Any, step: int | None) -> Any:
+def _at_step(group: Any, step: int | None, found: set[Any]) -> Any:
+    """A group at the step; `found` are the steps of its optimizer's groups."""
+    if _lacks_step(group) and found:
+        return {**group, "step": max(found) if step is None else step}
     is_changed = step is not None and isinstance(group, dict) and "step" in group
     return {**group, "step": step} if is_changed else group
 

@@ -18,6 +18,7 @@ PLAIN: Case = {
             "single", "empty_group", "zero_rate", "reversed", "warm_up", "frozen", "unused", "tied", "zero_initialized",
             "buffers", "lora", "overflow", "round_robin_gradients", "overlap_comm", "hpz", "offload", "fp32_gradients",
             "clipping", "sequences", "momentum_in_memory", "ends_at_save", "parameter_alignment",
+            "stage_decay",
         ),
         False,
     ),
@@ -142,6 +143,7 @@ def drawn(seed: str, version: str) -> Case:
         run["groups"] = min(run["groups"], 2)
         if load["ranks"] != ranks or (other and one_in(2)):
             load["stages"] = generator.choice([1, 2 - load["ranks"] % 2])
+        run["stage_decay"] = run["pipeline"] > 1 and one_in(4)
     of_others = any(run[name] for name in ("experts", "sequences", "hpz", "pipeline", "lora"))
     if ranks % 2 == 0 and not of_others and run["optimizer"] != "Muon" and one_in(5):
         run["tp"] = 2

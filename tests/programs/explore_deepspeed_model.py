@@ -193,6 +193,8 @@ def optimizer(model: Any, options: dict[str, Any], config: dict[str, Any]) -> di
         groups.insert(len(groups) // 2, {"params": [], "weight_decay": 0.3})
     for number, group in enumerate(groups):
         group["lr"] = 1e-2 / (number + 1)
+        if options["stage_decay"]:
+            group["weight_decay"] += 0.1 * model.stage_id
     if options["zero_rate"]:
         groups[-1]["lr"] = 0.0
     if options["reversed"]:

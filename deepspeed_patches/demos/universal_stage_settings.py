@@ -1,0 +1,74 @@
+"""universal checkpoint of pipeline stages with other settings"""
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from ckpt_patches.demo import deepspeed_training as dt
+from ckpt_patches.demo import show
+from ckpt_patches.demo.ranks import RankError
+
+STAGES = 2
+
+
+def run(folder: Path) -> str:
+    saved = dt.results(train_and_save, STAGES, folder)
+    try:
+        dt.results(dt.convert_by_upstream, 1, folder / dt.TAG, folder / dt.UNIVERSAL, 1)
+    except RankError as error:
+        if "first pipeline stage" not in str(error):
+            raise
+        return ""
+    loaded = dt.results(load, STAGES, folder)
+    wrong = [n for n, (own, found) in enumerate(zip(saved, loaded, strict=True)) if own != found]
+    return f"pipeline stages {wrong} go on with another weight decay, and no error" if wrong else ""
+
+
+def train_and_save(rank: int, folder: Path) -> float:
+    run = engine(weight_decay=0.1 * rank, universal=False)
+    step(run)
+    dt.save(run, folder)
+    return decay(run)
+
+
+def load(rank: int, folder: Path) -> float:
+    """The weight decay of this rank's stage after a universal load."""
+    run = engine(weight_decay=0.5, universal=True)
+    step(run)  # else the load fails: universal_all_moments
+    dt.load(run, folder, dt.UNIVERSAL)
+    return decay(run)
+
+
+def step(run: Any) -> None:
+    samples = torch.ones(1, dt.HIDDEN, dtype=torch.float16)
+    run.train_batch(iter([(samples, torch.ones(1, 1))] * 2))
+
+
+def decay(run: Any) -> float:
+    return float(dt.groups_of(run)[0]["weight_decay"])
+
+
+def engine(weight_decay: float, *, universal: bool) -> Any:
+    torch.manual_seed(0)
+    layers = dt.layers_of(dt.Tiny())
+    model = deepspeed.PipelineModule(
+        layers, num_stages=STAGES, loss_fn=dt.loss, partition_method="uniform", activation_checkpoint_interval=0
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "zero_allow_untested_optimizer": True,
+        "checkpoint": {"load_universal": universal},
+        **dt.FP16,
+        **dt.zero(1),
+        "steps_per_print": 10,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=weight_decay)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+if __name__ == "__main__":
+    dt.allow_pickles()
+    show(run, "refused: stages with other settings")

@@ -1,0 +1,61 @@
+"""Refuse to convert pipeline stages whose param groups have different settings.
+
+https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/checkpoint/ds_to_universal.py#L624
+"""
+
+from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import torch
+    from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, OPTIMIZER_STATE_DICT
+    from deepspeed.checkpoint.deepspeed_checkpoint import DeepSpeedCheckpoint
+
+CONVERTER = "deepspeed.checkpoint.ds_to_universal"
+
+fix = Fix(
+    __name__,
+    upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/checkpoint/ds_to_universal.py#L624",),
+    symptom="all pipeline stages resume with the first stage's learning rates and weight decays",
+    releases=(("0.12.0", newest("deepspeed")),),
+    stacks="conversion to universal, pipeline stages with other settings",
+    silent=True,
+    stages=("settings",),
+    test="tests/unit/checkpoint/test_universal_stage_settings.py",
+)
+
+CALL = "_check_settings_of_stages(ds_checkpoint)"
+
+
+def _check_settings_of_stages(ds_checkpoint: "DeepSpeedCheckpoint") -> None:
+    """Refuse stages with other settings than the first: a universal checkpoint has no others."""
+    first_settings = []
+    for pp_index in range(ds_checkpoint.pp_degree):
+        path = ds_checkpoint.get_zero_files(pp_index=pp_index, tp_index=0, dp_index=0)[0]
+        optim_sd = torch.load(path, map_location=torch.device("cpu"), weights_only=False)[OPTIMIZER_STATE_DICT]
+        # The numbers and names of the parameters differ in any case.
+        settings = [
+            {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
+            for param_group in optim_sd[BASE_OPTIMIZER_STATE]["param_groups"]
+        ]
+        first_settings = first_settings or settings
+        for i, (found, expected) in enumerate(zip(settings, first_settings)):
+            different = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
+            if different:
+                raise ValueError(
+                    f"{path}: {', '.join(different)} of param group {i} differ from those of the first pipeline "
+                    "stage, which a universal load gives to all stages: resume with the pipeline stages of the save"
+                )
+
+
+@fix.edit(CONVERTER)
+def compare_the_stages(source: Source) -> None:
+    """Upstream writes the param groups of rank 0 alone."""
+    main = source.function("main")
+    source.check_parts(
+        {**source.functions_there("", _check_settings_of_stages), CALL: source.has(CALL, within=main)},
+    )
+    source.insert_after(source.one("_check_for_required_state(ds_checkpoint)", within=main), CALL)
+    source.insert_function_before(main, _check_settings_of_stages)
