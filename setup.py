@@ -35,7 +35,7 @@ DISCOVERY = "ckpt_patches/engine/discovery.py"
 INDEX = Path("ckpt_patches", "engine", "index.py")
 # The pages of docs/, where `ckpt-patches explain` finds them.
 PAGES = Path("ckpt_patches", "pages")
-NOT_INSTALLED = ("README", "architecture", "compatibility", "symptoms", "upstream_suites")
+NOT_INSTALLED = ("README", "architecture", "compatibility", "symptoms")
 # A folder in the checkout with links to the packages, by import name; an editable install puts it on sys.path.
 EDITABLE = ".editable"
 

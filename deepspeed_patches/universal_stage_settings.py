@@ -31,23 +31,19 @@ CALL = "_check_settings_of_stages(ds_checkpoint)"
 
 def _check_settings_of_stages(ds_checkpoint: "DeepSpeedCheckpoint") -> None:
     """Refuse stages with other settings than the first: a universal checkpoint has no others."""
-    first_settings = []
+    first_groups = []
     for pp_index in range(ds_checkpoint.pp_degree):
         path = ds_checkpoint.get_zero_files(pp_index=pp_index, tp_index=0, dp_index=0)[0]
         optim_sd = torch.load(path, map_location=torch.device("cpu"), weights_only=False)[OPTIMIZER_STATE_DICT]
-        # The numbers and names of the parameters differ in any case.
-        settings = [
-            {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
-            for param_group in optim_sd[BASE_OPTIMIZER_STATE]["param_groups"]
-        ]
-        first_settings = first_settings or settings
-        for i, (found, expected) in enumerate(zip(settings, first_settings)):
-            different = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
+        param_groups = optim_sd[BASE_OPTIMIZER_STATE]["param_groups"]
+        first_groups = first_groups or param_groups
+        for i in range(min(len(param_groups), len(first_groups))):
+            found, expected = param_groups[i], first_groups[i]
+            different = {key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)}
+            different -= {"params", "param_names"}  # a stage's own parameters
             if different:
-                raise ValueError(
-                    f"{path}: {', '.join(different)} of param group {i} differ from those of the first pipeline "
-                    "stage, which a universal load gives to all stages: resume with the pipeline stages of the save"
-                )
+                message = f"{path}: {sorted(different)} of param group {i} differ from the first pipeline stage's, "
+                raise ValueError(message + "which a universal load gives to all: resume with the stages of the save")
 
 
 @fix.edit(CONVERTER)

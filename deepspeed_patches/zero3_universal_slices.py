@@ -32,10 +32,8 @@ def _check_tensor_parallel_size_stage3(model_files: "list[str]") -> None:
     names = [os.path.basename(path) for path in model_files]
     tp_size = len({match.group(1) for match in (re.search(r"mp_rank_(\d+)", name) for name in names) if match})
     if tp_size > 1:
-        raise NotImplementedError(
-            f"{os.path.dirname(model_files[0])}: found model states of {tp_size} tensor-parallel ranks, expected one. "
-            "The slices of a ZeRO-3 checkpoint cannot be converted: resume on the same ranks."
-        )
+        message = f"{os.path.dirname(model_files[0])}: found model states of {tp_size} tensor-parallel ranks, "
+        raise NotImplementedError(message + "expected one: their slices cannot be converted, resume on the same ranks")
 
 
 @fix.edit(CONVERTER)

@@ -148,7 +148,6 @@ NOT_RUN = {
     "hugging_face": "a training's output, as `make stacks` makes it, which runs these commands",
     "explorer": "hours; the cases of its corpus and drawn ones are run by test_explore.py",
     "fingerprint": "trains with Megatron-LM's own script, which no package on the index has",
-    "upstream_suites": "clones upstream's repositories",
     "launchers": "srun: a cluster",
     "training_stacks": "looks at a user's checkout of Megatron-LM",
 }

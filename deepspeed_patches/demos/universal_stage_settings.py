@@ -42,7 +42,7 @@ def load(rank: int, folder: Path) -> float:
 
 
 def step(run: Any) -> None:
-    samples = torch.ones(1, dt.HIDDEN, dtype=torch.float16)
+    samples = torch.ones(1, dt.HIDDEN, dtype=next(run.module.parameters()).dtype)
     run.train_batch(iter([(samples, torch.ones(1, 1))] * 2))
 
 
@@ -61,7 +61,7 @@ def engine(weight_decay: float, *, universal: bool) -> Any:
         "gradient_accumulation_steps": 2,
         "zero_allow_untested_optimizer": True,
         "checkpoint": {"load_universal": universal},
-        **dt.FP16,
+        **(dt.FP16 if dt.numbers(deepspeed.__version__) < (0, 14) else dt.BF16),  # 0.12 pipelines refuse bf16
         **dt.zero(1),
         "steps_per_print": 10,
     }

@@ -64,7 +64,7 @@ class TestUniversalStageSettings(DistributedTest):
     def test_stages_with_other_settings_are_refused(self, tmpdir):
         _save_two_stages(tmpdir, [0.0, 0.1])
         if dist.get_rank() == 0:
-            with pytest.raises(ValueError, match="weight_decay of param group 0 differ from those of the first"):
+            with pytest.raises(ValueError, match=r"weight_decay.* of param group 0 differ from the first"):
                 _convert(tmpdir)
             assert not os.path.exists(os.path.join(tmpdir, UNIVERSAL))
         dist.barrier()

@@ -51,13 +51,13 @@ def _align_group_steps(param_groups: "list[dict[str, Any]]") -> None:
 
 def _first_use(source: Source, load: Function) -> ast.stmt:
     """Return the first statement that needs the saved groups, or the allocation of states before it."""
-    inner = source.one("inner_state_dict = self.optimizer.state_dict()", within=load)
+    inner: ast.stmt = source.one("inner_state_dict = self.optimizer.state_dict()", within=load)
     allocations = [
         node
         for node in load.body
         if isinstance(node, ast.If) and source.has(EMPTY, within=node.test)
     ]
-    return min([inner, *allocations], key=lambda node: int(node.lineno))
+    return allocations[0] if allocations and allocations[0].lineno < inner.lineno else inner
 
 
 @fix.edit(DISTRIB_OPTIMIZER)

@@ -63,8 +63,9 @@ class Stack:
         others = [name for name in FIXES if name != self.without] if self.without else ()
         delivery = "hook" if self.fixes else "none"
         recording = {"CKPT_PATCHES_FINGERPRINT": "warn"} if self.fingerprint else {}
+        permissive = {} if self.fixes else PERMISSIVE
         on: dict[str, Any] = {"tree": self.tree, "delivery": delivery, "fixes": others}
-        found: dict[str, Any] = run_json(space.program, *arguments, **on, env={**PERMISSIVE, **recording})
+        found: dict[str, Any] = run_json(space.program, *arguments, **on, env={**permissive, **recording})
         return found
 
 

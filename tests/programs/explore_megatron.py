@@ -12,7 +12,8 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from explored import FIRST, LAST, Part, SaveFailed, State, is_nothing
 
 MORE = 2  # the number of steps after the load
 LAYOUT = ("tp", "pp", "ep", "cp")
+ENDS = ("saved", "end")
 NO_SETTINGS = ("params", "step", "offload_fraction")  # keys of a param group; the last belongs to the optimizer
 
 
@@ -196,6 +198,17 @@ def live(run: Run) -> State:
     }
 
 
+def complete(run: Run, options: Options) -> State:
+    """Return `live`, and each rank's RNG states as checksums if megatron.training saves them."""
+    if not options["trainer"]:
+        return live(run)
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    states = {"torch": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
+    own = {f"rng of rank {dist.get_rank()} {name}": zlib.crc32(state.numpy()) for name, state in states.items()}
+    return live(run) | {name: value for of_rank in explored.gathered(own) for name, value in of_rank.items()}
+
+
 def _scalers(run: Run) -> list[Any]:
     return [leaf.grad_scaler for leaf in leaves(run.optimizer) if getattr(leaf, "grad_scaler", None)]
 
@@ -246,9 +259,9 @@ def _set_settings(run: Run, names: dict[int, str], state: State) -> None:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of an entry: weight, fp32 (a main parameter), copy, state, setting, step, scaler or scheduler."""
+    """Return the kind of an entry, such as weight, fp32 (a main parameter), copy, state, setting or rng."""
     first = re.split(r"[ .]", name)[0]
-    if first in ("setting", "step", "scaler", "scheduler"):
+    if first in ("setting", "step", "scaler", "scheduler", "rng"):
         return first
     last = name.rpartition(".")[2]
     return last if last in ("weight", "fp32", "copy") else "state"
@@ -430,7 +443,7 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
     at, truth, ends = options["steps"], {}, []
     train(run, 0, at)
     for tag, more in ((FIRST, 1 if case["two_saves"] else MORE), (LAST, MORE)):
-        saved = live(run)
+        saved = complete(run, options)
         try:
             with mock.patch("torch.save", explored.saver(case, tag, rank)):
                 asked = save(run, options, at, folder / tag)
@@ -438,7 +451,7 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
                 ends.append(finished_after(asked, folder / f"{tag}.go", options["persistent"]))
         except Exception as error:
             raise SaveFailed(f"{type(error).__name__}: {error}") from error
-        truth[tag] = {"saved": saved, "losses": train(run, at, more), "at": at, "end": live(run)}
+        truth[tag] = {"saved": saved, "losses": train(run, at, more), "at": at, "end": complete(run, options)}
         for end in ends:
             end()
         ends.clear()
@@ -457,6 +470,9 @@ def load(rank: int, case: Options, folder: Path) -> Options:
         options["format"] = wanted["format"]
     truths = torch.load(folder / "truth.pt", weights_only=False)
     truth = truths[wanted["tag"]]
+    now: Callable[[Run], State] = partial(complete, options=options) if goes_on(case) else live
+    if not goes_on(case):  # another layout has other RNG states
+        truth |= {end: {key: value for key, value in truth[end].items() if kind_of(key) != "rng"} for end in ENDS}
     changed: Options = {"override": True} if wanted["override"] else {}
     changed |= {"offload": wanted["offload"]} if wanted["offload"] != "same" else {}
     run = started(options, wanted, seed=2, **changed)
@@ -465,12 +481,12 @@ def load(rank: int, case: Options, folder: Path) -> Options:
     for number in range(wanted["times"]):
         if number:  # a rollback
             train(run, 60, 1)
-        before = live(run)
+        before = now(run)
         with explored.proof() as proof:
             load_into(run, options, folder / wanted["tag"], wanted["restore"])
     if wanted.get("spoil"):
         explored.spoil(parts(run), wanted["spoil"])
-    found, expected = live(run), promised(truth, before, started(options, wanted, seed=3, **changed), wanted)
+    found, expected = now(run), promised(truth, before, started(options, wanted, seed=3, **changed), wanted)
     of_another = bool(wanted["saved_by"])
     different = explored.on_any_rank(_different(found, expected, of_another))
     if wanted["repaired"]:
@@ -485,7 +501,7 @@ def load(rank: int, case: Options, folder: Path) -> Options:
         losses = train(reference, truth["at"], len(losses))
         end = live(reference)
     differ = ["next loss"] * (train(run, truth["at"], len(losses)) != losses)
-    later = explored.on_any_rank(_different(live(run), end, of_another))
+    later = explored.on_any_rank(_different(now(run), end, of_another))
     return {"different": differ + [f"later {name}" for name in later], "proof": proof}
 
 
