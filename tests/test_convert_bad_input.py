@@ -221,10 +221,18 @@ def test_the_bias_of_sub_parameters_is_refused_where_nothing_states_its_own(tmp_
 
 
 def test_a_stage_with_other_param_groups_is_refused(tmp_path: Path) -> None:
-    """A load would give all stages those of the first."""
+    """A load would give all stages those of the first. The names of parameters differ in any case."""
     folder = shutil.copytree(parallel("megatron")["megatron"], tmp_path / "in" / "global_step7")
-    for path in folder.glob("*_mp_rank_0[23]_optim_states.pt"):
-        changed(path, lambda s: s["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0].update(lr=1.0))
+
+    def change(**settings: Any) -> None:
+        for path in folder.glob("*_mp_rank_0[23]_optim_states.pt"):
+            changed(
+                path, lambda s: s["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0].update(settings)
+            )
+
+    change(param_names=["of.this.stage"])
+    ours(folder, tmp_path / "right" / "universal")
+    change(lr=1.0)
     check_refused(folder, tmp_path / "out", "has the param groups of the first pipeline stage alone")
 
 

@@ -112,10 +112,14 @@ def unlike_schedules(groups: Sequence[Mapping[str, Any]], *, experts_are_apart: 
             yield f"lr is {_shown(rate)} in group {first}, {_shown(group.get('lr'))} in {number}, of the same bounds"
 
 
+# The numbers and names of a group's parameters, which differ between pipeline stages.
+NAMES = ("params", "param_names")
+
+
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     """Yield messages for differences between two copies of a group's settings."""
     for name in sorted(own.keys() | other.keys(), key=str):
-        if name != "params" and differ(own.get(name), other.get(name)):
+        if name not in NAMES and differ(own.get(name), other.get(name)):
             yield f"{shown(name)} is {_shown(own.get(name))}, and {_shown(other.get(name))}"
 
 

@@ -13,13 +13,14 @@ UNREAD = "expp_rank_"  # with ZeRO no load reads this file; without ZeRO it hold
 def damage(checkpoint: Path, other: Path, how: str, number: int, *, without_zero: bool = False) -> str:
     """Damage one file and return its name. Return an empty string if no file qualifies.
 
-    `number` selects the file and wraps around. `other` is a checkpoint of another step. A checkpoint of a single file
-    stays complete when the file of `other` replaces it.
+    `number` selects the file and wraps around. `other` is a checkpoint of another step. A checkpoint with all data in a
+    single file stays complete when the file of `other` replaces it.
     """
     found = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     files = [path for path in found if without_zero or not path.name.startswith(UNREAD)]
     if how == OTHER_STEP:
-        files = [path for path in files if len(files) > 1 and is_other(path, other / path.name)]
+        is_single = len(files) == 1 or sum(path.suffix == ".distcp" for path in files) == 1
+        files = [path for path in files if not is_single and is_other(path, other / path.name)]
     if not files:
         return ""
     file = files[number % len(files)]
