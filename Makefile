@@ -53,7 +53,8 @@ explore: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m explore
 
 # The stacks that people run, each in an environment of its own that pip makes: `make stacks [ROW=verl_0.9] [KEEP=1]`.
-# A row takes minutes, and gigabytes in .stacks/ while it runs. ROW=hugging_face: Transformers and Accelerate.
+# A row takes minutes, and gigabytes in .stacks/ while it runs. FIX=…: a new fix alone, in all rows. ROW=hugging_face:
+# Transformers and Accelerate.
 stacks: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m stacks
 

@@ -23,10 +23,12 @@ fix = Fix(
     stacks="conversion to universal, pipeline stages with other settings",
     silent=True,
     stages=("settings",),
+    depends_on=("universal_group_settings",),  # up to 0.14.0 only with it all stages get these settings
     test="tests/unit/checkpoint/test_universal_stage_settings.py",
 )
 
 CALL = "_check_settings_of_stages(ds_checkpoint)"
+GUARDED = f"if ds_checkpoint.pp_degree > 1:\n    {CALL}"
 
 
 def _check_settings_of_stages(ds_checkpoint: "DeepSpeedCheckpoint") -> None:
@@ -53,5 +55,5 @@ def compare_the_stages(source: Source) -> None:
     source.check_parts(
         {**source.functions_there("", _check_settings_of_stages), CALL: source.has(CALL, within=main)},
     )
-    source.insert_after(source.one("_check_for_required_state(ds_checkpoint)", within=main), CALL)
+    source.insert_before(source.one("iteration = ds_checkpoint.get_iteration()", within=main), GUARDED)
     source.insert_function_before(main, _check_settings_of_stages)

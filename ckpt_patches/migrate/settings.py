@@ -34,7 +34,7 @@ def without_step(value: Any) -> int:
 
 def _lists(value: Any) -> list[list[Any]]:
     """The lists of param groups, one per optimizer."""
-    if isinstance(value, dict):
+    if type(value) is dict:
         own = [value[GROUPS]] if isinstance(value.get(GROUPS), list) else []
         return own + [found for key, inner in value.items() if key != GROUPS for found in _lists(inner)]
     return [found for inner in value for found in _lists(inner)] if isinstance(value, list) else []

@@ -35,7 +35,8 @@ def _align_group_steps(param_groups: "list[dict[str, Any]]") -> None:
     """Give groups without parameters on the saving rank the step of the others.
 
     The FusedAdam of Apex and Transformer Engine counts no step of an empty group, and only the
-    param groups of one rank are saved. Saved groups have no parameters; these lack the step.
+    param groups of one rank are saved. Loaded groups have no `params`; those without a step are
+    filled.
     """
     steps = {
         int(group["step"])

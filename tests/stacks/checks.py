@@ -1,4 +1,4 @@
-"""The checks that the Python of a row's environment runs: `checks.py ROW FOLDER` writes FOLDER/found.json.
+"""The checks that the Python of a row's environment runs: `checks.py ROW FOLDER [FIX ...]` writes FOLDER/found.json.
 
 Each fix must behave as `ckpt-patches status` states. If a fix is active, its demonstration shows the bug only without
 the import hook. The tools judge checkpoints that this stack saves. The explorer draws and runs a sample of cases.
@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
@@ -40,7 +40,10 @@ LENGTH = 200  # the maximum number of characters of an error
 Case = dict[str, Any]
 
 
-def main(row: Row, folder: Path) -> None:
+def main(row: Row, folder: Path, *chosen: str) -> None:
+    if chosen:  # new fixes of a row that has a record
+        (folder / "found.json").write_text(json.dumps({"on": versions(), "fixes": fixes(row, chosen)}))
+        return
     begun = time.monotonic()
     packages = {"megatron": row.megatron_release, "deepspeed": row.deepspeed}
     found: dict[str, Any] = {"on": versions()}
@@ -72,11 +75,12 @@ def versions() -> dict[str, str]:
 # The fixes
 
 
-def fixes(row: Row) -> dict[str, str]:
-    """The result of each fix for the installed packages: an expected word, or the failure."""
+def fixes(row: Row, chosen: Sequence[str] = ()) -> dict[str, str]:
+    """The result of each fix for the installed packages, or of chosen ones: an expected word, or the failure."""
     stated = collect()
     here = {package.name for package in stated.installed if package.version}
     mine = [fix for fix in stated.fixes if DISTRIBUTIONS[fix.package] in here]
+    mine = [fix for fix in mine if not chosen or fix.name in chosen]
     known = demonstrations()
     to_show = [known[fix.name] for fix in mine if fix.state in (ACTIVE, AVAILABLE) and can_run(known[fix.name])]
     without, with_them = (shown(to_show, row, mode) for mode in ("off", "warn"))
@@ -237,4 +241,4 @@ def sample(package: str, version: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ["CKPT_PATCHES_ENABLE"] = ",".join(OFF_BY_DEFAULT)
-    main(BY_NAME[sys.argv[1]], Path(sys.argv[2]))
+    main(BY_NAME[sys.argv[1]], Path(sys.argv[2]), *sys.argv[3:])

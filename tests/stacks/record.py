@@ -23,6 +23,15 @@ def add(row: str, found: Found) -> None:
     replace_durably(PATH, f"{text}\n".encode())
 
 
+def with_fixes(row: str, more: Found) -> Found | None:
+    """The record of a row with the results of more fixes; None if there is none of the same releases."""
+    found = read().get(row, {})
+    if "fixes" not in found or found["on"] != more["on"]:
+        return None
+    known = {name: word for word, names in found["fixes"].items() for name in names.split()}
+    return {**found, "fixes": {**known, **more["fixes"]}}
+
+
 def _grouped(fixes: dict[str, str]) -> dict[str, str]:
     """The names of the fixes, grouped by result."""
     words: dict[str, list[str]] = {}
