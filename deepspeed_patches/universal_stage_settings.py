@@ -18,11 +18,11 @@ CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/checkpoint/ds_to_universal.py#L624",),
-    symptom="all pipeline stages resume with the first stage's learning rates and weight decays",
+    symptom="all pipeline stages resume with the first stage's rates and weight decays",
     releases=(("0.12.0", newest("deepspeed")),),
     stacks="conversion to universal, pipeline stages with other settings",
     silent=True,
-    stages=("settings",),
+    stages=("extract",),
     depends_on=("universal_group_settings",),  # up to 0.14.0 only with it all stages get these settings
     test="tests/unit/checkpoint/test_universal_stage_settings.py",
 )
@@ -51,9 +51,6 @@ def _check_settings_of_stages(ds_checkpoint: "DeepSpeedCheckpoint") -> None:
 @fix.edit(CONVERTER)
 def compare_the_stages(source: Source) -> None:
     """Upstream writes the param groups of rank 0 alone."""
-    main = source.function("main")
-    source.check_parts(
-        {**source.functions_there("", _check_settings_of_stages), CALL: source.has(CALL, within=main)},
-    )
-    source.insert_before(source.one("iteration = ds_checkpoint.get_iteration()", within=main), GUARDED)
-    source.insert_function_before(main, _check_settings_of_stages)
+    source.check_parts({**source.functions_there("", _check_settings_of_stages), CALL: source.has(CALL)})
+    source.insert_before(source.one("iteration = ds_checkpoint.get_iteration()"), GUARDED)
+    source.insert_function_before(source.function("_check_for_required_state"), _check_settings_of_stages)

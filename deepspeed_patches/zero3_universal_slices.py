@@ -43,9 +43,6 @@ def refuse_several_tensor_parallel_ranks(source: Source) -> None:
         raise NotConcerned  # no ZeRO-3 before 0.14.5
     if source.has_function("_build_zero3_rank_grid"):
         raise NoBug
-    main = source.function("main")
-    source.check_parts(
-        {**source.functions_there("", _check_tensor_parallel_size_stage3), CALL: source.has(CALL, within=main)}
-    )
-    source.insert_before(source.one("dp_degree = len(model_files)", within=main), CALL)
-    source.insert_function_before(main, _check_tensor_parallel_size_stage3)
+    source.check_parts({**source.functions_there("", _check_tensor_parallel_size_stage3), CALL: source.has(CALL)})
+    source.insert_before(source.one("dp_degree = len(model_files)"), CALL)
+    source.insert_function_before(source.function("_check_for_required_state"), _check_tensor_parallel_size_stage3)

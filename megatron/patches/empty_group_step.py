@@ -18,9 +18,9 @@ fix = Fix(
     ),
     symptom="a param group counts its steps from 1 after a resume",
     releases=(("0.7.0", newest("megatron-core")),),
-    stacks="distributed optimizer, Apex or Transformer Engine; saved by 0.13.1 or earlier",
+    stacks="distributed optimizer, FusedAdam; saved by 0.13.1 or earlier",
     silent=True,
-    stages=("load",),
+    stages=("state", "groups"),
     test="tests/unit_tests/dist_checkpointing/test_empty_group_step.py",
 )
 
