@@ -27,7 +27,7 @@ Case = dict[str, Any]
 CORPUS = kept()
 NEWEST = {package: Stack(package, newest(space.distribution)) for package, space in SPACES.items()}
 # The numbers of drawn cases that a run can resume.
-SAMPLE = {"deepspeed": (3, 6, 9, 10, 12, 14, 15, 18, 19, 20, 22, 27, 31, 32, 38), "megatron": (1, 2, 3, 4, 6)}
+SAMPLE = {"deepspeed": (3, 6, 9, 12, 14, 15, 18, 19, 20, 22, 31, 32, 38, 41, 42), "megatron": (1, 2, 4, 8, 10)}
 TOOLS = ("audit", "fingerprint")
 MORE = 10  # cases per package: right, or loud
 SMALL = {

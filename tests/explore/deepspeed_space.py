@@ -28,6 +28,7 @@ PLAIN_LOAD: Case = {
     "kind": "ordinary", "restore": "everything", "tag": "first", "times": 1,
     "trained": False,
     "old": False,  # saved without the fixes
+    "by_upstream": False,  # loaded without the fixes
     "stages": 0,  # pipeline stages; 0: as many as in the save
     "tp": 0,  # tensor-parallel ranks; 0: as many as in the save
     "more_groups": 0,  # additional param groups, compared with the saved run
@@ -153,6 +154,8 @@ def drawn(seed: str, version: str) -> Case:
             load["tp"] = generator.choice([1, 2 - load["ranks"] % 2])
         if run["stage"] == 3 and kind.endswith("universal"):
             load["tp"] = 1  # the load rejects the sizes of slices
+    intact = not (killed or load["damage"] or load["old"] or load["some_ranks"])
+    load["by_upstream"] = intact and one_in(8)
     case = {"ranks": ranks, "nodes": nodes, "run": run, "two_saves": two_saves, "killed": killed, "load": load}
     return {"package": "deepspeed", **case}
 
@@ -200,6 +203,7 @@ def described(case: Case) -> str:
         "loaded twice" * (load["times"] == 2),
         "into a run that has trained" * load["trained"],
         "saved without the fixes" * load["old"],
+        "loaded without the fixes" * load["by_upstream"],
         "with fingerprints" * load["fingerprint"],
         "by both converters" * load["both_converters"],
         "one param group more" * load["more_groups"],

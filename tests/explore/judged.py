@@ -1,6 +1,7 @@
 """Run one case of the explorer: train, save, convert if the case loads a universal checkpoint, load, and judge."""
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.engine.registry import FIXES
 from explore import tools
 from explore.damaging import ALTERED, LOST, UNSEEN, damage
-from explore.megatron_space import FROZEN
+from explore.megatron_space import EMERGING_OPTIMIZERS, FROZEN
 from explore.spaces import SPACES, space_of
 from upstream import run_json, tree
 
@@ -64,22 +65,25 @@ class Stack:
         delivery = "hook" if self.fixes else "none"
         recording = {"CKPT_PATCHES_FINGERPRINT": "warn"} if self.fingerprint else {}
         permissive = {} if self.fixes else PERMISSIVE
-        on: dict[str, Any] = {"tree": self.tree, "delivery": delivery, "fixes": others}
+        on: dict[str, Any] = {"tree": self.tree, "delivery": delivery, "fixes": others, "path": EMERGING}
         found: dict[str, Any] = run_json(space.program, *arguments, **on, env={**permissive, **recording})
         return found
 
 
+EMERGING = list(filter(None, [os.environ.get(EMERGING_OPTIMIZERS)]))
 # Older upstream releases cannot load the checkpoint with torch 2.6 and later. See `torch_load_weights_only`.
 PERMISSIVE = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
 
 
 def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
-    """Run a case and judge it. If only the load has the fixes, upstream saves the checkpoint without them."""
+    """Run a case and judge it. The save, or the load, may be that of upstream without the fixes."""
     load = case["load"]
     stack = replace(stack, fingerprint=load["fingerprint"] and stack.fixes)
     saving = replace(stack, version=load.get("saved_by") or stack.version)
     if load["old"]:
         saving = replace(saving, fixes=False, without="", fingerprint=False)
+    if load["by_upstream"]:
+        stack = replace(stack, fixes=False, without="", fingerprint=False)
     with tempfile.TemporaryDirectory(prefix="explore-") as folder:
         file, saves = Path(folder, "case.json"), Path(folder, "saves")
         file.write_text(json.dumps(case))
@@ -158,7 +162,7 @@ def of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
         return Outcome(RIGHT)
     if proof.startswith(DIFFERS):
         return Outcome(SILENT, "\n".join(found["proof"]), f"{what}: fingerprints differ, and no state does")
-    to_prove = tried.saving.fingerprint and load["restore"] in ("everything", "without scheduler")
+    to_prove = tried.saving.fingerprint and tried.stack.fixes and load["restore"] in ("everything", "without scheduler")
     if to_prove and not proof and not any(why in line for line in found["proof"] for why in UNPROVEN):
         return Outcome(SILENT, "\n".join(found["proof"]), f"{what}: a right load is not proven")
     # A load without optimizer states is also right if the checkpoint lacks them.
@@ -185,7 +189,24 @@ def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outc
         without = replace(stack, fixes=False, without="").run("load", file, tried.tag.parent)
         if "error" in without or {*different} <= {*without.get("different", [])}:
             return Outcome(NOT_TRAINED, "upstream's own, of a save or of ranks without the fixes")
+    if load["by_upstream"]:
+        own = _of_upstream(tried)
+        if "error" in own or {*different} <= {*own.get("different", [])}:
+            return Outcome(NOT_TRAINED, "upstream's own, of a load without the fixes")
     return None
+
+
+def _of_upstream(tried: Tried) -> dict[str, Any]:
+    """The result of a load without the fixes of what upstream saves without them."""
+    with tempfile.TemporaryDirectory(prefix="explore-") as folder:
+        file, saves = Path(folder, "case.json"), Path(folder, "saves")
+        file.write_text(json.dumps(tried.case))
+        trained = replace(tried.saving, fixes=False, without="", fingerprint=False).run("train", file, saves)
+        if "error" in trained:
+            return trained
+        if unusable := _converted(tried.case, saves / tried.case["load"]["tag"], tried.stack):
+            return {"error": str(unusable)}
+        return tried.stack.run("load", file, saves)
 
 
 def _limit(case: dict[str, Any], different: list[str]) -> str:

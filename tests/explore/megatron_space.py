@@ -1,5 +1,6 @@
 """The explorer's space for Megatron: a training, a save and a load, as plain data."""
 
+import os
 import random
 from typing import Any
 
@@ -8,6 +9,7 @@ from upstream import numbers, runnable
 
 Case = dict[str, Any]
 
+EMERGING_OPTIMIZERS = "CKPT_PATCHES_TEST_EMERGING_OPTIMIZERS"  # names a folder with it (`pip install --target`)
 # The options of a training before any draw. Shrinking returns to these values.
 PLAIN: Case = {
     "tp": 1, "pp": 1, "ep": 0, "cp": 1, "instances": 1, "dtype": "bf16", "optimizer": "distributed", "inner": "fused",
@@ -22,6 +24,8 @@ PLAIN: Case = {
         False,
     ),
 }  # fmt: skip
+# Whether Muon is drawn. Emerging-Optimizers is on no package index.
+EMERGING = bool(os.environ.get(EMERGING_OPTIMIZERS))
 # The numbers of tensor-, pipeline- and data-parallel ranks.
 LAYOUTS = (
     (1, 1, 1), (1, 1, 2), (1, 1, 2), (1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 1, 2),
@@ -34,6 +38,7 @@ PLAIN_LOAD: Case = {
     "restore": "everything", "tag": "first", "times": 1, "tp": 1, "pp": 1, "ep": 0, "cp": 1,
     "trained": False,
     "old": False,  # saved without the fixes
+    "by_upstream": False,  # loaded without the fixes
     "override": False,  # the run overrides the learning rates of the checkpoint
     "offload": "same",
     "saved_by": "",  # another release that saves the checkpoint
@@ -161,6 +166,11 @@ def drawn(seed: str, version: str) -> Case:
         load["restore"] = "everything" if load["restore"] == "without scheduler" else load["restore"]
     if _has_zarr(load["saved_by"] or version, run) and (run["format"] == ZARR_ALONE or one_in(2)):
         run |= {"backend": "zarr", "asynchronous": False, "persistent": False}
+    if EMERGING and run["optimizer"] == "whole" and not run["trainer"] and one_in(2):
+        muon = generator.choice(["muon", "dist_muon"])  # the latter gives each rank whole parameters
+        run |= {"algorithm": muon, "dtype": "bf16", "overflow": False, "mup": False, "fp32_norms": False}
+        load["saved_by"] = ""
+    load["by_upstream"] = not (load["damage"] or load["old"] or load["some_ranks"]) and one_in(8)
     return {"package": "megatron", "ranks": ranks, "run": run, "two_saves": two_saves, "load": load}
 
 
@@ -242,6 +252,7 @@ def described(case: Case) -> str:
         "loaded twice" * (load["times"] == 2),
         "into a run that has trained" * load["trained"],
         "saved without the fixes" * load["old"],
+        "loaded without the fixes" * load["by_upstream"],
         "with fingerprints" * load["fingerprint"],
         "migrated" * load["migrated"],
         f"saved by {load['saved_by']}" * bool(load["saved_by"]),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gpt_resume import on_cpu
+from layer_wise import gathered
 
 Options = dict[str, Any]
 VOCABULARY, SEEN, LENGTH, HIDDEN, LAYERS, EXPERTS = 64, 40, 8, 16, 2, 4
@@ -46,6 +47,8 @@ def build(options: Options, seed: int) -> tuple[Any, Any]:
     """Create the model under Megatron's DDP and its optimizer."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[options["dtype"]]
     network = gpt(options, dtype, seed)
+    if options["algorithm"] == "dist_muon":
+        dist.all_gather = gathered
     return mt.build(
         config=network.config,
         bucket_size=options["bucket"] or None,
