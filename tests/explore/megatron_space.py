@@ -19,7 +19,7 @@ PLAIN: Case = {
         (
             "overlap", "precision_aware", "decoupled_rate", "mup", "fp32_norms", "gated", "untied", "biases", "frozen",
             "zero_initialized", "scheduler", "overflow", "asynchronous", "persistent", "clipping", "learned_positions",
-            "trainer", "parallel_load",
+            "trainer", "parallel_load", "fsdp2",
         ),
         False,
     ),
@@ -171,7 +171,17 @@ def drawn(seed: str, version: str) -> Case:
         run |= {"algorithm": muon, "dtype": "bf16", "overflow": False, "mup": False, "fp32_norms": False}
         load["saved_by"] = ""
     load["by_upstream"] = not (load["damage"] or load["old"] or load["some_ranks"]) and one_in(8)
+    if _has_fsdp2(version, run, load) and one_in(3):  # Megatron-LM shards over all ranks
+        run |= {"fsdp2": True, "dtype": "fp32", "bucket": 0, "overflow": False, "inner": "torch", "untied": True}
     return {"package": "megatron", "ranks": ranks, "run": run, "two_saves": two_saves, "load": load}
+
+
+def _has_fsdp2(version: str, run: Case, load: Case) -> bool:
+    """Whether a case is one of torch FSDP2: data parallelism alone, without the distributed optimizer."""
+    is_alone = all(one[name] == PLAIN_LOAD[name] for one in (run, load) for name in LAYOUT)
+    is_plain = run["optimizer"] == "whole" and run["algorithm"] == "adam" and run["backend"] == "torch_dist"
+    is_there = numbers(version) >= (0, 10) and not (run["trainer"] or load["saved_by"] or run["format"] == "torch")
+    return is_alone and is_plain and is_there
 
 
 def _has_zarr(version: str, run: Case) -> bool:

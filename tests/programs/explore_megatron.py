@@ -22,6 +22,7 @@ from unittest import mock
 from ckpt_patches.demo import megatron_training as mt  # isort: skip  the GPU stub must load first
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import explored
 from ckpt_patches.demo import megatron_lm
@@ -74,6 +75,10 @@ def place(model: Any, name: str, parameter: torch.Tensor) -> tuple[str, torch.Te
         config, rank = network.config, parallel_state.get_expert_model_parallel_rank()
         own = config.num_moe_experts // config.expert_model_parallel_size
         name = f"{found[1]}{rank * own + int(found[2])}{found[3]}"
+    if isinstance(parameter, DTensor):  # a part of the rows
+        size, rank = dist.get_world_size(), dist.get_rank()
+        index = torch.arange(parameter.numel()).view(parameter.shape).chunk(size)
+        return name, index[rank].flatten() if rank < len(index) else index[0][:0].flatten(), parameter.numel()
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     if not getattr(parameter, "tensor_model_parallel", False) or size == 1:
         return name, torch.arange(parameter.numel()), parameter.numel()
@@ -83,6 +88,11 @@ def place(model: Any, name: str, parameter: torch.Tensor) -> tuple[str, torch.Te
     shape[axis : axis + 1] = [parts, size * shape[axis] // parts]
     index = torch.arange(parameter.numel() * size).view(shape)
     return name, index.chunk(size, axis + 1)[rank].flatten(), parameter.numel() * size
+
+
+def part_here(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that FSDP2 has sharded, or the tensor itself."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def places(run: Run) -> dict[int, tuple[str, torch.Tensor, int]]:
@@ -118,7 +128,7 @@ def held(optimizer: Any) -> Iterator[Held]:
             if main is not stepped and stepped.dtype == torch.float32:
                 own["copy"] = stepped  # the copy of a main parameter on the CPU
             states = {
-                name: value.detach().view(-1)
+                name: part_here(value.detach()).view(-1)
                 for name, value in own.items()
                 if isinstance(value, torch.Tensor) and value.dim() and name != "master_param"
             }
@@ -171,7 +181,7 @@ def parts(run: Run) -> Iterator[Part]:
     of_parameters = places(run)
     for parameter in run.model.module.parameters():
         named, where, numel = of_parameters[id(parameter)]
-        yield Part(f"{named}.weight", parameter.data.view(-1), where, numel)
+        yield Part(f"{named}.weight", part_here(parameter.data).view(-1), where, numel)
     for one in held(run.optimizer):
         named, where, numel = of_parameters[id(one.parameter)]
         for name, local in one.states.items():

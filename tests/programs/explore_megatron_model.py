@@ -5,6 +5,7 @@ import random
 import sys
 import types
 from typing import Any
+from unittest import mock
 
 from ckpt_patches.demo import megatron_training as mt  # isort: skip  the GPU stub must load first
 import torch
@@ -49,6 +50,8 @@ def build(options: Options, seed: int) -> tuple[Any, Any]:
     network = gpt(options, dtype, seed)
     if options["algorithm"] == "dist_muon":
         dist.all_gather = gathered
+    if options["fsdp2"]:
+        return fully_sharded(network, options)
     return mt.build(
         config=network.config,
         bucket_size=options["bucket"] or None,
@@ -60,6 +63,20 @@ def build(options: Options, seed: int) -> tuple[Any, Any]:
         settings=settings(options),
         overrides=of_mup if options["mup"] else None,
     )
+
+
+def fully_sharded(network: Any, options: Options) -> tuple[Any, Any]:
+    """Shard an fp32 model by torch FSDP2 as Megatron-LM does, but on CPU ranks, and create its optimizer."""
+    from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from torch.distributed.device_mesh import DeviceMesh
+
+    network.config.transformer_impl = "local"  # else it wraps layers in layers that are wrapped already
+    on_ranks = DeviceMesh.from_group
+    with mock.patch.object(DeviceMesh, "from_group", staticmethod(lambda group, _: on_ranks(group, "cpu"))):
+        model = TorchFullyShardedDataParallel(network.config, DistributedDataParallelConfig(), network)
+    config = OptimizerConfig(**{"params_dtype": torch.float32, **settings(options)})
+    return model, get_megatron_optimizer(config, [model])
 
 
 def settings(options: Options) -> Options:
