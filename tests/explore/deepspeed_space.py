@@ -144,7 +144,7 @@ def drawn(seed: str, version: str) -> Case:
         run["groups"] = min(run["groups"], 2)
         if load["ranks"] != ranks or (other and one_in(2)):
             load["stages"] = generator.choice([1, 2 - load["ranks"] % 2])
-        run["stage_decay"] = run["pipeline"] > 1 and not run["tied"] and one_in(4)
+        run["stage_decay"] = run["pipeline"] > 1 and not run["tied"] and one_in(2)
     of_others = any(run[name] for name in ("experts", "sequences", "hpz", "pipeline", "lora"))
     if ranks % 2 == 0 and not of_others and run["optimizer"] != "Muon" and one_in(5):
         run["tp"] = 2
