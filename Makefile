@@ -4,8 +4,8 @@ VENV ?= .venv
 DOCS_VENV ?= .venv-docs
 SITE ?= build/site
 PY := $(VENV)/bin/python
-CHECKED := ckpt_patches megatron/patches deepspeed_patches nvrx_patches apex_patches tests
-SPELLED := *.md docs/*.md ckpt_patches megatron deepspeed_patches nvrx_patches apex_patches
+CHECKED := ckpt_patches megatron/patches deepspeed_patches nvrx_patches apex_patches torch_patches tests
+SPELLED := *.md docs/*.md ckpt_patches megatron deepspeed_patches nvrx_patches apex_patches torch_patches
 # Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
 PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 

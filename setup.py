@@ -29,6 +29,7 @@ PACKAGES = {
     "deepspeed_patches": "deepspeed_patches",
     "nvrx_patches": "nvrx_patches",
     "apex_patches": "apex_patches",
+    "torch_patches": "torch_patches",
 }
 # The index of the fixes; in a checkout, each process builds it again.
 DISCOVERY = "ckpt_patches/engine/discovery.py"
@@ -160,6 +161,7 @@ TEST = [
     "typeguard>=4",
     "beartype",
     "wrapt",
+    "expecttest",  # what the tests of torch import
     # Upstream's own linters, in its versions: tests/test_upstream_style.py.
     "black>=26,<27",
     "isort==5.13.2",
@@ -183,7 +185,7 @@ if refused := {"install", "develop"} & {*sys.argv[1:]}:
 setup(
     name="training-checkpoint-patches",
     version=_version(),
-    description="Checkpoint fixes for megatron-core, DeepSpeed, nvidia-resiliency-ext and apex, as installed",
+    description="Checkpoint fixes for megatron-core, DeepSpeed, nvidia-resiliency-ext, apex and torch, as installed",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

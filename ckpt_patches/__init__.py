@@ -1,4 +1,4 @@
-"""Checkpoint fixes for megatron-core, DeepSpeed and nvidia-resiliency-ext, and tools for their checkpoints.
+"""Checkpoint fixes for megatron-core, DeepSpeed, NVRx, apex and torch, and tools for their checkpoints.
 
 The .pth file runs this module at every start of the interpreter: it reads the switches and installs the finder. No
 other module of ours is loaded then, and it takes less than a millisecond: `os` and `sys` are already loaded, `atexit`
@@ -34,6 +34,7 @@ ROOTS = {
     "deepspeed": "deepspeed",
     "nvidia_resiliency_ext": "nvidia-resiliency-ext",
     "apex": "apex",
+    "torch.distributed.checkpoint": "torch",
 }
 # The prefixes of all target modules' names.
 PREFIXES = tuple(ROOTS)

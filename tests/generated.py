@@ -10,7 +10,7 @@ from upstream import RELEASES
 # Releases, oldest first.
 KNOWN = {
     distribution: [release.version for release in RELEASES if release.distribution == distribution]
-    for distribution in ("megatron-core", "deepspeed", "nvidia-resiliency-ext", "apex")
+    for distribution in ("megatron-core", "deepspeed", "nvidia-resiliency-ext", "apex", "torch")
 }
 
 

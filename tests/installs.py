@@ -24,6 +24,7 @@ PACKAGES = {
     "deepspeed_patches": "deepspeed_patches",
     "megatron_patches": "megatron/patches",
     "nvrx_patches": "nvrx_patches",
+    "torch_patches": "torch_patches",
 }
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 # Other packages use this check to detect Megatron.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ckpt_patches.engine.fix import load
-from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, NVRX, package_with
+from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, NVRX, TORCH, package_with
 from ckpt_patches.runtime.durable import replace_durably
 from upstream import REPOSITORY
 
@@ -182,6 +182,15 @@ apex load | load | Load an optimizer's state
   @ optimizers.fused_adam contrib.optimizers.distributed_fused_adam
 """
 
+TORCH_STAGES = """\
+dcp | save | Write a state dict, in the background
+  staging: copies of its tensors on the CPU
+  a thread writes: a file a rank, then the index
+  @ staging state_dict_saver
+dcp files | disk | torch.distributed.checkpoint | audit · repair · fingerprint
+  *.distcp and .metadata
+"""
+
 
 STAGES = dict(
     [
@@ -189,6 +198,7 @@ STAGES = dict(
         *_stages(DEEPSPEED, DEEPSPEED_STAGES),
         *_stages(NVRX, NVRX_STAGES),
         *_stages(APEX, APEX_STAGES),
+        *_stages(TORCH, TORCH_STAGES),
     ]
 )
 
@@ -203,6 +213,7 @@ megatron files > scheduler
 wrapper > model states > optimizer states > latest > zero files > extract > merge > universal files
 model states > zero files > ordinary load > links
 nvrx > nvrx files
+dcp > dcp files
 apex save > apex files > apex load
 universal files > universal load > settings > links
 """
@@ -291,8 +302,14 @@ def drawing() -> str:
     """The picture; equal tables give equal text."""
     parts: list[str] = []
     y = MARGIN
-    titles = ((CORE, "megatron-core"), (DEEPSPEED, "DeepSpeed"), (NVRX, "nvidia-resiliency-ext"), (APEX, "apex"))
-    for package, name in titles:
+    titles = {
+        CORE: "megatron-core",
+        DEEPSPEED: "DeepSpeed",
+        NVRX: "nvidia-resiliency-ext",
+        APEX: "apex",
+        TORCH: "torch",
+    }
+    for package, name in titles.items():
         parts.append(_text(MARGIN, y + 22, name, "heading"))
         for at, column in enumerate(COLUMNS):
             parts.append(_text(MARGIN + at * (BOX + GUTTER), y + HEADING + 14, column, "column"))

@@ -9,19 +9,20 @@ import sys
 from pathlib import Path
 from string import Template
 
-from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, EVERYTHING, FOLDERS, NVRX, PART_OF, package_with
+from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, EVERYTHING, FOLDERS, NVRX, PART_OF, TORCH, package_with
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.durable import replace_durably
 from upstream import REPOSITORY
 
 TEMPLATES = "docs/new_fix"
 CHANGES = "CHANGELOG.md"
-TITLES = {CORE: "megatron-core", DEEPSPEED: "DeepSpeed", NVRX: "nvidia-resiliency-ext", APEX: "apex"}
+TITLES = {CORE: "megatron-core", DEEPSPEED: "DeepSpeed", NVRX: "nvidia-resiliency-ext", APEX: "apex", TORCH: "torch"}
 UPSTREAM_TESTS = {
     CORE: "tests/unit_tests/dist_checkpointing",
     DEEPSPEED: "tests/unit/checkpoint",
     NVRX: "tests/checkpointing/unit",
     APEX: "tests/L0/run_optimizers",
+    TORCH: "test/distributed/checkpoint",
 }
 LICENSES = {
     CORE: "# Copyright (c) 2026, NVIDIA CORPORATION. All rights reserved.",
@@ -29,6 +30,7 @@ LICENSES = {
     NVRX: "# SPDX-FileCopyrightText: Copyright (c) 2026 NVIDIA CORPORATION & AFFILIATES. All rights reserved.\n"
     "# SPDX-License-Identifier: Apache-2.0",
     APEX: "",
+    TORCH: '# Owner(s): ["oncall: distributed checkpointing"]',
 }
 UNRELEASED = "## [Unreleased]\n"
 ADDED = "\n### Added\n"

@@ -71,7 +71,7 @@ def test_columns() -> None:
 def test_nothing_recorded_claims_nothing(fix: str) -> None:
     found = columns(page_of({}), fix)
     assert found["bug and fix shown on"] == "not run"
-    assert re.search(r" 0\.", found["applies to"])  # from plans, without a run
+    assert re.search(r" \d+\.\d", found["applies to"])  # from plans, without a run
 
 
 @pytest.mark.parametrize(

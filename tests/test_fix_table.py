@@ -118,7 +118,7 @@ def test_list_guesses_nothing_of_a_release_that_was_not_tested(version: str) -> 
     assert "list --tree PATH" in line
 
 
-@pytest.mark.parametrize("requirement", ["torch==2.13.0", "megatron-core", "megatron-core>=0.16"])
+@pytest.mark.parametrize("requirement", ["zarr==2.18.7", "megatron-core", "megatron-core>=0.16"])
 def test_list_for_something_else(requirement: str) -> None:
     assert f"expected PACKAGE==VERSION, such as megatron-core=={NEWEST}" in one_line(
         command("list", "--for", requirement)

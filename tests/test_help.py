@@ -119,8 +119,8 @@ USAGE = [
         "ckpt-patches list",
     ),
     (
-        "status --require torch",
-        "argument --require: expected megatron-core or deepspeed or nvidia-resiliency-ext or apex, found torch",
+        "status --require zarr",
+        "argument --require: expected megatron-core or deepspeed or nvidia-resiliency-ext or apex or torch, found zarr",
         "ckpt-patches status",
     ),
     ("completion fish", "argument shell: expected bash or zsh, found fish", "ckpt-patches completion"),
@@ -197,7 +197,7 @@ def test_explain_without_a_name_lists_all_pages_with_their_titles() -> None:
 
 def test_no_message_names_a_page_of_docs() -> None:
     """Messages name no docs/ page, which pip users lack; `explain` prints the pages."""
-    folders = ("ckpt_patches", "deepspeed_patches", "megatron/patches", "nvrx_patches", "apex_patches")
+    folders = ("ckpt_patches", "deepspeed_patches", "megatron/patches", "nvrx_patches", "apex_patches", "torch_patches")
     found = []
     for path in (path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")):
         if "upstream_tests" in path.parts:

@@ -1,5 +1,6 @@
 """Real pip installs of the working tree into fresh environments: what Python imports, and what an uninstall leaves."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -171,7 +172,7 @@ def test_record_names_every_file_and_none_of_another_package(environment: Enviro
     sources = {"ckpt_patches": "ckpt_patches", "deepspeed_patches": "deepspeed_patches"}
     sources["megatron_patches"] = "megatron/patches"
     sources["nvrx_patches"] = "nvrx_patches"
-    sources["apex_patches"] = "apex_patches"
+    sources |= {"apex_patches": "apex_patches", "torch_patches": "torch_patches"}
     assert {name.split("/")[0] for name in recorded if name.endswith(".py")} == sources.keys()
     for name, source in sources.items():
         shipped = {path for path in recorded if path.startswith(f"{name}/") and path.endswith(".py")}
@@ -238,8 +239,26 @@ def test_the_repository_that_it_was_cloned_from_is_named(
     assert urls == [*named, *upstream_urls]
 
 
+def test_status_fails_where_there_is_nothing_to_patch(installed: Environment) -> None:
+    """`status` fails without any package, as in the wrong Python in a Dockerfile's RUN."""
+    done = installed.python("-m", "ckpt_patches", "status")
+    assert done.returncode == 1
+    packages = "megatron-core or deepspeed or nvidia-resiliency-ext or apex or torch"
+    assert f"error: nothing to patch: expected {packages} to be installed for {installed.executable}" in done.stdout
+    assert done.stdout.endswith("\n0 active, 0 not needed, 0 missing\n")
+    found = json.loads(installed.python("-m", "ckpt_patches", "status", "--json").stdout)
+    assert (found["complete"], len(found["errors"])) == (False, 1)
+
+
 def test_type_checkers_are_told_that_the_packages_have_types(installed: Environment) -> None:
-    packages = ("apex_patches", "ckpt_patches", "deepspeed_patches", "megatron_patches", "nvrx_patches")
+    packages = (
+        "apex_patches",
+        "ckpt_patches",
+        "deepspeed_patches",
+        "megatron_patches",
+        "nvrx_patches",
+        "torch_patches",
+    )
     assert all((installed.site_packages / package / "py.typed").exists() for package in packages)
 
 
@@ -258,7 +277,14 @@ def test_editable_install_is_a_plain_path_in_front_of_the_start_up_line(environm
     folder, start_up = only_start_up_file(environment)
     assert folder == str(source / ".editable")
     assert [start_up] == (upstream.REPOSITORY / "training_checkpoint_patches.pth").read_text().splitlines()
-    packages = ["apex_patches", "ckpt_patches", "deepspeed_patches", "megatron_patches", "nvrx_patches"]
+    packages = [
+        "apex_patches",
+        "ckpt_patches",
+        "deepspeed_patches",
+        "megatron_patches",
+        "nvrx_patches",
+        "torch_patches",
+    ]
     assert sorted(os.listdir(folder)) == packages
 
 

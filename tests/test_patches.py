@@ -33,6 +33,7 @@ PINNED = {
     "deepspeed": ("0.16.9", newest("deepspeed")),
     "nvidia-resiliency-ext": ("0.4.1", newest("nvidia-resiliency-ext")),
     "apex": (newest("apex"),),
+    "torch": (newest("torch"),),
 }
 PACKAGES = {distribution: package for package, distribution in DISTRIBUTIONS.items()}
 FOREIGN = re.compile(
@@ -141,7 +142,8 @@ def checkout_of(distribution: str, version: str, folder: Path) -> Path:
             as_installed(checkout)
     else:
         top = PACKAGES[distribution].partition(".")[0]
-        shutil.copytree(source / top, checkout / top, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        ignored = shutil.ignore_patterns("__pycache__", *(() if distribution == "torch" else ("*.so",)))
+        shutil.copytree(source / top, checkout / top, symlinks=True, ignore=ignored)
         if distribution == "nvidia-resiliency-ext":  # its package does not state its release
             (checkout / f"nvidia_resiliency_ext-{version}.dist-info").mkdir()
     git(checkout, "init", "--quiet")

@@ -27,16 +27,18 @@ ROOMS = {
     "megatron.patches.demos": {"ckpt_patches.demo"},
     "nvrx_patches.demos": {"ckpt_patches.demo"},
     "apex_patches.demos": {"ckpt_patches.demo"},
+    "torch_patches.demos": {"ckpt_patches.demo"},
     "deepspeed_patches.ds_to_universal": {"ckpt_patches.convert"},
     "deepspeed_patches": {"ckpt_patches.engine"},
     "megatron.patches": {"ckpt_patches.engine"},
     "nvrx_patches": {"ckpt_patches.engine"},
     "apex_patches": {"ckpt_patches.engine"},
+    "torch_patches": {"ckpt_patches.engine"},
 }
 # The entry points import all layers. No layer imports them, except the package itself, which is always loaded.
 CLI = "ckpt_patches.cli"
 ENTRANCES = ("ckpt_patches", "ckpt_patches.__main__", "ckpt_patches.startup")
-FOLDERS = ("ckpt_patches", "deepspeed_patches", "megatron/patches", "nvrx_patches", "apex_patches")
+FOLDERS = ("ckpt_patches", "deepspeed_patches", "megatron/patches", "nvrx_patches", "apex_patches", "torch_patches")
 
 
 def modules() -> dict[str, Path]:

@@ -13,7 +13,16 @@ from upstream import REPOSITORY, TIMEOUT
 
 pytestmark = pytest.mark.long
 
-SOURCES = ("docs", "ckpt_patches", "megatron", "deepspeed_patches", "nvrx_patches", "apex_patches", "mkdocs.yml")
+SOURCES = (
+    "docs",
+    "ckpt_patches",
+    "megatron",
+    "deepspeed_patches",
+    "nvrx_patches",
+    "apex_patches",
+    "torch_patches",
+    "mkdocs.yml",
+)
 # The output of pip without a reachable index. A requirement that the index lacks fails the tests.
 OFFLINE = re.compile(r"NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError|Network is unreachable")
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(("CKPT_PATCHES", "PYTHON"))}

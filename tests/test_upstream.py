@@ -164,7 +164,7 @@ def test_a_torch_for_another_python_is_installed_once_by_that_python(
 
 def test_a_torch_that_cannot_be_had_is_named_with_pips_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_PATCHES_TREES", str(tmp_path / "trees"))
-    monkeypatch.setattr(upstream, "TORCH", "0.0.1")
+    monkeypatch.setattr(upstream, "INSTALLED_TORCH", "0.0.1")
     with pytest.raises(
         RuntimeError, match=r"torch==0\.0\.1 .* could not be installed into .*python-3\.9-torch-0\.0\.1"
     ):

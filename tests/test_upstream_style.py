@@ -2,7 +2,7 @@
 
 The configurations are those of the main branches in August 2026: `pyproject.toml`, `.pylintrc` and
 `.pre-commit-config.yaml` of Megatron-LM, `.style.yapf`, `.flake8` and `.pre-commit-config.yaml` of DeepSpeed,
-`pyproject.toml` of nvidia-resiliency-ext and of apex.
+`pyproject.toml` of nvidia-resiliency-ext and of apex, and torch's line length.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine.diffs import upstream_test
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FilePlan, Outcome, TreePlan, plan_tree
-from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, FOLDERS, NVRX
+from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, FOLDERS, NVRX, TORCH
 from upstream import newest_affected, tree
 
 pytestmark = pytest.mark.slow
@@ -29,6 +29,9 @@ pytestmark = pytest.mark.slow
 BLACK = ["--line-length=100", "--skip-string-normalization", "--skip-magic-trailing-comma"]
 ISORT = ["--profile=black", "--line-length=100", "--project=megatron", "--thirdparty=transformer_engine"]
 NVRX_BLACK = ["--line-length=100", "--skip-string-normalization"]
+# usort, which is what torch has, sorts as isort does without regard to case.
+TORCH_BLACK = ["--line-length=88"]
+TORCH_ISORT = ["--profile=black", "--dont-order-by-type", "--lines-after-imports=2", "--project=torch"]
 NVRX_ISORT = ["--profile=black", "--line-length=100", "--project=nvidia_resiliency_ext"]
 APEX_IGNORES = "E731,E741,E712,F403,E701,E711,F821,E722,E402,F401,F841,F405"
 PYLINT = [
@@ -43,7 +46,7 @@ PYLINT = [
 YAPF = ["--style={based_on_style: pep8, split_all_comma_separated_values: false, column_limit: 119}"]
 FLAKE8 = ["--isolated", "--ignore=E,F403,F405,F541,F841,W", "--select=E9,F,W6"]
 
-BLACK_AND_ISORT = {CORE: (BLACK, ISORT), NVRX: (NVRX_BLACK, NVRX_ISORT)}
+BLACK_AND_ISORT = {CORE: (BLACK, ISORT), NVRX: (NVRX_BLACK, NVRX_ISORT), TORCH: (TORCH_BLACK, TORCH_ISORT)}
 
 # An import that a fix leaves unused: fixes for other releases use it.
 LEFT_BY = ("torch_load_weights_only", "deepspeed.runtime.base_optimizer")

@@ -10,6 +10,9 @@ branch of an upstream repository. It counts as one more release, `main`, newer t
 
 apex is on no package index. `CKPT_PATCHES_TEST_APEX` names a git checkout, which is its only release; without it, the
 tests that need apex are skipped. Their results are recorded with the commit.
+
+Of torch, only the installed release runs. Its tree has links to its files, but for those that fixes edit, which are
+copies. The trees of other releases have only these files, and the fixes are planned on them; `make stacks` runs them.
 """
 
 import fcntl
@@ -22,10 +25,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +44,7 @@ from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.demo.run import Outcome
 from ckpt_patches.engine import fix as fix_files
 from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, NVRX, OFF_BY_DEFAULT
+from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, NVRX, OFF_BY_DEFAULT, TORCH
 from ckpt_patches.engine.releases import RECORDED
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -49,6 +54,7 @@ PROGRAMS = REPOSITORY / "tests" / "programs"
 DELIVERIES = ("hook", "in place")
 # Time limit of a program in seconds: ten times what the slowest needs on an idle machine.
 TIMEOUT = 900
+MAIN = "main"  # the version name of the checkout of a main branch
 # In place of a delivery: the edits were planned, and nothing was run.
 PLAN = "plan"
 PRODUCT = "numpy2_product"  # the fix without which megatron-core before 0.16 does not run with NumPy 2
@@ -66,6 +72,14 @@ class Release:
 
 def _table(distribution: str, versions: Sequence[str], default: str, notes: Mapping[str, str]) -> list[Release]:
     return [Release(distribution, v, v in default.split(), notes.get(v, "")) for v in versions]
+
+
+INSTALLED_TORCH = metadata.version("torch").partition("+")[0]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """A version as numbers, to compare; the main branch is newer than any."""
+    return (sys.maxsize,) if version == MAIN else tuple(int(part) for part in version.split("."))
 
 
 _NO_SOCKET = (
@@ -87,6 +101,12 @@ RELEASES: tuple[Release, ...] = (
     ),
     *_table("nvidia-resiliency-ext", RECORDED[NVRX], default="0.4.1 0.6.0", notes={}),
     *_table("apex", RECORDED[APEX], default="0.1", notes={}),  # a checkout: CHECKOUT_VARIABLES
+    *_table(
+        "torch",
+        sorted({*RECORDED[TORCH], INSTALLED_TORCH}, key=numbers),
+        default=INSTALLED_TORCH,
+        notes=dict.fromkeys({*RECORDED[TORCH]} - {INSTALLED_TORCH}, "not the installed torch; `make stacks` runs it"),
+    ),
     *_table("megatron-bridge", ["0.3.1"], default="0.3.1", notes={}),
     *_table("numpy", ["2.2.6"], default="2.2.6", notes={}),
     *_table("triton", ["3.9.0"], default="3.9.0", notes={}),
@@ -107,8 +127,7 @@ STUBS: dict[tuple[str, str], Path] = {
 }
 
 
-# The version name of an upstream main branch's checkout, and the variables that name one.
-MAIN = "main"
+# The variables that name a checkout of an upstream main branch.
 MAIN_VARIABLES = {
     "megatron-core": "CKPT_PATCHES_TEST_MEGATRON_MAIN",
     "deepspeed": "CKPT_PATCHES_TEST_DEEPSPEED_MAIN",
@@ -265,11 +284,6 @@ def newest_by_default(parameters: list[Any]) -> list[Any]:
     return parameters if all_releases() else parameters[-1:]
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """A version as numbers, to compare; the main branch is newer than any."""
-    return (sys.maxsize,) if version == MAIN else tuple(int(part) for part in version.split("."))
-
-
 def checkpoint_formats(version: str) -> list[str]:
     """The formats in which a megatron-core release saves the distributed optimizer's state."""
     chosen = ["torch", "dp_zero_gather_scatter"]
@@ -298,7 +312,31 @@ def tree(distribution: str, version: str) -> Path:
         if named := checkout(distribution):
             return named.tree
         pytest.skip(f"{distribution} is on no package index, and {variable} names no checkout of it")
+    if distribution == "torch" and version == INSTALLED_TORCH:
+        return _linked_torch() / f"torch-{version}"
     return released(distribution, version)
+
+
+def _linked_torch() -> Path:
+    """The folder with a tree of the installed torch; created once per session."""
+
+    def make(folder: Path) -> None:
+        spec = find_spec("torch")
+        assert spec is not None
+        installed = Path(str(spec.origin)).parent
+        beside = folder / f"torch-{INSTALLED_TORCH}" / "torch"
+        own = Path("distributed", "checkpoint")  # what fixes edit
+        for part in (*reversed(own.parents), own):
+            (beside / part).mkdir(parents=True)
+        for part in own.parents:
+            for path in (installed / part).iterdir():
+                if not (beside / part / path.name).exists():
+                    (beside / part / path.name).symlink_to(path)
+        shutil.copytree(installed / own, beside / own, dirs_exist_ok=True)
+        (metadata_folder,) = installed.parent.glob("torch-*.dist-info")
+        (beside.parent / metadata_folder.name).symlink_to(metadata_folder)
+
+    return shared.once("torch", make)
 
 
 def released(distribution: str, version: str) -> Path:
@@ -351,6 +389,9 @@ def installed_checkout(distribution: str, source: Path) -> Path:
 
 
 def _install(distribution: str, version: str, folder: Path, source: str = "") -> None:
+    if distribution == "torch":
+        _install_edited_files_of_torch(version, folder)
+        return
     options = ["--no-deps"]
     if distribution == "deepspeed":  # a source distribution whose setup imports torch
         options.append("--no-build-isolation")
@@ -366,6 +407,21 @@ def _install(distribution: str, version: str, folder: Path, source: str = "") ->
         inherited = os.environ.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([*([inherited] if inherited else []), str(stub)])
     _pip_install(sys.executable, [*options, source or f"{distribution}=={version}"], folder, environment)
+
+
+def _install_edited_files_of_torch(version: str, folder: Path) -> None:
+    """Only the files that fixes edit, from a wheel of gigabytes."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        options = ["--python-version", "3.11", "--dest", temporary, f"torch=={version}"]
+        done = subprocess.run([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"torch {version} could not be downloaded; pip said:\n{_tail(done.stdout)}")
+        (wheel,) = Path(temporary).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            wanted = re.compile(r"torch/distributed/checkpoint/.*\.py|[^/]*\.dist-info/METADATA")
+            archive.extractall(Path(temporary, "tree"), [n for n in archive.namelist() if wanted.fullmatch(n)])
+        os.rename(Path(temporary, "tree"), folder)
 
 
 def _pip_install(python: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
@@ -384,12 +440,9 @@ def _pip_install(python: str, arguments: Sequence[str], folder: Path, environmen
         os.rename(target, folder)
 
 
-TORCH = metadata.version("torch").partition("+")[0]
-
-
 def torch_folder(version: str) -> Path:
     """The folder with torch for another Python ("3.12") and the upstream packages' dependencies."""
-    return trees() / f"python-{version}-torch-{TORCH}"
+    return trees() / f"python-{version}-torch-{INSTALLED_TORCH}"
 
 
 def install_torch(version: str, python: str) -> None:
@@ -404,7 +457,7 @@ def install_torch(version: str, python: str) -> None:
     with _locked(folder):
         if not folder.is_dir():
             environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-            _pip_install(python, [f"torch=={TORCH}", *needs], folder, environment)
+            _pip_install(python, [f"torch=={INSTALLED_TORCH}", *needs], folder, environment)
 
 
 def in_place(tree: Path, fixes: Sequence[str] = ()) -> Path:

@@ -98,7 +98,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser: argparse.ArgumentParser = Parser(
         "ckpt-patches",
         **described(
-            "Checkpoint fixes for megatron-core, DeepSpeed, nvidia-resiliency-ext and apex, and tools for checkpoints.",
+            "Checkpoint fixes for megatron-core, DeepSpeed, NVRx, apex and torch, and tools for checkpoints.",
             "ckpt-patches status",
             "ckpt-patches list --for megatron-core==0.16.1",
             "ckpt-patches audit /checkpoints/run1",

@@ -131,7 +131,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
         else Installed(DISTRIBUTIONS[package], None, None)
         for package, root in roots.items()
     ]
-    others = [_distribution(name) for name in ("torch", "zarr", "apex") if name not in roots]
+    others = [_distribution(name) for name in ("torch", "zarr") if name not in {one.name for one in installed}]
     # The Python that runs a tree may have packages that this one lacks.
     installed += [package for package in others if tree is None or package.version]
     skipped = [f"{name} is in CKPT_PATCHES_SKIP, and applied in place: ckpt-patches revert {name}" for name in in_place]

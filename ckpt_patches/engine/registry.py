@@ -17,6 +17,7 @@ TRAINING = "megatron.training"
 DEEPSPEED = "deepspeed"
 NVRX = "nvidia_resiliency_ext"
 APEX = "apex"
+TORCH = "torch.distributed.checkpoint"
 
 # The folder of an upstream package's fixes, next to this package: its name in an install and in a checkout.
 FOLDERS = {
@@ -24,6 +25,7 @@ FOLDERS = {
     DEEPSPEED: ("deepspeed_patches",),
     NVRX: ("nvrx_patches",),
     APEX: ("apex_patches",),
+    TORCH: ("torch_patches",),
 }
 
 # A root whose modules ship with another root: in the same checkout and, since megatron-core 0.17, in the same wheel.

@@ -1,7 +1,7 @@
 """The upstream releases that the tests ran on. Statements about a bug hold for these releases only."""
 
 from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX
+from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, TORCH
 from ckpt_patches.errors import UserError
 
 _RECORDED = {
@@ -16,6 +16,7 @@ _RECORDED = {
         0.19.0 0.19.1 0.19.2 0.19.3 0.19.4 0.19.5 0.19.6 0.19.7 0.19.8""",
     NVRX: "0.4.1 0.5.0 0.6.0",
     APEX: "0.1",  # every commit has this version; tests/upstream.py names the tested one
+    TORCH: "2.3.1 2.4.1 2.5.1 2.6.0 2.7.1 2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0 2.14.1",
 }
 _PACKAGES = {DISTRIBUTIONS[package]: package for package in _RECORDED}
 # Oldest first.

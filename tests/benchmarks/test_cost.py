@@ -75,7 +75,13 @@ RUNS = 7
 
 
 @pytest.mark.parametrize(
-    ("distribution", "module"), [("megatron-core", DISTRIB_OPTIMIZER), ("deepspeed", "deepspeed")], ids=["core", "ds"]
+    ("distribution", "module"),
+    [
+        ("megatron-core", DISTRIB_OPTIMIZER),
+        ("deepspeed", "deepspeed"),
+        ("torch", "torch.distributed.checkpoint.state_dict_saver"),
+    ],
+    ids=["core", "ds", "torch"],
 )
 def test_first_import_of_an_edited_package(distribution: str, module: str) -> None:
     root = tree(distribution, newest(distribution))
@@ -95,6 +101,29 @@ def test_first_import_of_an_edited_package(distribution: str, module: str) -> No
     added = statistics.median(one["strict"][0] - one["off"][0] for one in found) * 1000
     print(f"\nimporting {module}: {added:+.0f} ms on {base:.0f} ms, {added / base:.1%} (figure to reach: 5 %)")
     show("lock of the import system, longest", statistics.median(one["strict"][1] for one in found) * 1000, 0, 20)
+
+
+IMPORT_TORCH = """
+import time
+begin = time.process_time()
+import torch
+print(time.process_time() - begin)
+"""
+
+
+def test_import_of_torch() -> None:
+    """The finder sees each import of a module of torch, and looks at none before that of a checkpoint module."""
+
+    def timed(mode: str) -> float:
+        command = [sys.executable, "-c", IMPORT_TORCH]
+        done = subprocess.run(command, env=environment(CKPT_PATCHES=mode), check=True, capture_output=True, text=True)
+        return float(done.stdout)
+
+    modes = ("off", "strict")
+    found = [{mode: timed(mode) for mode in modes[:: 1 if index % 2 else -1]} for index in range(4 * RUNS)][2:]
+    base = statistics.median(one["off"] for one in found) * 1000
+    added = statistics.median(one["strict"] - one["off"] for one in found) * 1000
+    print(f"\nimport torch: {added:+.1f} ms on {base:.0f} ms, {added / base:+.2%} (figure to reach: 1 %)")
 
 
 def test_status() -> None:
