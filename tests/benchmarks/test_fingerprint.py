@@ -1,16 +1,22 @@
 """Compare a fingerprint's time with NumPy's sum of the same state, on one core (`make bench`)."""
 
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from ckpt_patches import fingerprint
 from ckpt_patches.fingerprint import element_hash
 from upstream import newest, run_json, tree
 
@@ -93,3 +99,25 @@ def test_saves_and_loads_with_it_and_without(tmp_path: Path) -> None:
     for name, other in (("on", "off"), ("off", "no package")):
         ratio = statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))
         print(f"  {name}: {ratio:.2f} times the time of {other}")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_beside_dcp_save(device: str, tmp_path: Path) -> None:
+    """A model of 256 MiB with Adam's states: the fingerprint of all of it, and a save to a local disk."""
+    model = torch.nn.Linear(1 << 13, 1 << 13, bias=False, device=device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1 << 13, device=device)).sum().backward()
+    optimizer.step()
+    pairs = []
+    for number in range(6):
+        saved = seconds(
+            partial(
+                dcp.save,
+                dict(zip("mo", get_state_dict(model, optimizer), strict=True)),
+                checkpoint_id=tmp_path / str(number),
+            )
+        )
+        shutil.rmtree(tmp_path / str(number))
+        pairs.append((seconds(lambda: fingerprint.of_training(model, optimizer)), saved))
+    share = statistics.median(one / other for one, other in pairs[1:])
+    print(f"\n{device}: fingerprint in {share:.1%} of the time of dcp.save (figure to reach: 5 %)")
