@@ -9,17 +9,21 @@ SPELLED := *.md docs/*.md ckpt_patches megatron deepspeed_patches nvrx_patches a
 # Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
 PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 
-.PHONY: test rest older quick test-all lint check bench stacks writers upstream demo compatibility explore pictures docs
+.PHONY: test fixes rest older quick test-all lint check bench stacks writers upstream demo compatibility explore pictures docs
 .PHONY: clean
 
-# Formatting, lint, types, wording, and on the newest releases what holds for each fix and each format.
+# Formatting, lint, types, wording, and the tests of the engine, the hook, the formats and the tools.
 test: lint check
 
-# What takes long on the newest releases, and that upstream has the bugs.
+# Each fix on the newest release with its bug: the contract of all fixes, and its own tests, without and with it.
+fixes: $(VENV)/ready
+	CKPT_PATCHES_TEST_FIXES=1 $(PYTEST)
+
+# What takes long on the newest releases.
 rest: $(VENV)/ready
 	CKPT_PATCHES_TEST_REST=1 $(PYTEST)
 
-# Older releases, combinations, some fixes in place. All three together are what CI runs.
+# Older releases, combinations, some fixes in place. All four together are what CI runs.
 older: $(VENV)/ready
 	CKPT_PATCHES_TEST_OLDER=1 $(PYTEST)
 

@@ -13,6 +13,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from ckpt_patches.engine.registry import FIXES
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 # The default run draws the same cases every time, so that failures are reproducible. `make test-all` draws others.
@@ -45,8 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "gpu: needs a GPU and a torch that can use it")
     config.addinivalue_line("markers", "quick: runs no upstream package; put on all tests of the files in QUICK")
-    config.addinivalue_line("markers", "long: left out by `make test`; `make rest` runs it")
-    config.addinivalue_line("markers", "slow: left out by `make test` and `make rest`; `make older` runs it")
+    config.addinivalue_line("markers", "long: only `make rest` runs it")
+    config.addinivalue_line("markers", "slow: only `make older` runs it")
     config.addinivalue_line(
         "markers",
         "compat(fix): the outcome is a cell of docs/compatibility.md; takes parameters `version` and `delivery` "
@@ -84,9 +86,8 @@ def _hook_is_active() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select the target's tests, mark quick ones, skip GPU tests without a GPU, and check `compat` parameters."""
     if os.environ.get("CKPT_PATCHES_TEST_ALL") != "1":
-        wanted = next(
-            (part for part in (OLDER, REST) if os.environ.get(f"CKPT_PATCHES_TEST_{part.upper()}") == "1"), TEST
-        )
+        asked = (part for part in (OLDER, REST, RUNS) if os.environ.get(f"CKPT_PATCHES_TEST_{part.upper()}") == "1")
+        wanted = next(asked, TEST)
         chosen = {item for item, part in parts(items).items() if part == wanted}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
@@ -106,16 +107,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# The targets `make test`, `make rest` and `make older`. Each test is in one of them, or only in `make test-all`.
-TEST, REST, OLDER = "test", "rest", "older"
+# The targets `make test`, `make fixes`, `make rest` and `make older`. Each test is in one of them, or only in `make
+# test-all`.
+TEST, RUNS, REST, OLDER = "test", "fixes", "rest", "older"
 
 
 def parts(items: list[pytest.Item]) -> dict[pytest.Item, str]:
     """The target of each test; "" if only `make test-all` runs it.
 
-    older: all releases but a case's newest, and tests marked slow. rest: tests that show upstream's bug, and tests
-    marked long. test: all others. In-place tests of a release run only if they are marked slow: test_fix_contract.py
-    checks that in-place files equal the hook's text on each release that is a fix's newest.
+    older: all releases but a case's newest, and tests marked slow. rest: tests marked long. fixes: the contract of the
+    fixes, and their own tests, without and with the fix. test: all others. In-place tests of a release run only if they
+    are marked slow: test_fix_contract.py checks that in-place files equal the hook's text on each release that is a
+    fix's newest.
     """
     newest: dict[str, tuple[int, ...]] = {}
     for item in items:
@@ -131,7 +134,16 @@ def _part(item: pytest.Item, *, is_newest: bool) -> str:
         return "" if _release(item) else OLDER
     if not is_newest:
         return OLDER
-    return REST if item.get_closest_marker("long") or (delivery == "none" and not _on_main(item)) else TEST
+    if item.get_closest_marker("long"):
+        return REST
+    return RUNS if _is_of_a_fix(item) else TEST
+
+
+def _is_of_a_fix(item: pytest.Item) -> bool:
+    if item.get_closest_marker("quick"):
+        return False
+    of_one = item.path.stem.removeprefix("test_") in FIXES or item.get_closest_marker("compat") is not None
+    return of_one or item.path.parent.name == "contract"
 
 
 def _case(item: pytest.Item) -> str:

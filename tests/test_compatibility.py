@@ -193,6 +193,7 @@ def test_fix(version, delivery, record_property):
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     for variable in (
         "CKPT_PATCHES_TEST_ALL",
+        "CKPT_PATCHES_TEST_FIXES",
         "CKPT_PATCHES_TEST_REST",
         "CKPT_PATCHES_TEST_OLDER",
         *upstream.MAIN_VARIABLES.values(),
@@ -262,20 +263,24 @@ def rows_of(record: Path) -> list[dict[str, str]]:
     return [row for rows in recorded_results.read(record).values() for row in rows]
 
 
-def test_the_default_run_is_of_the_newest_release_by_the_hook_and_two_more_of_all_else(
+def test_the_default_run_is_of_the_newest_release_and_three_more_are_of_all_else(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marked = TESTS + "".join(f"\n@pytest.mark.{m}\ndef test_{m}():\n    pass\n" for m in ("long", "slow"))
-    (project.path / "tests" / "test_one.py").write_text(marked)
-    default, rest = {"test_fix[0.8.0-hook]"}, {"test_long", "test_fix[0.8.0-none]"}
-    older = {"test_slow", "test_fix[0.7.0-none]", "test_fix[0.7.0-hook]"}
+    marked = "".join(f"\n@pytest.mark.{m}\ndef test_{m}():\n    pass\n" for m in ("long", "slow"))
+    marked += "\ndef test_any():\n    pass\n"
+    (project.path / "tests" / "test_one.py").write_text(TESTS + marked)
+    (project.path / "tests" / "test_numpy2_product.py").write_text("def test_own():\n    pass\n")
+    default, of_fixes = {"test_any"}, {"test_own", "test_fix[0.8.0-none]", "test_fix[0.8.0-hook]"}
+    rest, older = {"test_long"}, {"test_slow", "test_fix[0.7.0-none]", "test_fix[0.7.0-hook]"}
     assert collected(project) == default
+    monkeypatch.setenv("CKPT_PATCHES_TEST_FIXES", "1")
+    assert collected(project) == of_fixes
     monkeypatch.setenv("CKPT_PATCHES_TEST_REST", "1")
     assert collected(project) == rest
     monkeypatch.setenv("CKPT_PATCHES_TEST_OLDER", "1")
     assert collected(project) == older
     monkeypatch.setenv("CKPT_PATCHES_TEST_ALL", "1")
-    assert collected(project) == default | rest | older | {f"test_fix[0.{n}.0-in place]" for n in (7, 8)}
+    assert collected(project) == default | of_fixes | rest | older | {f"test_fix[0.{n}.0-in place]" for n in (7, 8)}
 
 
 def collected(project: pytest.Pytester) -> set[str]:
@@ -283,7 +288,8 @@ def collected(project: pytest.Pytester) -> set[str]:
     return {line.partition("::")[2] for line in done.outlines if "::" in line}
 
 
-def test_a_marked_test_without_parameters_is_refused(project: pytest.Pytester) -> None:
+def test_a_marked_test_without_parameters_is_refused(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_PATCHES_TEST_FIXES", "1")
     (project.path / "tests" / "test_one.py").write_text(TESTS.replace("delivery", "other"))
     done = project.runpytest_subprocess("--rootdir=.", "tests")
     assert done.ret == pytest.ExitCode.USAGE_ERROR

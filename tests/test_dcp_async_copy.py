@@ -29,6 +29,17 @@ def test_a_cached_copy_is_of_the_last_save(tmp_path: Path) -> None:
     assert found == {"none": [1.0, 2.0], "hook": [0.0, 1.0]}
 
 
+def test_a_fingerprint_refuses_a_save_of_the_next_step(tmp_path: Path) -> None:
+    without, with_it = (
+        run_json(
+            "dcp_async_save", "proven", tmp_path / delivery, tree=tree("torch", INSTALLED_TORCH), delivery=delivery
+        )
+        for delivery in ("none", "hook")
+    )
+    assert "scale" in without
+    assert with_it == "proven"
+
+
 def test_a_stager_of_another_kind_is_left_alone(tmp_path: Path) -> None:
     """The fix does not match a stager that copies by functions that it does not know: `status` reports that."""
     (installed,) = tree("torch", INSTALLED_TORCH).glob("torch/distributed/checkpoint")
