@@ -161,7 +161,7 @@ class PatchFinder:
         """
         message = (
             f"{os.path.dirname(__file__)} was uninstalled or upgraded after this process had started: no fix is active "
-            "in modules of megatron and deepspeed that it imports from now on. Start it again"
+            "in modules of upstream that it imports from now on. Start it again"
         )
         if self.switches.mode == "strict":
             raise RuntimeError(message)

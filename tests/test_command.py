@@ -16,8 +16,9 @@ from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.installed import version_in
 from ckpt_patches.engine.registry import CORE, FIXES
 from ckpt_patches.runtime.options import spelled
+from installs import without_roots_rights
 from small_tree import MODULE, UPSTREAM, command, make, on_terminal, one_line, python
-from upstream import REPOSITORY, newest, tree
+from upstream import INSTALLED_TORCH, REPOSITORY, newest, tree
 
 
 def states(on: Path, **env: str) -> dict[str, str]:
@@ -45,10 +46,10 @@ def test_status_tells_switched_off_and_applied_in_place() -> None:
     )
     patched = upstream.in_place(tree("megatron-core", "0.14.0"))
     assert states(patched, CKPT_PATCHES="off")["numpy2_product"] == "applied in place"
-    done = command("status", on=patched, CKPT_PATCHES="off")
-    assert done.returncode == 1  # because of the installed torch
-    assert re.search(r"^dcp_async_copy +switched off", done.stdout, re.M)
-    assert done.stdout.endswith(" 1 missing\n")
+    found = states(patched, CKPT_PATCHES="off")
+    missing = [name for name, state in found.items() if state == "switched off" and package_of(name) == CORE]
+    assert missing == []
+    assert found["dcp_async_copy"] == "switched off"  # the installed torch is as it was
 
 
 OFF = "dp_zero_lean_gather"
@@ -115,7 +116,9 @@ def test_status_has_the_fixes_of_installed_packages_problems_first_and_their_num
     assert {row.split()[0] for row in rows[1:]} == {n for n in FIXES if package_of(n) == CORE}
     active = sum(found[name] == "active" for name in FIXES if package_of(name) == CORE)
     others = len(rows) - 3 - active
-    assert done.stdout.endswith(f"\n{active + 1} active, 1 available, {others} not needed, 1 missing\n")  # and torch's
+    active += found["dcp_async_copy"] == "active"  # of the installed torch
+    others += found["dcp_async_copy"] == "fixed upstream"
+    assert done.stdout.endswith(f"\n{active} active, 1 available, {others} not needed, 1 missing\n")
     assert set(found) == set(FIXES)
     assert "zero3_fragment_bounds" not in done.stdout
 
@@ -126,6 +129,17 @@ def test_status_of_a_tree_does_not_report_what_this_python_lacks() -> None:
     code = without_site + "from ckpt_patches.cli import main; sys.exit(main(sys.argv[1:]))"
     assert "zarr  " not in python("-c", code, "status", "--tree", root, tree=REPOSITORY, check=False).stdout
     assert "zarr  " in python("-c", code, "status", tree=REPOSITORY, check=False).stdout
+    assert re.search(rf"^torch +{INSTALLED_TORCH}", command("status", "--tree", root).stdout, re.M)
+
+
+def test_status_warns_where_only_torch_is_installed() -> None:
+    """Torch is nearly everywhere, also in the wrong Python of a Dockerfile's RUN."""
+    done = command("status")
+    assert done.returncode == 0
+    warning = f"of the packages only torch is installed for {sys.executable}: --require NAME makes that an error"
+    assert warning in done.stdout
+    assert warning not in command("status", on=tree("megatron-core", "0.16.1")).stdout
+    assert command("status", "--require", "megatron-core").returncode == 1
 
 
 @pytest.mark.parametrize(("term", "no_color"), [("xterm", None), ("dumb", None), ("xterm", "1")])
@@ -544,3 +558,25 @@ def test_a_file_in_place_of_the_folder_for_patches(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = command("diff", "--split", str(tmp_path / "file"), "--tree", str(tmp_path / "tree"))
     assert f"expected a folder for the patches, found a file: {tmp_path / 'file'}" in one_line(done)
+
+
+def test_nothing_is_applied_where_a_part_is_read_only(tmp_path: Path) -> None:
+    """Rights are checked in all packages before the first change; where nothing was applied, there is none to undo."""
+    path = make(tmp_path)
+    before = path.read_bytes()
+    own = Path("torch/distributed/checkpoint")
+    shutil.copytree(tree("torch", INSTALLED_TORCH) / own, tmp_path / own)
+    (tmp_path / own).chmod(0o555)
+    try:
+        done = python(
+            *("-m", "ckpt_patches", "apply", "--tree", str(tmp_path)),
+            tree=tmp_path,
+            check=False,
+            through=without_roots_rights,
+        )
+        assert f"{tmp_path / own}: no permission to write there" in one_line(done)
+        assert path.read_bytes() == before
+        undone = ("-m", "ckpt_patches", "revert", "--tree", str(tmp_path))
+        assert python(*undone, tree=tmp_path, through=without_roots_rights).returncode == 0
+    finally:
+        (tmp_path / own).chmod(0o755)

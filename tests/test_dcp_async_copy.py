@@ -29,6 +29,10 @@ def test_a_cached_copy_is_of_the_last_save(tmp_path: Path) -> None:
     assert found == {"none": [1.0, 2.0], "hook": [0.0, 1.0]}
 
 
+def test_a_sharded_tensor_without_a_shard_here_is_left_alone(tmp_path: Path) -> None:
+    assert run_json("dcp_async_save", "empty", tmp_path, tree=tree("torch", INSTALLED_TORCH), delivery="hook") is True
+
+
 def test_a_fingerprint_refuses_a_save_of_the_next_step(tmp_path: Path) -> None:
     without, with_it = (
         run_json(
@@ -55,7 +59,7 @@ def test_a_stager_of_another_kind_is_left_alone(tmp_path: Path) -> None:
 
 def test_import_of_torch_loads_nothing_of_ours() -> None:
     """Only the finder is there: the hook and the fixes are loaded at the first module of checkpoints."""
-    ours = "sorted(name for name in sys.modules if name.startswith('ckpt_patches'))"
-    program = f"import sys, torch, torch.distributed; print({ours})"
+    ours = "sorted(name for name in sys.modules if name.startswith('ckpt_patches.hook.l'))"
+    program = f"import sys, torch, torch.distributed; print({ours}); import torch.distributed.checkpoint; print({ours})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['ckpt_patches']"
+    assert done.stdout.splitlines() == ["[]", "['ckpt_patches.hook.loader', 'ckpt_patches.hook.log_lines']"]

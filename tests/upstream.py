@@ -74,7 +74,9 @@ def _table(distribution: str, versions: Sequence[str], default: str, notes: Mapp
     return [Release(distribution, v, v in default.split(), notes.get(v, "")) for v in versions]
 
 
-INSTALLED_TORCH = metadata.version("torch").partition("+")[0]
+_TORCH_VERSION = re.match(r"\d+(\.\d+)*", metadata.version("torch"))
+assert _TORCH_VERSION
+INSTALLED_TORCH = _TORCH_VERSION[0]  # 2.13.0, of 2.13.0+cpu or 2.13.0a0+git1234
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -330,11 +332,9 @@ def _linked_torch() -> Path:
             (beside / part).mkdir(parents=True)
         for part in own.parents:
             for path in (installed / part).iterdir():
-                if not (beside / part / path.name).exists():
+                if path.name != "__pycache__" and not (beside / part / path.name).exists():
                     (beside / part / path.name).symlink_to(path)
         shutil.copytree(installed / own, beside / own, dirs_exist_ok=True)
-        (metadata_folder,) = installed.parent.glob("torch-*.dist-info")
-        (beside.parent / metadata_folder.name).symlink_to(metadata_folder)
 
     return shared.once("torch", make)
 
@@ -419,7 +419,7 @@ def _install_edited_files_of_torch(version: str, folder: Path) -> None:
             raise RuntimeError(f"torch {version} could not be downloaded; pip said:\n{_tail(done.stdout)}")
         (wheel,) = Path(temporary).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            wanted = re.compile(r"torch/distributed/checkpoint/.*\.py|[^/]*\.dist-info/METADATA")
+            wanted = re.compile(r"torch/(distributed/checkpoint/.*|version)\.py")
             archive.extractall(Path(temporary, "tree"), [n for n in archive.namelist() if wanted.fullmatch(n)])
         os.rename(Path(temporary, "tree"), folder)
 

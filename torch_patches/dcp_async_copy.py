@@ -38,7 +38,10 @@ def _own_tensors(staged: "Any", state_dict: "Any") -> "Any":
     Returns a staged state dict with copies of the tensors that are still those of `state_dict`.
     """
     if isinstance(staged, torch.Tensor):
-        return staged.detach().to("cpu", copy=True) if staged is state_dict else staged
+        is_empty = hasattr(staged, "local_shards") and not staged.local_shards()
+        if staged is not state_dict or is_empty:
+            return staged
+        return staged.detach().to("cpu", copy=True)
     if isinstance(staged, dict):
         return {k: _own_tensors(v, state_dict[k]) for k, v in staged.items()}
     if isinstance(staged, (list, tuple)):

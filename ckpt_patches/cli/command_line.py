@@ -523,7 +523,10 @@ def _apply(options: argparse.Namespace) -> int:
     switches = Switches(os.environ)
     skip = switches.skip_requested if options.fixes else switches.skip
     results: list[FixResult] = []
-    for selection in select(options.fixes, options.tree):
+    selections = select(options.fixes, options.tree)
+    for selection in selections:  # before the first change of any
+        rewrite.check_rights(selection.root, selection.package)
+    for selection in selections:
         before = rewrite.read_state(selection.root, selection.package).fixes
         names = [name for name in selection.names if name not in skip]
         plan = rewrite.apply(selection.root, selection.package, names, break_lock=options.break_lock)

@@ -13,7 +13,7 @@ from ckpt_patches import Switches, __version__
 from ckpt_patches.engine import plugins
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
-from ckpt_patches.engine.registry import CORE, FOLDERS, NVRX, OFF_BY_DEFAULT, packages
+from ckpt_patches.engine.registry import CORE, FOLDERS, NVRX, OFF_BY_DEFAULT, TORCH, packages
 from ckpt_patches.engine.trees import root_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import running
@@ -131,12 +131,15 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
         else Installed(DISTRIBUTIONS[package], None, None)
         for package, root in roots.items()
     ]
+    if roots[TORCH] is None:
+        installed = [one for one in installed if one.name != "torch"]
     others = [_distribution(name) for name in ("torch", "zarr") if name not in {one.name for one in installed}]
     # The Python that runs a tree may have packages that this one lacks.
     installed += [package for package in others if tree is None or package.version]
     skipped = [f"{name} is in CKPT_PATCHES_SKIP, and applied in place: ckpt-patches revert {name}" for name in in_place]
     warnings = [*switches.errors, *skipped, *_zarr_warning(roots[CORE], installed), *_apex_warning()]
     if tree is None:
+        warnings += _warning_of_torch_alone(roots)
         warnings += [warning for package, root in roots.items() for warning in _warning_of_another_tree(package, root)]
     errors = _errors(roots, tree, required)
     errors += plugins.complaints(switches.skip)
@@ -195,6 +198,13 @@ def _why_this_tree(root: Path, tree: str | None) -> str:
     if root == Path.cwd():
         return "the current folder, where python -m looks first"
     return "sys.path of this command"
+
+
+def _warning_of_torch_alone(roots: Mapping[str, Path | None]) -> list[str]:
+    """A warning in what may be the wrong Python: torch is nearly everywhere."""
+    if [package for package, root in roots.items() if root] != [TORCH]:
+        return []
+    return [f"of the packages only torch is installed for {sys.executable}: --require NAME makes that an error"]
 
 
 def _warning_of_another_tree(package: str, root: Path | None) -> list[str]:

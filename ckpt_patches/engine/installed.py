@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from ckpt_patches import ROOTS
-from ckpt_patches.engine.registry import DEEPSPEED
+from ckpt_patches.engine.registry import DEEPSPEED, TORCH
 
 DISTRIBUTIONS = ROOTS
 STATE_FOLDER = ".ckpt-patches"
@@ -30,6 +30,8 @@ def version_in(root: str | Path, package: str) -> str:
         found = _core_version(Path(root))
     elif package == DEEPSPEED:
         found = _deepspeed_version(Path(root))
+    elif package == TORCH:
+        found = _torch_version(Path(root))
     else:
         found = ""
     return found or _recorded_version(Path(root), DISTRIBUTIONS[package]) or "?"
@@ -72,6 +74,12 @@ def _core_version(root: Path) -> str:
 def _deepspeed_version(root: Path) -> str:
     """An installed package has git_version_info_installed.py, a checkout has version.txt."""
     found = re.search(r"^version\s*=\s*['\"]([^'\"]+)", _read(root / "deepspeed/git_version_info_installed.py"), re.M)
+    return found[1] if found else _read(root / "version.txt").strip()
+
+
+def _torch_version(root: Path) -> str:
+    """An installed package has version.py, with a local version such as `+cpu`; a checkout has version.txt."""
+    found = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", _read(root / "torch/version.py"), re.M)
     return found[1] if found else _read(root / "version.txt").strip()
 
 

@@ -10,7 +10,7 @@ OUTCOMES: dict[str, str] = {
     "bf16_stage0_gradients": "0.12.0 - 0.17.6 m 0.18.6 t",
     "bf16_stage0_state": "0.12.0 -- 0.17.6 mm",
     "bf16_wrapper_name": "0.12.0 --- 0.17.6 m-- 0.18.3 mmm 0.18.5 ttt",
-    "dcp_async_copy": "2.3.1 -m 2.4.1 mm 2.9.0 m-",
+    "dcp_async_copy": "2.2.2 -- 2.3.1 -m 2.4.1 mm 2.9.0 m-",
     "decoupled_last_save": "0.12.0 - 0.17.1 m 0.17.2 - 0.18.4 m",
     "dp_zero_empty_state": "0.7.0 m3 0.8.0 m2 0.11.0 m1 0.19.0 m",
     "dp_zero_instances": "0.7.0 - 0.15.0 m",

@@ -16,7 +16,7 @@ _RECORDED = {
         0.19.0 0.19.1 0.19.2 0.19.3 0.19.4 0.19.5 0.19.6 0.19.7 0.19.8""",
     NVRX: "0.4.1 0.5.0 0.6.0",
     APEX: "0.1",  # every commit has this version; tests/upstream.py names the tested one
-    TORCH: "2.3.1 2.4.1 2.5.1 2.6.0 2.7.1 2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0 2.14.1",
+    TORCH: "2.2.2 2.3.1 2.4.1 2.5.1 2.6.0 2.7.1 2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0 2.14.1",
 }
 _PACKAGES = {DISTRIBUTIONS[package]: package for package in _RECORDED}
 # Oldest first.
@@ -40,6 +40,7 @@ def recorded_release(requirement: str) -> tuple[str, str]:
         known = " or ".join(f"{DISTRIBUTIONS[p]}=={versions[-1]}" for p, versions in RECORDED.items())
         raise UserError(f"expected PACKAGE==VERSION, such as {known}, found {requirement}")
     versions = RECORDED[package]
+    version = version.partition("+")[0]  # as in 2.13.0+cpu
     if version not in versions:
         raise UserError(
             f"expected a tested release of {DISTRIBUTIONS[package]} ({versions[0]} to {versions[-1]}), found "

@@ -58,5 +58,5 @@ def root_of(package: str, tree: str | None) -> str | None:
         found = locate(package)
         return str(found) if found else None
     if not Path(tree).is_dir():
-        raise UserError(f"expected a folder with megatron/core/ or deepspeed/, found no folder {tree}")
+        raise UserError(f"expected a folder with one of the packages, found no folder {tree}")
     return os.path.abspath(tree) if contains(tree, package) else None

@@ -97,6 +97,8 @@ def revert(root: str, package: str, names: Sequence[str], *, break_lock: bool = 
     Raises:
         UserError: as `apply`.
     """
+    if not state_folder(root, package).exists():
+        return []
     with _locked(root, package, break_lock=break_lock):
         state = _known_state(root, package)
         removed = [name for name in state.fixes if name in names]
@@ -319,7 +321,7 @@ def _locked(root: str, package: str, *, break_lock: bool) -> Iterator[None]:
 
     A file system error inside the block is a read error: nothing was changed yet.
     """
-    _check_rights(root, package)
+    check_rights(root, package)
     folder = Path(root, STATE_FOLDER)
     try:
         with tree_lock.held(Path(root), folder, break_lock=break_lock):
@@ -335,7 +337,8 @@ def _locked(root: str, package: str, *, break_lock: bool) -> Iterator[None]:
         _remove_empty_folders(folder)
 
 
-def _check_rights(root: str, package: str) -> None:
+def check_rights(root: str, package: str) -> None:
+    """Raise UserError unless the files of a package may be replaced."""
     modules = [module for name in fixes_for(package) for module in FIXES[name]]
     paths = [Path(module_path(root, module)) for module in modules]
     for place in [Path(root), *[path.parent for path in paths if path.exists()]]:

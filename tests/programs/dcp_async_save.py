@@ -2,6 +2,7 @@
 
 dcp_async_save.py id|writer FOLDER [KIND ...]     prints the kinds of tensors whose saved values are of the step
 dcp_async_save.py cached FOLDER                   prints a scalar DTensor's staged value of two saves, at 0 and at 1
+dcp_async_save.py empty FOLDER                    prints whether a sharded tensor without a shard is staged as it is
 dcp_async_save.py proven FOLDER                   prints what a run's fingerprint says of such a save, once it is loaded
 """
 
@@ -14,8 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, TensorProperties
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt_patches import fingerprint
 from ckpt_patches.demo import dcp_saving
@@ -35,6 +39,18 @@ def staged_values() -> list[float]:
         found.append(staged["scale"].item())
     dist.destroy_process_group()
     return found
+
+
+def is_staged_as_it_is() -> bool:
+    """Whether a stager returns a sharded tensor that has no shard on this rank, on a backend other than Gloo.
+
+    A conversion would ask for the GPU there, and fail on this rank alone.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    own = [ShardMetadata([0, 0], [4, 3], "rank:0/cpu")]
+    described = ShardedTensorMetadata(own, torch.Size([4, 3]), TensorProperties(torch.float32))
+    tensor = ShardedTensor._init_from_local_shards_and_global_metadata([], described)
+    return BlockingAsyncStager().stage({"weight": tensor})["weight"] is tensor
 
 
 class Scaled(torch.nn.Module):
@@ -84,6 +100,9 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def main(target: str, folder: Path, *kinds: str) -> None:
+    if target == "empty":
+        print(json.dumps(is_staged_as_it_is()))
+        return
     if target in ("cached", "proven"):
         print(json.dumps(staged_values() if target == "cached" else said_of_a_resume(folder)))
         return

@@ -436,7 +436,7 @@ def load_into(run: Run, options: Options, folder: Path, restore: str) -> None:
         if restore != "weights":
             wanted = sharded(run, options, is_loading=True)
         loaded = dist_checkpointing.load(wanted, str(folder))
-    run.model.module.load_state_dict(loaded["model"])
+    (run.model if options["fsdp2"] else run.model.module).load_state_dict(loaded["model"])
     if restore == "weights":
         run.optimizer.reload_model_params()
         return
