@@ -11,7 +11,7 @@ from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, module_path, plan_tree
 from ckpt_patches.engine.registry import EVERYTHING, FIXES, TARGETS
 
-VERSIONS = ("megatron.core.package_info", "deepspeed.git_version_info_installed")
+VERSIONS = ("megatron.core.package_info", "deepspeed.git_version_info_installed", "torch.version")
 
 
 def copy_of(tree: Path, fix: str, to: Path) -> Path:

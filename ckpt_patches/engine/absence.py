@@ -56,6 +56,7 @@ def compared_with(package: str, version: str) -> tuple[str, ...]:
     A release candidate or a development commit may resemble the previous release or the next one.
     """
     releases = RECORDED[package]
+    version = version.partition("+")[0]  # 2.13.0 of 2.13.0+cpu
     if version in releases:
         return (version,)
     found = re.match(r"\d+(\.\d+)*", version)
