@@ -42,6 +42,7 @@ def drawn(package: str, seed: str) -> Case:
     return SPACES[package].drawn(seed, NEWEST[package].version)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("package", "number"), [(package, n) for package, numbers in SAMPLE.items() for n in numbers])
 def test_a_drawn_case_is_right(package: str, number: int) -> None:
     case = drawn(package, f"sample-{number}")
@@ -49,7 +50,7 @@ def test_a_drawn_case_is_right(package: str, number: int) -> None:
     assert found.kind == RIGHT, f"{found}: {found.detail}\n{space_of(case).described(case)}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(MORE))
 @pytest.mark.parametrize("package", SPACES)
 def test_no_drawn_case_is_silent(package: str, number: int) -> None:
@@ -58,7 +59,7 @@ def test_no_drawn_case_is_silent(package: str, number: int) -> None:
     assert found.kind != SILENT, f"{found}: {found.detail}\n{space_of(case).described(case)}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CORPUS)
 def test_what_was_found_is_right_with_the_fixes_and_silent_or_loud_without_one(name: str) -> None:
     """Each case needs the fix in its name. A case with a tool in its name is right."""

@@ -17,7 +17,7 @@ from megatron_resumes import exact, resumes
 from test_resume_param_groups import SAME
 from upstream import all_releases, newest, newest_affected, newest_by_default, numbers, releases, run, tree
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
 CAUGHT = "FingerprintError: fingerprint: the state after the load is not what was saved: "

@@ -307,7 +307,8 @@ def test_the_commands_have_a_plugins_fix(tmp_path: Path) -> None:
     assert "-    return 1\n+    return 2\n" in command("diff", "two")
     assert "return 2" in command("show", OTHER)
     git = {f"GIT_{who}_{what}": "me@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    python("-m", "ckpt_patches", "diff", "--split", str(tmp_path / "patches"), tree=tmp_path, env=git)
+    split = ("diff", "--split", str(tmp_path / "patches"), "--tree", str(tmp_path))
+    python("-m", "ckpt_patches", *split, tree=tmp_path, env=git)
     (patch,) = tmp_path.glob("patches/*-two.patch")
     assert "Subject: [PATCH 2/2] Answer with two\n" in patch.read_text()
     command("apply", "two")

@@ -105,6 +105,7 @@ def test_an_index_is_the_same(seed: int, protocol: int) -> None:
     assert repeated > 0.8 * (listed + len(made.storage_data) + planned)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_damaged_index_is_the_same_or_refused(seed: int) -> None:
     whole, draw = pickle.dumps(metadata(seed, chunks=14), 2 + seed % 4), random.Random(seed)
