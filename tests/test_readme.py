@@ -72,7 +72,7 @@ def test_units_are_binary(page: Path) -> None:
 def test_ci_runs_the_tests_and_the_demo() -> None:
     script = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert [line for line in script if line.startswith("make ")] == [
-        f"make {part}" for part in ("test", "demo", "rest", "older")
+        f"make {part}" for part in ("test", "fixes", "demo", "rest", "older")
     ]
     assert demonstrations().keys() == FIXES.keys()
 
