@@ -145,11 +145,15 @@ def editable(clone: Path) -> Environment:
     return environment
 
 
-def failed_tests(clone: Path, *options: str) -> list[str]:
-    """The tests of a working-tree copy that fail or raise an error, on the upstream releases installed here."""
+def failed_tests(clone: Path, *options: str, of_fixes: bool = False) -> list[str]:
+    """The tests of a working-tree copy that fail or raise an error, on the upstream releases installed here.
+
+    `of_fixes`: those of `make fixes`, not of `make test`.
+    """
     subprocess.run(["git", "init", "--quiet"], cwd=clone, check=True)  # some tests list git's files
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", *options)
-    done = editable(clone).python(*command, cwd=clone, CKPT_PATCHES_TREES=str(trees()))
+    asked = {"CKPT_PATCHES_TEST_FIXES": "1"} if of_fixes else {}
+    done = editable(clone).python(*command, cwd=clone, CKPT_PATCHES_TREES=str(trees()), **asked)
     assert re.search(r"\d+ (passed|failed)", done.stdout), done.stdout + done.stderr
     lines = [line.split(" - ")[0] for line in done.stdout.splitlines()]
     return [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]

@@ -97,9 +97,9 @@ def revert(root: str, package: str, names: Sequence[str], *, break_lock: bool = 
     Raises:
         UserError: as `apply`.
     """
-    if not state_folder(root, package).exists():
+    if not Path(root, STATE_FOLDER).exists():
         return []
-    with _locked(root, package, break_lock=break_lock):
+    with _locked(root, package, break_lock=break_lock, writes=state_folder(root, package).exists()):
         state = _known_state(root, package)
         removed = [name for name in state.fixes if name in names]
         if removed:
@@ -316,12 +316,13 @@ def _read(path: Path) -> bytes | None:
 
 
 @contextlib.contextmanager
-def _locked(root: str, package: str, *, break_lock: bool) -> Iterator[None]:
+def _locked(root: str, package: str, *, break_lock: bool, writes: bool = True) -> Iterator[None]:
     """Lock a tree for one writer, and complete or undo an interrupted change. Leaves no files behind.
 
     A file system error inside the block is a read error: nothing was changed yet.
     """
-    check_rights(root, package)
+    if writes:
+        check_rights(root, package)
     folder = Path(root, STATE_FOLDER)
     try:
         with tree_lock.held(Path(root), folder, break_lock=break_lock):
