@@ -7,7 +7,8 @@ PY := $(VENV)/bin/python
 CHECKED := ckpt_patches megatron/patches deepspeed_patches nvrx_patches apex_patches torch_patches tests
 SPELLED := *.md docs/*.md ckpt_patches megatron deepspeed_patches nvrx_patches apex_patches torch_patches
 # Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
-PYTEST := $(PY) -m pytest -n 3 --dist worksteal
+# With bytecode, as pytest compiles all test files in each process.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n 3 --dist worksteal
 
 .PHONY: test fixes rest older quick test-all lint check bench stacks writers upstream demo compatibility explore pictures docs
 .PHONY: clean

@@ -96,6 +96,7 @@ def test_one_element_that_is_wrong_on_one_rank_is_silent(package: str, options: 
     assert str(outcome(case, NEWEST[package])) == f"SILENT {load}: {what.removeprefix('.')}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("package", SPACES)
 def test_a_rank_that_waits_for_ever_is_silent(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_PATCHES_TEST_PATIENCE", "0.2")

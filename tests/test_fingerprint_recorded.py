@@ -20,6 +20,8 @@ from ckpt_patches.fingerprint import megatron_files, offline, record_files
 from every_checkpoint import EVERY
 from upstream import all_releases, checkpoint_formats, newest, releases, run, tree
 
+pytestmark = pytest.mark.long
+
 ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
 NEWEST = newest("megatron-core")
 

@@ -113,6 +113,7 @@ def by_dis(code: CodeType) -> Iterator[tuple[str, str]]:
             yield instruction.opname, instruction.argval
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("distribution", "version", "package"), [("megatron-core", "0.16.1", CORE), ("deepspeed", "0.12.6", DEEPSPEED)]
 )
