@@ -16,7 +16,7 @@ from ckpt_patches.engine import plan
 from ckpt_patches.engine.absence import compared_with, of_release, unrecorded
 from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, module_path, plan_tree
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FOLDERS, SWITCHED
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FOLDERS, SWITCHED, TORCH
 from ckpt_patches.engine.releases import RECORDED
 from contract import anchors, outcomes
 from upstream import RELEASES, all_releases, tree
@@ -80,6 +80,11 @@ def test_an_untested_version_is_compared_with_the_tested_ones_around_it(
     version: str, compared: tuple[str, ...]
 ) -> None:
     assert compared_with(CORE, version) == compared
+
+
+def test_a_build_of_torch_is_compared_with_its_release() -> None:
+    assert compared_with(TORCH, "2.13.0+cpu") == ("2.13.0",)
+    assert compared_with(TORCH, "2.6.0a0+ecf3bae40a.nv25.01") == ("2.6.0", "2.5.1")
 
 
 def test_a_commit_on_the_way_to_a_release_is_like_the_one_before_or_like_it() -> None:
