@@ -24,7 +24,7 @@ fixes: $(VENV)/ready
 rest: $(VENV)/ready
 	CKPT_PATCHES_TEST_REST=1 $(PYTEST)
 
-# Older releases, combinations, some fixes in place. All four together are what CI runs.
+# Older releases, combinations, the patches for upstream, some fixes in place. All four together are what CI runs.
 older: $(VENV)/ready
 	CKPT_PATCHES_TEST_OLDER=1 $(PYTEST)
 

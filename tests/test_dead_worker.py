@@ -8,7 +8,7 @@ import pytest
 import edits
 from upstream import affected, newest, newest_by_default, run_json, tree
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 PACKAGES = {"async_dead_worker": "megatron-core", "nvrx_dead_worker": "nvidia-resiliency-ext"}
 CASES = [

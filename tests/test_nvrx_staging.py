@@ -6,7 +6,7 @@ import pytest
 
 from upstream import releases, run_json, tree
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 STATE, SLACK = 64 << 20, 24 << 20  # bytes: the saved state, and a trainer's other allocations
 

@@ -25,7 +25,7 @@ from ckpt_patches.engine.plan import plan_tree
 from ckpt_patches.engine.registry import APEX, DEEPSPEED, FIXES
 from upstream import MAIN, all_releases, main_branch, newest, newest_affected, numbers, run_pytest, runnable, tree
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 # The releases that contributors work on. The last of each is in the default run.
 PINNED = {

@@ -12,7 +12,7 @@ from ckpt_patches.demo.prove import prove, variables
 from ckpt_patches.demo.run import Demonstration
 from upstream import TIMEOUT, environment_for, newest, tree
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 # Removes the import hook from the processes that run demonstrations, and from their child processes.
 WITHOUT = """

@@ -176,7 +176,8 @@ def test_nothing_is_missed_but_a_value_that_could_be(kind: str, tmp_path: Path) 
     found.check_recorded("deepspeed", kind)
 
 
-@pytest.mark.parametrize("kind", ["stage2", pytest.param("stage3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stage2", "stage3"])
 def test_with_a_record_no_state_is_missed(kind: str, tmp_path: Path) -> None:
     found = of_zero(kind, tmp_path, recorded="1")
     states = [change for change in found.missed if change.key and not is_counter(change)]

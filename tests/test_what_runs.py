@@ -41,6 +41,7 @@ def releases() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("package", "distribution", "version", "applied"), releases())
 def test_no_replaced_function_goes_unnoticed(package: str, distribution: str, version: str, applied: bool) -> None:
     """No replacement or wrapper of an edited function goes unnoticed, with edits by the hook or in place."""
@@ -115,6 +116,7 @@ def test_what_is_in_its_place(change: str, reported: str, tmp_path: Path) -> Non
         ("deepspeed", "from deepspeed.runtime.engine import DeepSpeedEngine as E; E.save_checkpoint(None, 'nowhere')"),
     ],
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("applied", [False, pytest.param(True, id="in place")])
 def test_the_first_save_that_would_use_it_raises_in_strict_mode(
     package: str, entrance: str, applied: bool, tmp_path: Path
