@@ -169,10 +169,7 @@ def test_record_names_every_file_and_none_of_another_package(environment: Enviro
     recorded = {line.split(",")[0] for line in record.read_text().splitlines()}
     ours = {str(p.relative_to(environment.site_packages)) for p in environment.site_packages.rglob("*") if p.is_file()}
     assert recorded == ours | {"../../../bin/ckpt-patches"}
-    sources = {"ckpt_patches": "ckpt_patches", "deepspeed_patches": "deepspeed_patches"}
-    sources["megatron_patches"] = "megatron/patches"
-    sources["nvrx_patches"] = "nvrx_patches"
-    sources |= {"apex_patches": "apex_patches", "torch_patches": "torch_patches"}
+    sources = installs.PACKAGES
     assert {name.split("/")[0] for name in recorded if name.endswith(".py")} == sources.keys()
     for name, source in sources.items():
         shipped = {path for path in recorded if path.startswith(f"{name}/") and path.endswith(".py")}
@@ -251,15 +248,7 @@ def test_status_fails_where_there_is_nothing_to_patch(installed: Environment) ->
 
 
 def test_type_checkers_are_told_that_the_packages_have_types(installed: Environment) -> None:
-    packages = (
-        "apex_patches",
-        "ckpt_patches",
-        "deepspeed_patches",
-        "megatron_patches",
-        "nvrx_patches",
-        "torch_patches",
-    )
-    assert all((installed.site_packages / package / "py.typed").exists() for package in packages)
+    assert all((installed.site_packages / package / "py.typed").exists() for package in installs.PACKAGES)
 
 
 def test_nothing_is_required(installed: Environment) -> None:
@@ -277,15 +266,7 @@ def test_editable_install_is_a_plain_path_in_front_of_the_start_up_line(environm
     folder, start_up = only_start_up_file(environment)
     assert folder == str(source / ".editable")
     assert [start_up] == (upstream.REPOSITORY / "training_checkpoint_patches.pth").read_text().splitlines()
-    packages = [
-        "apex_patches",
-        "ckpt_patches",
-        "deepspeed_patches",
-        "megatron_patches",
-        "nvrx_patches",
-        "torch_patches",
-    ]
-    assert sorted(os.listdir(folder)) == packages
+    assert sorted(os.listdir(folder)) == sorted(installs.PACKAGES)
 
 
 def test_editable_install_runs_the_files_of_the_checkout(environment: Environment, source: Path) -> None:
