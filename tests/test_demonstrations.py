@@ -96,9 +96,9 @@ def leaves_a_worker(folder: Path, then: str = "") -> Demonstration:
 
 
 def has_ended(left: Demonstration) -> bool:
-    """Whether its worker ends within 10 s."""
+    """Whether its worker ends within 100 s."""
     process = Path("/proc", left.path.with_suffix(".pid").read_text(), "stat")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while process.exists() and process.read_text().split()[2] != "Z":
         if time.monotonic() > deadline:
             return False

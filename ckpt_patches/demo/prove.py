@@ -98,7 +98,10 @@ def _run_all(jobs: int, waiting: list[Path], folder: Path) -> None:
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
+                # The alarm waits: a child that is not in `running` yet would not be ended.
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
                 running.add(_fork(waiting.pop(0), folder))
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             assert ended is not None  # without WNOHANG
             end_group(ended.si_pid)
@@ -127,6 +130,7 @@ def _fork(path: Path, folder: Path) -> int:
     with _exiting():
         os.setsid()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
         for number, name in ((1, f"{path.stem}"), (2, f"{path.stem}.error")):
             os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
         signal.alarm(int(TIMEOUT) // 2)
