@@ -130,9 +130,8 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
         if root
         else Installed(DISTRIBUTIONS[package], None, None)
         for package, root in roots.items()
+        if root or package != TORCH
     ]
-    if roots[TORCH] is None:
-        installed = [one for one in installed if one.name != "torch"]
     others = [_distribution(name) for name in ("torch", "zarr") if name not in {one.name for one in installed}]
     # The Python that runs a tree may have packages that this one lacks.
     installed += [package for package in others if tree is None or package.version]

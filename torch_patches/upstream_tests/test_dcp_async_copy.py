@@ -32,13 +32,13 @@ class TestAsyncSaveCopies(TestCase):
         super().tearDown()
 
     def test_tensors_that_change_after_async_save(self):
-        scalar, matrix = torch.tensor(0.0), torch.zeros(2, 2)
         mesh = init_device_mesh("cpu", (1,))
-        shard = Shard.from_tensor_and_offsets(matrix, [0, 0], 0)
+        tensors = {key: torch.zeros(2, 2) for key in ("plain", "dtensor", "sharded")}
+        shard = Shard.from_tensor_and_offsets(tensors["sharded"], [0, 0], 0)
+        scalar = tensors["dtensor"][0, 0]
         state_dict = {
-            "scalar": scalar,
-            "scalar_dtensor": DTensor.from_local(scalar, mesh, [Replicate()]),
-            "matrix": [matrix],
+            "plain": [tensors["plain"]],
+            "dtensor": DTensor.from_local(scalar, mesh, [Replicate()]),
             "sharded": ShardedTensor._init_from_local_shards([shard], 2, 2),
         }
         is_changed = threading.Event()
@@ -48,30 +48,18 @@ class TestAsyncSaveCopies(TestCase):
                 storage_writer=dcp.FileSystemWriter(path),
                 planner=WaitingPlanner(is_changed),
             )
-            scalar.fill_(1)
-            matrix.fill_(1)
+            for tensor in tensors.values():
+                tensor.fill_(1)
             is_changed.set()
             future.result()
 
-            saved_scalar, saved_matrix = torch.tensor(2.0), torch.full((2, 2), 2.0)
-            saved_shard = Shard.from_tensor_and_offsets(saved_matrix, [0, 0], 0)
-            for key, value, local in (
-                ("scalar", saved_scalar, saved_scalar),
-                (
-                    "scalar_dtensor",
-                    DTensor.from_local(saved_scalar, mesh, [Replicate()]),
-                    saved_scalar,
-                ),
-                ("matrix", [saved_matrix], saved_matrix),
-                (
-                    "sharded",
-                    ShardedTensor._init_from_local_shards([saved_shard], 2, 2),
-                    saved_matrix,
-                ),
-            ):
-                local.fill_(2)
-                dcp.load({key: value}, checkpoint_id=path)
-                self.assertEqual(local, torch.zeros_like(local), msg=key)
+            for tensor in tensors.values():
+                tensor.fill_(2)
+            dcp.load(state_dict, checkpoint_id=path)
+        for key, tensor in tensors.items():
+            self.assertEqual(tensor[0, 0].item(), 0, msg=key)
+        self.assertEqual(tensors["plain"], torch.zeros(2, 2))
+        self.assertEqual(tensors["sharded"], torch.zeros(2, 2))
 
 
 if __name__ == "__main__":
