@@ -118,6 +118,10 @@ def test_list_guesses_nothing_of_a_release_that_was_not_tested(version: str) -> 
     assert "list --tree PATH" in line
 
 
+def test_list_for_a_build_of_torch_is_that_for_its_release() -> None:
+    assert names("--for", "torch==2.6.0+cu124") == names("--for", "torch==2.6.0") == ["dcp_async_copy"]
+
+
 @pytest.mark.parametrize("requirement", ["zarr==2.18.7", "megatron-core", "megatron-core>=0.16"])
 def test_list_for_something_else(requirement: str) -> None:
     assert f"expected PACKAGE==VERSION, such as megatron-core=={NEWEST}" in one_line(

@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ckpt_patches.engine.outcomes import OUTCOMES
-from ckpt_patches.engine.registry import TORCH
-from ckpt_patches.engine.releases import RECORDED
+from ckpt_patches.engine.releases import RECORDED, without_build
 
 # What an edit finds in a tree. A number after the letter counts the functions that the fix looked up but did not find.
 MADE = "m"  # the code to edit
@@ -57,8 +56,7 @@ def compared_with(package: str, version: str) -> tuple[str, ...]:
     A release candidate or a development commit may resemble the previous release or the next one.
     """
     releases = RECORDED[package]
-    if package == TORCH:
-        version = version.partition("+")[0]  # builds of a release, such as 2.13.0+cpu
+    version = without_build(package, version)
     if version in releases:
         return (version,)
     found = re.match(r"\d+(\.\d+)*", version)

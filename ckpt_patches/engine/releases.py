@@ -28,6 +28,11 @@ def newest(distribution: str) -> str:
     return RECORDED[_PACKAGES[distribution]][-1]
 
 
+def without_build(package: str, version: str) -> str:
+    """The release of a build of torch, such as 2.13.0+cpu. In other packages, what follows the + may be changed code."""
+    return version.partition("+")[0] if package == TORCH else version
+
+
 def recorded_release(requirement: str) -> tuple[str, str]:
     """The upstream package and the release of `PACKAGE==VERSION`.
 
@@ -40,7 +45,7 @@ def recorded_release(requirement: str) -> tuple[str, str]:
         known = " or ".join(f"{DISTRIBUTIONS[p]}=={versions[-1]}" for p, versions in RECORDED.items())
         raise UserError(f"expected PACKAGE==VERSION, such as {known}, found {requirement}")
     versions = RECORDED[package]
-    version = version.partition("+")[0]  # as in 2.13.0+cpu
+    version = without_build(package, version)
     if version not in versions:
         raise UserError(
             f"expected a tested release of {DISTRIBUTIONS[package]} ({versions[0]} to {versions[-1]}), found "
