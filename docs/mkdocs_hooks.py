@@ -45,9 +45,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Adapt a page: its links, the words behind the language of a fence; no comments, no message for upstream."""
-    markdown, of_fix, _ = markdown.partition("\n## Upstream message\n")
-    if of_fix:
+    """Adapt a page: its links, the words behind the language of a fence; no comments."""
+    if "\n## Change: " in markdown:
         markdown += _tests(page.file.src_uri.removesuffix(".md"))
     markdown = re.sub(r"^<!--.*?-->\n", "", markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^```(\w+) .*$", r"```\1", markdown, flags=re.MULTILINE)

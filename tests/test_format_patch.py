@@ -9,7 +9,7 @@ import pytest
 from ckpt_patches.cli import command_line
 from ckpt_patches.engine.diffs import upstream_test
 from ckpt_patches.engine.fix import load, package_of
-from ckpt_patches.engine.format_patch import SECTION, WIDTH, Author, files_of, message_of, page
+from ckpt_patches.engine.format_patch import WIDTH, Author, files_of, message_of, page
 from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, NVRX, TORCH
 from ckpt_patches.engine.series import Patch, Series, plan_series
 from ckpt_patches.errors import UserError
@@ -28,22 +28,19 @@ def patch(change: str = "", depends_on: tuple[str, ...] = ()) -> Patch:
     return Patch("one", depends_on, change.encode(), b"")
 
 
-def blocks_of(name: str) -> str:
-    section = page(name).read_text().partition(f"\n{SECTION}\n")[2]
-    return "\n".join(re.findall(r"^```text[^\n]*\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
-
-
 @pytest.mark.parametrize("name", FIXES)
 def test_a_message_is_for_the_reviewer_of_one_release(name: str) -> None:
-    text = blocks_of(name)
-    subject, blank, *body = text.splitlines()
-    assert len(subject) <= SUBJECT
-    verb = subject.partition(" ")[0]
+    """Every paragraph is: conditions choose among them."""
+    text = re.sub(r"<!-- (if|unless)=.* -->\n", "", page(name).read_text())
+    message = message_of(text, patch())
+    assert len(message.subject) <= SUBJECT
+    verb = message.subject.partition(" ")[0]
     assert re.fullmatch(r"(?!.*([^s]s|ed|ing)$)[A-Z][a-z]+", verb), f"expected an imperative, found {verb}"
-    assert not subject.endswith(".")
-    assert blank == ""
-    assert max(map(len, body)) <= WIDTH
-    assert not FOREIGN.search(text), FOREIGN.search(text)
+    assert not message.subject.endswith(".")
+    lines = message.body.splitlines()
+    assert lines
+    assert max(map(len, lines)) <= WIDTH
+    assert not FOREIGN.search(message.subject + message.body), FOREIGN.search(message.body)
 
 
 @pytest.mark.parametrize("name", FIXES)
@@ -69,9 +66,10 @@ def test_a_message_names_what_is_in_the_patch(distribution: str, version: str) -
         assert [n for n in names if n not in there and n not in ignored and "_" in n] == [], one.name
 
 
-def test_blocks_are_chosen_by_what_the_patch_changes() -> None:
-    text = f"# one\n{SECTION}\n\n```text\nFix it\n\nAlways.\n```\n\n```text if=added\nIf.\n```\n\n" + (
-        "```text unless=added\nUnless.\n```\n\n## Next\n\n```text\nNo.\n```\n"
+def test_paragraphs_are_chosen_by_what_the_patch_changes() -> None:
+    text = (
+        "# one\n\n## Change: Fix it\nAlways.\n\n<!-- if=added -->\n*Up to 1.0:* If.\n\n"
+        "<!-- unless=added -->\nUnless.\n\n## Notes\nNo.\n"
     )
     assert message_of(text, patch("+ added")).body == "Always.\n\nIf."
     assert message_of(text, patch("- added")).body == "Always.\n\nIf."
@@ -79,11 +77,15 @@ def test_blocks_are_chosen_by_what_the_patch_changes() -> None:
     assert message_of(text, patch()).subject == "Fix it"
 
 
-@pytest.mark.parametrize(
-    "text", ["# one\n", f"# one\n{SECTION}\n\n## Next\n", f"# one\n{SECTION}\n\n```text if=x\nA\n```\n"]
-)
+def test_a_message_has_lists_and_addresses_on_lines_of_their_own() -> None:
+    text = f"## Change: Fix it\nIt:\n\n- {'one ' * 20}\n- two\n\n<https://example.org/1>\n<https://example.org/2>\n"
+    body = f"It:\n\n- {'one ' * 16}one\n  one one one\n- two\n\nhttps://example.org/1\nhttps://example.org/2"
+    assert message_of(text, patch()).body == body
+
+
+@pytest.mark.parametrize("text", ["# one\n", "# one\n\n## Change\nIt.\n"])
 def test_a_page_without_a_message_is_an_error(text: str) -> None:
-    with pytest.raises(UserError, match="Upstream message"):
+    with pytest.raises(UserError, match="## Change: …"):
         message_of(text, patch("+ y"))
 
 

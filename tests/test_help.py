@@ -149,16 +149,11 @@ def test_a_usage_error_is_one_line(arguments: str, error: str, program: str) -> 
 # explain
 
 
-def for_users(page: Path) -> str:
-    """A page without the message for upstream's reviewers."""
-    return page.read_text().partition("\n## Upstream message\n")[0]
-
-
 @pytest.mark.parametrize("name", [*FIXES, *SWITCHED, "audit", "hook", "migrate", "ds_to_universal", "json", "explorer"])
 def test_explain_prints_the_page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     text = explain.text(name)
-    page = for_users(REPOSITORY / "docs" / f"{name}.md")
+    page = (REPOSITORY / "docs" / f"{name}.md").read_text()
     assert text.splitlines()[0] == page.splitlines()[0]
     assert re.findall(r"^## (.*)", text, flags=re.MULTILINE) == re.findall(r"^## (.*)", page, flags=re.MULTILINE)
     assert "<!--" not in text
@@ -168,7 +163,7 @@ def test_explain_prints_the_page(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_explain_on_a_terminal_is_wrapped_and_has_bold_headings() -> None:
     shown = on_terminal("explain", "rank_order", columns=60, TERM="xterm")
     assert shown.startswith("\x1b[1mrank_order\x1b[0m\n\n\x1b[1mSymptom\x1b[0m\n\nNone while converting.")
-    page = for_users(REPOSITORY / "docs/rank_order.md")
+    page = (REPOSITORY / "docs/rank_order.md").read_text()
     plain = re.sub(r"\x1b\[\d+m|^#+ ", "", shown, flags=re.MULTILINE)
     assert max(len(line) for line in plain.splitlines()) <= 60
     expected = re.sub(r"^#+ ", "", explain.without_links(page), flags=re.MULTILINE)

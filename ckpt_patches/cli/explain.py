@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 
 from ckpt_patches.engine.fix import path_of, sentence
-from ckpt_patches.engine.format_patch import SECTION, page
+from ckpt_patches.engine.format_patch import page
 from ckpt_patches.engine.registry import FIXES, PLUGINS
 from ckpt_patches.errors import UserError, unknown
 from ckpt_patches.runtime import terminal
@@ -45,7 +45,6 @@ def text(name: str) -> str:
     if name not in names():
         raise UserError(unknown("page", name, names(), "ckpt-patches explain"))
     markdown = without_links(page_text(name))
-    markdown = markdown.partition(f"\n{SECTION}\n")[0]  # a section for upstream's reviewers
     columns = terminal.width()
     return formatted(markdown, min(columns, WIDEST)) if columns else markdown
 

@@ -15,7 +15,9 @@ from ckpt_patches.engine.series import Patch, Series
 from ckpt_patches.errors import UserError
 
 WIDTH = 72  # characters per line of a commit message
-SECTION = "## Upstream message"
+_SECTION = re.compile(r"^## Change: ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+_CONDITION = re.compile(r"<!-- (if|unless)=(\S+) -->\n")
+_LABEL = re.compile(r"\*[^*\n]+\* ")
 NO_COMMIT = "0" * 40  # a placeholder commit hash
 
 
@@ -92,28 +94,35 @@ def _file(patch: Patch, messages: dict[str, Message], author: Author, place: str
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    indent = "  " if text.startswith(("- ", "Depends on: ")) else ""
+    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def message_of(text: str, patch: Patch) -> Message:
-    """The message of a patch: its blocks from the section `## Upstream message` of the fix's page.
+    """The message of a patch, from the section `## Change: SUBJECT` of the fix's page.
 
-    A block is a ```text fence with the literal commit message. A block that begins with ```text if=WORD is for patches
-    that change a line with WORD in the package itself, a block with unless=WORD for the others. The first block has
-    the subject.
+    A paragraph under the comment `<!-- if=WORD -->` is for patches that change a line with WORD in the package itself,
+    one under `<!-- unless=WORD -->` for the others. The words in italics that begin a paragraph are for the page alone.
 
     Raises:
-        UserError: the page has no such section, or the section has no block for this patch.
+        UserError: the page has no such section.
     """
-    _, found, section = text.partition(f"\n{SECTION}\n")
-    section = section.partition("\n## ")[0]
-    blocks = re.findall(r"^```text(?: (if|unless)=(\S+))?\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    section = _SECTION.search(text)
+    if section is None:
+        raise UserError(f"expected `## Change: …`, the subject of the commit, in the page of {patch.name}, found none")
     changed = "\n".join(line for line in patch.change.decode().splitlines() if line.startswith(("+", "-")))
-    chosen = [block.strip("\n") for kind, word, block in blocks if not kind or (word in changed) is (kind == "if")]
-    if not found or not chosen:
-        raise UserError(f"expected `{SECTION}` with a block of ```text in the page of {patch.name}, found none")
-    subject, _, body = "\n\n".join(chosen).partition("\n")
-    return Message(subject, body.strip("\n"))
+    body = []
+    for paragraph in section[2].strip("\n").split("\n\n"):
+        condition = _CONDITION.match(paragraph)
+        if condition is None or (condition[2] in changed) is (condition[1] == "if"):
+            body.append(_plain(paragraph[condition.end() if condition else 0 :]))
+    return Message(section[1], "\n\n".join(body))
+
+
+def _plain(paragraph: str) -> str:
+    """A paragraph, or a list, as lines of a commit message."""
+    items = re.split(r"\n(?=- |https?://)", re.sub(r"<(https?://[^>]+)>", r"\1", _LABEL.sub("", paragraph, count=1)))
+    return "\n".join(_wrapped(" ".join(item.split())) for item in items)
 
 
 def page(name: str) -> Path:

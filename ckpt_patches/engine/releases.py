@@ -29,7 +29,7 @@ def newest(distribution: str) -> str:
 
 
 def without_build(package: str, version: str) -> str:
-    """The release of a build of torch, such as 2.13.0+cpu. In other packages, what follows the + may be changed code."""
+    """The release of a build of torch, such as 2.13.0+cpu. Of other packages, what follows + may be changed code."""
     return version.partition("+")[0] if package == TORCH else version
 
 
