@@ -68,6 +68,8 @@ QUICK = """
     processes rooms shared source stored_zip torch_file unfinished
 """
 
+LONGEST = ("test_removals", "test_explore")
+
 _Rows = dict[str, Any]  # lists of rows, by test
 _CELLS = pytest.StashKey[_Rows]()  # one row per test
 
@@ -90,7 +92,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wanted = next(asked, TEST)
         chosen = {item for item, part in parts(items).items() if part == wanted}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = [item for item in items if item in chosen]
+        # The longest come first: what one process has left at the end, no other one takes over.
+        items[:] = sorted((item for item in items if item in chosen), key=lambda item: item.path.stem not in LONGEST)
     quick = {f"test_{name}" for name in QUICK.split()}
     for item in items:
         if item.path.stem in quick:
