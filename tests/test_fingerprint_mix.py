@@ -1,7 +1,6 @@
 """The fingerprint of a tensor depends on every bit and its position, and not on how the tensor is divided."""
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from ckpt_patches.fingerprint import by_matrix, on_device
+from ckpt_patches.fingerprint import live_state, on_device
+from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.element_hash import MODULUS, ROW, mix, of_places, of_run, scrambled, sums_of_rows
 
 # A few values, so that equal ones occur, and those of 16-bit floats, whose low half is zero.
@@ -115,37 +115,18 @@ def test_sums_of_rows_are_those_of_the_formula(seed: int, rows: int, offset: int
     assert int(sums_of_rows(bits)[-1]) == last % MODULUS
 
 
-# Arithmetic on devices: torch's, with the same results on the CPU, with a product of 8-bit matrices and without
-
-
-def test_a_product_that_is_not_exact_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not by_matrix.is_exact():
-        pytest.skip("this CPU has no exact product of 8-bit matrices")
-    exact = torch._int_mm
-    monkeypatch.setattr(torch, "_int_mm", lambda one, other: exact(one, other).clamp(max=(1 << 15) - 1))
-    assert not by_matrix.is_exact.__wrapped__()
-
-
-@pytest.fixture(params=[True, False], ids=["matrix", "words"], scope="module")
-def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param and not by_matrix.is_exact():
-        pytest.skip("this CPU has no exact product of 8-bit matrices")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_matrix, "is_exact", lambda: request.param)
-        yield
+# Arithmetic on devices: torch's, with the same results on the CPU
 
 
 def as_tensor(bits: npt.NDArray[np.uint32]) -> torch.Tensor:
     return torch.from_numpy(bits.copy().view(np.int32))
 
 
-@pytest.mark.usefixtures("way")
 @given(bits=TENSORS, begin=BEGINS)
 def test_on_a_device_a_run_is_the_same(bits: npt.NDArray[np.uint32], begin: int) -> None:
     assert on_device.of_run(as_tensor(bits), begin) == of_run(bits, begin)
 
 
-@pytest.mark.usefixtures("way")
 @given(seed=st.integers(0, 9), begin=BEGINS, rows=st.sampled_from([2, 2.5, 3]), cut=st.integers(0, 5000))
 def test_on_a_device_whole_rows_are_the_same(seed: int, begin: int, rows: float, cut: int) -> None:
     """Their sum is the same at any offset in memory."""
@@ -153,9 +134,12 @@ def test_on_a_device_whole_rows_are_the_same(seed: int, begin: int, rows: float,
     assert on_device.of_run(as_tensor(bits)[cut:], begin + cut) == of_run(bits[cut:], begin + cut)
 
 
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("bits", [0, 0x7F7F7F7F, 0x80808080, 0xFFFFFFFF, 0x80FF7F00])
-def test_on_a_device_extreme_bytes_do_not_overflow(bits: int) -> None:
-    """More rows than are multiplied together, all of them with the largest sums."""
-    every = np.full((by_matrix.BLOCK + 3) * ROW, bits, np.uint32)
-    assert on_device.of_run(as_tensor(every), 0) == of_run(every, 0)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_share_the_blocks_of_a_large_part(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(live_state, "BLOCK", 3000)
+    bits, begin = long(1, 10.5), 5
+    box = Box((begin,), (len(bits),), (1 << 20,))
+    part = live_state.Part("weight", "master", box, 0, as_tensor(bits).view(torch.float32), True)
+    (found,) = live_state.sums([part], main=False).values()
+    assert found.value == of_run(bits, begin)

@@ -57,6 +57,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+torch.set_num_threads(4)
 sums([part(1 << 22)], main=True)  # what is imported and made once
 state = part(1 << 28)
 before = peak()
