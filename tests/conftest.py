@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from ckpt_patches.engine.registry import FIXES
+from ckpt_patches.engine.registry import EVERYTHING
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -145,7 +145,7 @@ def _part(item: pytest.Item, *, is_newest: bool) -> str:
 def _is_of_a_fix(item: pytest.Item) -> bool:
     if item.get_closest_marker("quick"):
         return False
-    of_one = item.path.stem.removeprefix("test_") in FIXES or item.get_closest_marker("compat") is not None
+    of_one = item.path.stem.removeprefix("test_") in EVERYTHING or item.get_closest_marker("compat") is not None
     return of_one or item.path.parent.name == "contract"
 
 

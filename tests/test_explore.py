@@ -86,9 +86,11 @@ def test_what_was_found_is_right_with_the_fixes_and_silent_or_loud_without_one(n
         ("deepspeed", {"stage": 0}, ".weight", "ordinary"),
         ("deepspeed", {"stage": 1}, ".fp32", "ordinary"),
         ("deepspeed", {"stage": 3}, ".exp_avg_sq", "ordinary"),
-        ("megatron", {}, ".fp32", "fully_reshardable"),
-        ("megatron", {"optimizer": "whole", "tp": 2}, ".exp_avg_sq", "fully_reshardable"),
-        ("megatron", {"offload": 1.0}, ".exp_avg", "fully_reshardable"),
+        pytest.param("megatron", {}, ".fp32", "fully_reshardable", marks=pytest.mark.long),
+        pytest.param(
+            "megatron", {"optimizer": "whole", "tp": 2}, ".exp_avg_sq", "fully_reshardable", marks=pytest.mark.long
+        ),
+        pytest.param("megatron", {"offload": 1.0}, ".exp_avg", "fully_reshardable", marks=pytest.mark.long),
     ],
 )
 def test_one_element_that_is_wrong_on_one_rank_is_silent(package: str, options: Case, what: str, load: str) -> None:
