@@ -17,11 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import generated
 import keeping_up
 from ckpt_patches.cli.status import FIXED_UPSTREAM, NOT_PRESENT
-from ckpt_patches.engine.absence import MADE, of_release
 from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import FIXES
-from ckpt_patches.engine.releases import RECORDED
 from generated import KNOWN
 from recorded_results import ranges, read, write
 from stacks import page as stacks_page
@@ -35,7 +33,7 @@ PAGE = REPOSITORY / "docs" / "compatibility.md"
 Result = Mapping[str, Any]
 # The cell text of each delivery when all tests passed.
 COLUMNS = {"none": "bug shown", "hook": "fixed", "in place": "fixed"}
-HEADS = ("fix", "applies to", "bug and fix shown on")
+HEADS = ("package", "bug and fix shown on", "fixes")
 SHOWN = tuple(COLUMNS.values())
 NOT_RUN = "not run"
 SKIPPED = "skipped"
@@ -76,14 +74,9 @@ def by_release(fix: str, results: Iterable[Result]) -> dict[str, tuple[str, ...]
     return {version: cells([result for result in mine if result["version"] == version]) for version in releases}
 
 
-def row(fix: str, results: Iterable[Result]) -> str:
-    """A fix's row: the releases that it edits, and the releases on which tests showed both bug and fix."""
-    package = package_of(fix)
-    applies = [version for version in RECORDED[package] if MADE in "".join(of_release(fix, package, version))]
-    shown = [version for version, found in by_release(fix, results).items() if found == SHOWN]
-    distribution = DISTRIBUTIONS[package]
-    where = f"{distribution} {ranges(applies, KNOWN[distribution])}"
-    return generated.line([f"[`{fix}`]({fix}.md)", where, ", ".join(shown) or NOT_RUN])
+def shown_on(fix: str, results: Iterable[Result]) -> str:
+    """The releases on which tests showed both bug and fix."""
+    return ", ".join(version for version, found in by_release(fix, results).items() if found == SHOWN) or NOT_RUN
 
 
 def exceptions(fix: str, results: list[Result]) -> list[str]:
@@ -115,10 +108,12 @@ def notes(results: Iterable[Result]) -> list[str]:
 
 
 def table(results: list[Result]) -> str:
-    """The rows of all fixes, then notes and exceptions."""
-    rows = [row(fix, results) for fix in FIXES]
-    other = [line for fix in FIXES for line in exceptions(fix, results)]
-    return "\n".join([generated.table(HEADS, []), *rows, "", *notes(results), *other])
+    """A row for all fixes of a package that were shown on the same releases, then notes and exceptions."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for fix in FIXES:
+        rows.setdefault((DISTRIBUTIONS[package_of(fix)], shown_on(fix, results)), []).append(f"[`{fix}`]({fix}.md)")
+    made = generated.table(HEADS, ((*where, ", ".join(fixes)) for where, fixes in rows.items()))
+    return "\n".join([made, "", *notes(results), *(line for fix in FIXES for line in exceptions(fix, results))])
 
 
 def runs(results: Iterable[Result]) -> str:
