@@ -119,9 +119,9 @@ def parts(items: list[pytest.Item]) -> dict[pytest.Item, str]:
     """The target of each test; "" if only `make test-all` runs it.
 
     older: all releases but a case's newest, and tests marked slow. rest: tests marked long. fixes: the contract of the
-    fixes, and their own tests, without and with the fix. test: all others. In-place tests of a release run only if they
-    are marked slow: test_fix_contract.py checks that in-place files equal the hook's text on each release that is a
-    fix's newest.
+    fixes, and their own tests, also those of the switched ones. test: all others. In-place tests of a release run only
+    if they are marked slow: test_fix_contract.py checks that in-place files equal the hook's text on each release that
+    is a fix's newest.
     """
     newest: dict[str, tuple[int, ...]] = {}
     for item in items:

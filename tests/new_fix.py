@@ -42,7 +42,7 @@ Next, in this order:
      until `ckpt-patches diff {name} --tree TREE` is the change that you want
   3. {folder}/upstream_tests/test_{name}.py: the test for upstream's suite,
      which fails before and passes after
-  4. docs/{name}.md with its upstream message, and the line in {changes}
+  4. docs/{name}.md, whose section `## Change: …` is the commit message, and the line in {changes}
   5. `python tests/fix_tables.py` and `make pictures`: the tables and the map
   6. CKPT_PATCHES_TEST_ALL=1 pytest tests/contract -k {name} && make compatibility: every release
   7. tests/test_{name}.py, where more than the demonstration is particular to this fix

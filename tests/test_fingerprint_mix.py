@@ -1,6 +1,8 @@
 """The fingerprint of a tensor depends on every bit and its position, and not on how the tensor is divided."""
 
 import itertools
+import threading
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from ckpt_patches.fingerprint import live_state, on_device
+from ckpt_patches.fingerprint import boxes, live_state, on_device
 from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.element_hash import MODULUS, ROW, mix, of_places, of_run, scrambled, sums_of_rows
 
@@ -134,12 +136,34 @@ def test_on_a_device_whole_rows_are_the_same(seed: int, begin: int, rows: float,
     assert on_device.of_run(as_tensor(bits)[cut:], begin + cut) == of_run(bits[cut:], begin + cut)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_share_the_blocks_of_a_large_part(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch) -> live_state.Part:
+    """A part of several blocks, for several threads."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(live_state, "BLOCK", 3000)
-    bits, begin = long(1, 10.5), 5
-    box = Box((begin,), (len(bits),), (1 << 20,))
-    part = live_state.Part("weight", "master", box, 0, as_tensor(bits).view(torch.float32), True)
+    values = as_tensor(long(1, 10.5)).view(torch.float32)
+    return live_state.Part("weight", "master", Box((5,), (len(values),), (1 << 20,)), 0, values, True)
+
+
+def value_of(part: live_state.Part) -> int:
     (found,) = live_state.sums([part], main=False).values()
-    assert found.value == of_run(bits, begin)
+    return found.value
+
+
+def test_threads_share_the_blocks_of_a_large_part(part: live_state.Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = set()
+    of_box = boxes.of_box
+
+    def noted(bits: Any, first: int, box: Box) -> int:
+        used.add(threading.get_ident())
+        return of_box(bits, first, box)
+
+    monkeypatch.setattr(boxes, "of_box", noted)
+    assert value_of(part) == of_run(long(1, 10.5), 5)
+    assert used
+    assert threading.get_ident() not in used
+
+
+def test_at_the_interpreters_exit_no_thread_is_needed(part: live_state.Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    assert value_of(part) == of_run(long(1, 10.5), 5)

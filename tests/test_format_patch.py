@@ -1,5 +1,6 @@
 """The messages of patches for upstream, for a reviewer of one release."""
 
+import itertools
 import os
 import re
 from pathlib import Path
@@ -10,9 +11,11 @@ from ckpt_patches.cli import command_line
 from ckpt_patches.engine.diffs import upstream_test
 from ckpt_patches.engine.fix import load, package_of
 from ckpt_patches.engine.format_patch import WIDTH, Author, files_of, message_of, page
+from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, NVRX, TORCH
 from ckpt_patches.engine.series import Patch, Series, plan_series
 from ckpt_patches.errors import UserError
+from contract import added_lines
 from test_patches import PACKAGES, PINNED
 from upstream import newest, tree
 
@@ -21,6 +24,7 @@ COLUMNS = {CORE: 100, DEEPSPEED: 119, NVRX: 100, APEX: 100, TORCH: 88}  # of a l
 # Irrelevant for a reviewer: the import hook, this project's tools, other releases, links to pages.
 FOREIGN = re.compile(r"ckpt[-_]patch|\bhook|\bours?\b|\bwe\b|\b0\.\d+\.\d+\b|\]\(|docs/", re.IGNORECASE)
 TREES = [(name, v) for name, pinned in PINNED.items() for v in pinned]
+CONDITION = re.compile(r"<!-- (?:if|unless)=\S+ -->\n")
 NOBODY = Author("Zoë Å", "zoe@example.org", 0)
 
 
@@ -31,8 +35,11 @@ def patch(change: str = "", depends_on: tuple[str, ...] = ()) -> Patch:
 @pytest.mark.parametrize("name", FIXES)
 def test_a_message_is_for_the_reviewer_of_one_release(name: str) -> None:
     """Every paragraph is: conditions choose among them."""
-    text = re.sub(r"<!-- (if|unless)=.* -->\n", "", page(name).read_text())
+    text = CONDITION.sub("", page(name).read_text())
     message = message_of(text, patch())
+    section = text.partition("\n## Change: ")[2].partition("\n## ")[0]
+    # Nothing that a message cannot have.
+    assert not re.search(r"^(```|\||    | +- |\d+\. |\* |#)|\]\(|<!--", section, re.MULTILINE)
     assert len(message.subject) <= SUBJECT
     verb = message.subject.partition(" ")[0]
     assert re.fullmatch(r"(?!.*([^s]s|ed|ing)$)[A-Z][a-z]+", verb), f"expected an imperative, found {verb}"
@@ -41,6 +48,17 @@ def test_a_message_is_for_the_reviewer_of_one_release(name: str) -> None:
     assert lines
     assert max(map(len, lines)) <= WIDTH
     assert not FOREIGN.search(message.subject + message.body), FOREIGN.search(message.body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FIXES if CONDITION.search(page(name).read_text())])
+def test_each_paragraph_is_in_the_message_for_some_release(name: str) -> None:
+    text, package = page(name).read_text(), package_of(name)
+    found = set()
+    for version in {*added_lines.forms(name), *itertools.chain(*load(name).releases)}:
+        for one in plan_series(str(tree(DISTRIBUTIONS[package], version)), package, [name]).patches:
+            found |= {*message_of(text, one).body.split("\n\n")} if one.name == name else set()
+    assert found == {*message_of(CONDITION.sub("", text), patch()).body.split("\n\n")}
 
 
 @pytest.mark.parametrize("name", FIXES)
@@ -87,6 +105,18 @@ def test_a_message_has_lists_and_addresses_on_lines_of_their_own() -> None:
 def test_a_page_without_a_message_is_an_error(text: str) -> None:
     with pytest.raises(UserError, match="## Change: …"):
         message_of(text, patch("+ y"))
+
+
+@pytest.mark.parametrize("text", ["\n", "<!-- if=x -->\nFor others.\n"])
+def test_a_page_without_a_paragraph_for_the_patch_is_an_error(text: str) -> None:
+    with pytest.raises(UserError, match="a paragraph for this patch below 'Fix it'"):
+        message_of(f"# one\n\n## Change: Fix it\n{text}\n## Notes\nNo.\n", patch("+ y"))
+
+
+def test_words_in_italics_within_a_paragraph_stay() -> None:
+    assert message_of("## Change: Fix it\n*To 1.0:* It is *very* wrong, a * b * c.\n", patch()).body == (
+        "It is *very* wrong, a * b * c."
+    )
 
 
 def test_dependencies_are_named_by_their_subjects() -> None:

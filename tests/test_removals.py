@@ -26,8 +26,8 @@ from upstream import all_releases, newest, run, run_json, tree
 pytestmark = pytest.mark.long
 
 NEWEST = newest("megatron-core")
-# Kinds that differ from others only in dtype, optimizer or layout, which other kinds cover, and those that take five
-# minutes: only `make test-all` has them.
+# Kinds that differ from others only in dtype, optimizer or layout, which other kinds cover: only `make test-all` has
+# them, and cases below that take minutes.
 ALIKE = ("stage0_fp16", "stage3_fp16", "stage1, NAdam", "stage2, RMSprop")
 KINDS = [
     "stage2",
@@ -274,7 +274,7 @@ def is_file_of_many(change: Change) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["zarr, 0.14", *(["fully_reshardable", "dp_reshardable"] if all_releases() else [])])
+@pytest.mark.parametrize("case", ["dp_reshardable", *(["fully_reshardable", "zarr, 0.14"] if all_releases() else [])])
 def test_with_a_record_no_state_of_megatron_is_missed(case: str, tmp_path: Path) -> None:
     found = of_megatron(replace(MEGATRON[case], recorded=True), tmp_path)
     texts = [str(change) for change in found.missed]

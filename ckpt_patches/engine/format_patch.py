@@ -17,7 +17,7 @@ from ckpt_patches.errors import UserError
 WIDTH = 72  # characters per line of a commit message
 _SECTION = re.compile(r"^## Change: ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _CONDITION = re.compile(r"<!-- (if|unless)=(\S+) -->\n")
-_LABEL = re.compile(r"\*[^*\n]+\* ")
+_LABEL = re.compile(r"\A\*[^*\n]+\* ")
 NO_COMMIT = "0" * 40  # a placeholder commit hash
 
 
@@ -105,23 +105,27 @@ def message_of(text: str, patch: Patch) -> Message:
     one under `<!-- unless=WORD -->` for the others. The words in italics that begin a paragraph are for the page alone.
 
     Raises:
-        UserError: the page has no such section.
+        UserError: the page has no such section, or the section no paragraph for this patch.
     """
     section = _SECTION.search(text)
     if section is None:
         raise UserError(f"expected `## Change: …`, the subject of the commit, in the page of {patch.name}, found none")
     changed = "\n".join(line for line in patch.change.decode().splitlines() if line.startswith(("+", "-")))
     body = []
-    for paragraph in section[2].strip("\n").split("\n\n"):
+    for paragraph in re.split(r"\n\s*\n", section[2].strip()):
         condition = _CONDITION.match(paragraph)
         if condition is None or (condition[2] in changed) is (condition[1] == "if"):
             body.append(_plain(paragraph[condition.end() if condition else 0 :]))
+    if not any(body):
+        raise UserError(
+            f"expected a paragraph for this patch below {section[1]!r} in the page of {patch.name}, found none"
+        )
     return Message(section[1], "\n\n".join(body))
 
 
 def _plain(paragraph: str) -> str:
     """A paragraph, or a list, as lines of a commit message."""
-    items = re.split(r"\n(?=- |https?://)", re.sub(r"<(https?://[^>]+)>", r"\1", _LABEL.sub("", paragraph, count=1)))
+    items = re.split(r"\n(?=- |https?://)", re.sub(r"<(https?://[^>]+)>", r"\1", _LABEL.sub("", paragraph)))
     return "\n".join(_wrapped(" ".join(item.split())) for item in items)
 
 

@@ -17,8 +17,9 @@ from ckpt_patches.fingerprint.record import SAMPLE, Settings, State, sample_plac
 from ckpt_patches.fingerprint.states import bits_of
 from ckpt_patches.fingerprint.verdict import Key, Total
 
-BLOCK = 1 << 21  # elements that are processed together
-THREADS = 4  # at most: each has a block of its own, in up to 16 MiB
+BLOCK = 1 << 21  # elements that are processed together on the CPU
+ON_DEVICE = 1 << 22  # the same on a GPU
+THREADS = 4  # at most: each has a block of its own, in up to 16 MiB, or 28 MiB if rows are shorter than boxes.LONG
 
 
 class Part(NamedTuple):
@@ -100,27 +101,36 @@ def in_one_memory(tensors: Iterable[tuple[Key, torch.Tensor]]) -> dict[Key, Key]
 
 def blocks_of(part: Part) -> Iterator[tuple[int, Any]]:
     """Blocks of a part's elements: the index of the first one in the box, and their bits, in NumPy or on the device."""
-    return (_block(part, begin) for begin in range(0, len(part.values), BLOCK))
+    return (_block(part, at) for at in _slices(part.values))
 
 
-def _block(part: Part, begin: int) -> tuple[int, Any]:
-    values = part.values[begin : begin + BLOCK]
-    return part.first + begin, _bits(values) if values.device.type == "cpu" else values.float().view(torch.int32)
+def _slices(values: torch.Tensor) -> list[slice]:
+    numel = BLOCK if values.device.type == "cpu" else ON_DEVICE
+    return [slice(begin, begin + numel) for begin in range(0, len(values), numel)]
+
+
+def _block(part: Part, at: slice) -> tuple[int, Any]:
+    values = part.values[at]
+    return part.first + at.start, _bits(values) if values.device.type == "cpu" else values.float().view(torch.int32)
 
 
 def _value(part: Part) -> int:
-    of_box = boxes.of_box if part.values.device.type == "cpu" else on_device.of_box
+    is_on_cpu = part.values.device.type == "cpu"
+    of_box = boxes.of_box if is_on_cpu else on_device.of_box
 
-    def of_block(begin: int) -> int:
-        first, bits = _block(part, begin)
+    def of_block(at: slice) -> int:
+        first, bits = _block(part, at)
         return of_box(bits, first, part.box)
 
-    begins = range(0, len(part.values), BLOCK)
-    threads = min(torch.get_num_threads(), THREADS, len(begins))
-    if threads < 2 or part.values.device.type != "cpu":
-        return sum(map(of_block, begins))
-    with ThreadPoolExecutor(threads) as pool:  # NumPy computes without the interpreter's lock
-        return sum(pool.map(of_block, begins))
+    blocks = _slices(part.values)
+    threads = min(torch.get_num_threads(), THREADS, len(blocks)) if is_on_cpu else 1
+    if threads < 2:
+        return sum(map(of_block, blocks))
+    try:
+        with ThreadPoolExecutor(threads) as pool:  # NumPy computes without the interpreter's lock
+            return sum(pool.map(of_block, blocks))
+    except RuntimeError:  # no thread starts at the interpreter's exit
+        return sum(map(of_block, blocks))
 
 
 def _bits(values: torch.Tensor) -> Any:
