@@ -68,7 +68,9 @@ QUICK = """
     processes rooms shared source stored_zip torch_file unfinished
 """
 
-LONGEST = ("test_removals", "test_explore")
+# Files whose tests take longest.
+LONGEST = ("test_removals", "test_explore", "test_patches")
+PROCESSES = 3  # of `make`, each of which begins with a part of the tests, in order
 
 _Rows = dict[str, Any]  # lists of rows, by test
 _CELLS = pytest.StashKey[_Rows]()  # one row per test
@@ -92,8 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wanted = next(asked, TEST)
         chosen = {item for item, part in parts(items).items() if part == wanted}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        # The longest come first: what one process has left at the end, no other one takes over.
-        items[:] = sorted((item for item in items if item in chosen), key=lambda item: item.path.stem not in LONGEST)
+        items[:] = longest_first([item for item in items if item in chosen])
     quick = {f"test_{name}" for name in QUICK.split()}
     for item in items:
         if item.path.stem in quick:
@@ -127,6 +128,15 @@ def parts(items: list[pytest.Item]) -> dict[pytest.Item, str]:
     for item in items:
         newest[_case(item)] = max(newest.get(_case(item), ()), _release(item))
     return {item: _part(item, is_newest=_release(item) == newest[_case(item)]) for item in items}
+
+
+def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests with the longest ones at the start of each process's part: at the end, they would leave others idle."""
+    longest = [item for item in items if item.path.stem in LONGEST]
+    others = [item for item in items if item.path.stem not in LONGEST]
+    numbers = range(PROCESSES)
+    ends = [len(others) * number // PROCESSES for number in (*numbers, PROCESSES)]
+    return [item for n in numbers for item in (*longest[n::PROCESSES], *others[ends[n] : ends[n + 1]])]
 
 
 def _part(item: pytest.Item, *, is_newest: bool) -> str:
