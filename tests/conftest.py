@@ -70,7 +70,6 @@ QUICK = """
 
 # Files whose tests take longest.
 LONGEST = ("test_removals", "test_explore", "test_patches")
-PROCESSES = 3  # of `make`, each of which begins with a part of the tests, in order
 
 _Rows = dict[str, Any]  # lists of rows, by test
 _CELLS = pytest.StashKey[_Rows]()  # one row per test
@@ -94,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wanted = next(asked, TEST)
         chosen = {item for item, part in parts(items).items() if part == wanted}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = longest_first([item for item in items if item in chosen])
+        items[:] = longest_first([item for item in items if item in chosen], _processes(config))
     quick = {f"test_{name}" for name in QUICK.split()}
     for item in items:
         if item.path.stem in quick:
@@ -130,13 +129,18 @@ def parts(items: list[pytest.Item]) -> dict[pytest.Item, str]:
     return {item: _part(item, is_newest=_release(item) == newest[_case(item)]) for item in items}
 
 
-def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
+def longest_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
     """The tests with the longest ones at the start of each process's part: at the end, they would leave others idle."""
     longest = [item for item in items if item.path.stem in LONGEST]
     others = [item for item in items if item.path.stem not in LONGEST]
-    numbers = range(PROCESSES)
-    ends = [len(others) * number // PROCESSES for number in (*numbers, PROCESSES)]
-    return [item for n in numbers for item in (*longest[n::PROCESSES], *others[ends[n] : ends[n + 1]])]
+    ends = [len(others) * number // processes for number in range(processes + 1)]
+    return [item for n in range(processes) for item in (*longest[n::processes], *others[ends[n] : ends[n + 1]])]
+
+
+def _processes(config: pytest.Config) -> int:
+    """The processes of pytest-xdist, each of which begins with a part of the tests, in order."""
+    count: int = getattr(config, "workerinput", {}).get("workercount", 1)
+    return count
 
 
 def _part(item: pytest.Item, *, is_newest: bool) -> str:

@@ -10,7 +10,7 @@ import pytest
 from ckpt_patches.cli import command_line
 from ckpt_patches.engine.diffs import upstream_test
 from ckpt_patches.engine.fix import load, package_of
-from ckpt_patches.engine.format_patch import WIDTH, Author, files_of, message_of, page
+from ckpt_patches.engine.format_patch import CONDITION, WIDTH, Author, files_of, message_of, page
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, NVRX, TORCH
 from ckpt_patches.engine.series import Patch, Series, plan_series
@@ -24,7 +24,6 @@ COLUMNS = {CORE: 100, DEEPSPEED: 119, NVRX: 100, APEX: 100, TORCH: 88}  # of a l
 # Irrelevant for a reviewer: the import hook, this project's tools, other releases, links to pages.
 FOREIGN = re.compile(r"ckpt[-_]patch|\bhook|\bours?\b|\bwe\b|\b0\.\d+\.\d+\b|\]\(|docs/", re.IGNORECASE)
 TREES = [(name, v) for name, pinned in PINNED.items() for v in pinned]
-CONDITION = re.compile(r"<!-- (?:if|unless)=\S+ -->\n")
 NOBODY = Author("Zoë Å", "zoe@example.org", 0)
 
 

@@ -16,7 +16,7 @@ from ckpt_patches.errors import UserError
 
 WIDTH = 72  # characters per line of a commit message
 _SECTION = re.compile(r"^## Change: ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-_CONDITION = re.compile(r"<!-- (if|unless)=(\S+) -->\n")
+CONDITION = re.compile(r"<!-- (if|unless)=(\S+) -->\n")
 _LABEL = re.compile(r"\A\*[^*\n]+\* ")
 NO_COMMIT = "0" * 40  # a placeholder commit hash
 
@@ -113,7 +113,7 @@ def message_of(text: str, patch: Patch) -> Message:
     changed = "\n".join(line for line in patch.change.decode().splitlines() if line.startswith(("+", "-")))
     body = []
     for paragraph in re.split(r"\n\s*\n", section[2].strip()):
-        condition = _CONDITION.match(paragraph)
+        condition = CONDITION.match(paragraph)
         if condition is None or (condition[2] in changed) is (condition[1] == "if"):
             body.append(_plain(paragraph[condition.end() if condition else 0 :]))
     if not any(body):
