@@ -20,7 +20,7 @@ test: lint check
 fixes: $(VENV)/ready
 	CKPT_PATCHES_TEST_FIXES=1 $(PYTEST)
 
-# What takes long on the newest releases.
+# What else takes long on the newest releases.
 rest: $(VENV)/ready
 	CKPT_PATCHES_TEST_REST=1 $(PYTEST)
 

@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "gpu: needs a GPU and a torch that can use it")
     config.addinivalue_line("markers", "quick: runs no upstream package; put on all tests of the files in QUICK")
-    config.addinivalue_line("markers", "long: only `make rest` runs it")
+    config.addinivalue_line("markers", "long: not part of `make test`: `make rest` runs it, or `make fixes`")
     config.addinivalue_line("markers", "slow: only `make older` runs it")
     config.addinivalue_line(
         "markers",
@@ -118,10 +118,10 @@ TEST, RUNS, REST, OLDER = "test", "fixes", "rest", "older"
 def parts(items: list[pytest.Item]) -> dict[pytest.Item, str]:
     """The target of each test; "" if only `make test-all` runs it.
 
-    older: all releases but a case's newest, and tests marked slow. rest: tests marked long. fixes: the contract of the
-    fixes, and their own tests, also those of the switched ones. test: all others. In-place tests of a release run only
-    if they are marked slow: test_fix_contract.py checks that in-place files equal the hook's text on each release that
-    is a fix's newest.
+    older: all releases but a case's newest, and tests marked slow. fixes: the contract of the fixes, and their own
+    tests, also those of the switched ones. rest: others marked long. test: all others. In-place tests of a release run
+    only if they are marked slow: test_fix_contract.py checks that in-place files equal the hook's text on each release
+    that is a fix's newest.
     """
     newest: dict[str, tuple[int, ...]] = {}
     for item in items:
@@ -151,9 +151,9 @@ def _part(item: pytest.Item, *, is_newest: bool) -> str:
         return "" if _release(item) else OLDER
     if not is_newest:
         return OLDER
-    if item.get_closest_marker("long"):
-        return REST
-    return RUNS if _is_of_a_fix(item) else TEST
+    if _is_of_a_fix(item):
+        return RUNS
+    return REST if item.get_closest_marker("long") else TEST
 
 
 def _is_of_a_fix(item: pytest.Item) -> bool:
