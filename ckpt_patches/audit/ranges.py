@@ -1,6 +1,9 @@
 """Half-open ranges of bytes or elements."""
 
-from collections.abc import Iterable
+import bisect
+from collections.abc import Iterable, Iterator
+
+from ckpt_patches.audit.readers.checkpoint import Extent
 
 Range = tuple[int, int]
 
@@ -14,3 +17,47 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
         else:
             found.append((begin, end))
     return found
+
+
+def gaps(begin: int, end: int, ranges: list[Range]) -> Iterator[Range]:
+    """The parts of a range that are in none of `ranges`, which are from `joined`."""
+    for number in range(max(bisect.bisect_right(ranges, (begin, end)) - 1, 0), len(ranges)):
+        first, last = ranges[number]
+        if first >= end:
+            break
+        if first > begin:
+            yield begin, first
+        begin = max(begin, last)
+    if begin < end:
+        yield begin, end
+
+
+class FileRanges:
+    """Byte ranges of files, merged where they overlap or touch."""
+
+    def __init__(self, extents: Iterable[Extent]) -> None:
+        by_path: dict[str, list[Range]] = {}
+        for path, offset, nbytes in extents:
+            by_path.setdefault(path, []).append((offset, offset + nbytes))
+        self._by_path = {path: joined(ranges) for path, ranges in by_path.items()}
+
+    def meet(self, extent: Extent) -> bool:
+        """Whether a range overlaps the extent."""
+        begin, end = self._last_before(extent)
+        return begin < extent.offset + extent.nbytes and extent.offset < end
+
+    def cover(self, extent: Extent) -> bool:
+        """Whether a range contains the full extent."""
+        begin, end = self._last_before(extent)
+        return begin <= extent.offset and extent.offset + extent.nbytes <= end
+
+    def gaps(self, path: str, begin: int, end: int) -> Iterator[Extent]:
+        """The parts of a file's bytes that are in no range."""
+        for first, last in gaps(begin, end, self._by_path.get(path, [])):
+            yield Extent(path, first, last - first)
+
+    def _last_before(self, extent: Extent) -> Range:
+        """The last range that begins before the end of the extent."""
+        ranges = self._by_path.get(extent.path, [])
+        at = bisect.bisect_left(ranges, (extent.offset + extent.nbytes, 0))
+        return ranges[at - 1] if at else (0, 0)

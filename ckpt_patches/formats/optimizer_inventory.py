@@ -54,7 +54,7 @@ def problems(optimizer: Optimizer) -> Iterator[Problem]:
     where = optimizer.where
     for what in (
         *settings.not_groups(optimizer.groups),
-        *settings.not_numbers({f"group {n}": group for n, group in enumerate(optimizer.groups)}),
+        *settings.not_numbers(optimizer.groups),
         *settings.not_steps({f"step of parameter {shown(n)}": step for n, step in optimizer.steps.items()}),
     ):
         yield Problem(CONTRADICTION, where, what)

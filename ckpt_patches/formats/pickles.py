@@ -44,15 +44,10 @@ def check(data: bytes) -> None:
     Raises:
         UnpicklingError: a memo index exceeds the length, or the data is truncated or not a pickle.
     """
-    at, size, run, counted = 0, len(data), _RUN.match, _COUNTED.get
+    at, size = 0, len(data)
     while at < size:
-        if found := run(data, at):
+        if found := _RUN.match(data, at):
             at = found.end()
-        elif width := counted(data[at]):  # this branch and the next are the most frequent
-            begin = at + 1 + width
-            at = begin + int.from_bytes(data[at + 1 : begin], "little")
-        elif data[at] == _KEEP and int.from_bytes(data[at + 1 : at + 5], "little") <= size:
-            at += 5
         elif data[at] == _STOP:
             return
         else:

@@ -8,7 +8,7 @@ from ckpt_patches.runtime.shown import shown
 
 # Settings that must be finite. Betas are checked separately.
 NUMBERS = ("lr", "weight_decay", "eps", "momentum", "max_lr", "min_lr")
-MOST_STEPS = 1 << 53
+MOST_STEPS = 1 << 53  # NaN and infinity are no step counts either
 
 
 def is_number(value: Any) -> bool:
@@ -24,16 +24,16 @@ def is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def not_numbers(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield messages for settings that no optimizer accepts. `groups` is by name in the messages."""
-    for called, group in groups.items():
+def not_numbers(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield messages for settings that no optimizer accepts."""
+    for number, group in enumerate(groups):
         for name in NUMBERS:
             if is_not_finite(group.get(name)):
-                yield f"{called}: {name} is {group[name]}"
+                yield f"group {number}: {name} is {group[name]}"
         betas = group.get("betas")
         for beta in betas if isinstance(betas, (list, tuple)) else ():
             if is_number(beta) and not 0 <= beta <= 1:
-                yield f"{called}: a beta is {beta}, expected one from 0 to 1"
+                yield f"group {number}: a beta is {beta}, expected one from 0 to 1"
 
 
 def not_steps(steps: Mapping[str, Any]) -> Iterator[str]:

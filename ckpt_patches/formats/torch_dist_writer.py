@@ -21,37 +21,37 @@ def index(tensors: Iterable[Tensor], objects: Mapping[str, Place]) -> bytes:
     for tensor in tensors:
         described[tensor.name] = _tensor(tensor)
         for offsets in tensor.chunks:
-            stored[_object("MetadataIndex", fqn=tensor.name, offset=Size(offsets), index=None)] = _place(
-                tensor.places[offsets]
-            )
+            key = _described("MetadataIndex", fqn=tensor.name, offset=Size(offsets), index=None)
+            stored[key] = _place(tensor.places[offsets])
     for name, place in objects.items():
-        described[name] = _object("BytesStorageMetadata")
-        stored[_object("MetadataIndex", fqn=name, index=None)] = _place(place)
-    return pickled(_object("Metadata", state_dict_metadata=described, planner_data=None, storage_data=stored))
+        described[name] = _described("BytesStorageMetadata")
+        stored[_described("MetadataIndex", fqn=name, index=None)] = _place(place)
+    return pickled(_described("Metadata", state_dict_metadata=described, planner_data=None, storage_data=stored))
 
 
 def _tensor(tensor: Tensor) -> Any:
-    properties = stub(METADATA, "TensorProperties")
-    made = properties.__new__(properties)
     layout = stub("torch.serialization", "_get_layout")("torch.strided")
     memory_format = stub(METADATA, "_MEM_FORMAT_ENCODING")(0)
-    made.state = stub("torch", tensor.dtype), layout, False, memory_format, False
+    state = stub("torch", tensor.dtype), layout, False, memory_format, False
+    properties = _object(METADATA, "TensorProperties", state)
     chunks = [
-        _object("ChunkStorageMetadata", offsets=Size(offsets), sizes=Size(sizes))
+        _described("ChunkStorageMetadata", offsets=Size(offsets), sizes=Size(sizes))
         for offsets, sizes in tensor.chunks.items()
     ]
-    return _object("TensorStorageMetadata", properties=made, size=Size(tensor.size), chunks=chunks)
+    return _described("TensorStorageMetadata", properties=properties, size=Size(tensor.size), chunks=chunks)
 
 
 def _place(place: Place) -> Any:
-    kind = stub(STORAGE, "_StorageInfo")
-    made = kind.__new__(kind)
-    made.state = {"relative_path": place.file, "offset": place.offset, "length": place.nbytes}
-    return made
+    state = {"relative_path": place.file, "offset": place.offset, "length": place.nbytes}
+    return _object(STORAGE, "_StorageInfo", state)
 
 
-def _object(name: str, **fields: Any) -> Any:
-    kind = stub(METADATA, name)
+def _described(name: str, **fields: Any) -> Any:
+    return _object(METADATA, name, fields or None)
+
+
+def _object(module: str, name: str, state: Any) -> Any:
+    kind = stub(module, name)
     made = kind.__new__(kind)
-    made.state = fields or None
+    made.state = state
     return made

@@ -33,6 +33,7 @@ OPTIMIZER = re.compile(r"((?:fp16_|bf16_)?zero_pp_rank_)(\d{1,6})_mp_rank_(\d{1,
 # Stage 3 has one per data-parallel rank, earlier stages one for all.
 MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 EXPERT = re.compile(r"expp_rank_.*|layer_.*_expert_.*")
+OPTIMIZER_STATE = "optimizer_state_dict"  # the key of all that an optimizer file has for its rank
 
 
 @dataclass(frozen=True)
@@ -161,16 +162,6 @@ class ModelFile:
     file: int
     shapes: tuple[dict[str, Shape], ...]  # of the trained parameters, by group
     module: dict[str, TensorHeader] = field(default_factory=dict)  # the weights
-
-
-def optimizer_of(path: Path, value: Any) -> dict[str, Any]:
-    """The optimizer's state in a rank's file.
-
-    Raises:
-        BadFileError: the file has no optimizer state.
-    """
-    found: dict[str, Any] = required(value, "optimizer_state_dict", path)
-    return found
 
 
 def stage_of(optimizer: Mapping[str, Any]) -> int:

@@ -15,7 +15,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats import settings, torch_file, zero, zero_addresses, zero_facts, zero_inventory
 from ckpt_patches.formats import zero_experts as experts
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
-from ckpt_patches.formats.zero import Folder, ModelFile, Partition, RankState, optimizer_of, required, stage_of
+from ckpt_patches.formats.zero import OPTIMIZER_STATE, Folder, ModelFile, Partition, RankState, required, stage_of
 from ckpt_patches.formats.zero_experts import INFO, Experts, LocalExpert
 from ckpt_patches.formats.zero_facts import Unlike
 from ckpt_patches.formats.zero_inventory import ModelFacts, RankFacts
@@ -175,28 +175,29 @@ class _Reader:
         if rank not in folder.optimizer:
             _check_complete(folder, folder.optimizer, folder.dp_degree, 1 + max(mp for _, mp in folder.optimizer))
         path = folder.path / folder.optimizer[rank]
-        return optimizer_of(path, torch_file.read(path, trust=self.trust).value)
+        optimizer: dict[str, Any] = required(torch_file.read(path, trust=self.trust).value, OPTIMIZER_STATE, path)
+        return optimizer
 
     def model(self, file: int, value: dict[str, Any]) -> ModelFile:
         return zero.read_model(self.path(file), file, value)
 
     def ranks(
         self,
-        partitions: Callable[[Path, dict[str, Any], RankState, int], tuple[Partition, ...]],
+        check: Callable[[Path, dict[str, Any], RankState, int], None],
         pp_degree: int,
         tp_degree: int,
     ) -> tuple[Rank, ...]:
-        """The content of the ranks' optimizer files, in the order pp, tp, dp."""
+        """The content of the ranks' optimizer files, in the order pp, tp, dp. `check` gets each with its rank dp."""
         dps = range(self.folder.dp_degree)
         places = [(pp, tp, dp) for pp in range(pp_degree) for tp in range(tp_degree) for dp in dps]
         begin = len(self.files)
 
         def rank(number: int, file: TorchFile) -> tuple[Rank, RankFacts]:
             pp, tp, dp = places[number - begin]
-            optimizer = optimizer_of(file.path, file.value)
+            optimizer = required(file.value, OPTIMIZER_STATE, file.path)
             state = zero.read_rank(file.path, number, optimizer)
-            facts = zero_facts.of_rank(file, optimizer, state)
-            return Rank(number, pp, tp, dp, partitions(file.path, optimizer, state, dp)), facts
+            check(file.path, optimizer, state, dp)
+            return Rank(number, pp, tp, dp, state.partitions), zero_facts.of_rank(file, optimizer, state)
 
         found = self.read_all([self.folder.optimizer[dp, pp * tp_degree + tp] for pp, tp, dp in places], rank)
         self.facts = {(dp, pp * tp_degree + tp): facts for (pp, tp, dp), (_, facts) in zip(places, found, strict=True)}
@@ -260,7 +261,7 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
         by_name = {name: shape for _, found in of_experts for name, shape in found.items()}
         experts.check_local(folder.path, local, shapes, by_name)
 
-    ranks = reader.ranks(partial(_partitions, {**known, **local}, dp_degree), pp_degree, tp_degree)
+    ranks = reader.ranks(partial(_check_rank, {**known, **local}, dp_degree), pp_degree, tp_degree)
     _check_groups_of_stages(reader)
     if zero_addresses.is_round_robin(read[0][1].get("ds_config")):
         ranks = _in_written_order(reader, ranks, [reader.model(*one) for one in read])
@@ -400,21 +401,20 @@ def _shapes_of(number: int, file: TorchFile) -> tuple[int, dict[str, tuple[int, 
     return number, {name: tensor.shape for name, tensor in file.value.items() if isinstance(tensor, TensorHeader)}
 
 
-def _partitions(
+def _check_rank(
     known: Mapping[str, Experts | LocalExpert],
     dp_degree: int,
     path: Path,
     _optimizer: dict[str, Any],
     found: RankState,
     _dp: int,
-) -> tuple[Partition, ...]:
+) -> None:
     for count, partition in zip(found.data_parallel, found.partitions, strict=False):
         # Without a fragment of a group on this rank, it is unknown whether the group has experts.
         sharing = {known[name].sharing if name in known else dp_degree for name in partition.fragments}
         for expected in sharing or ({dp_degree} if not known else ()):
             if count != expected:
                 raise UserError(f"{path} is of {count} data-parallel ranks, the folder has files of {expected}")
-    return found.partitions
 
 
 def _common(optimizer: Mapping[str, Any], dp_degree: int) -> dict[str, Any]:
@@ -472,7 +472,7 @@ def _stage_3(reader: _Reader, stage: int, optimizer: Mapping[str, Any]) -> Check
     found += [(file, value) for file, value, _ in of_others]
     _check_inventory(reader, stage)
     known, of_experts = _autoep_3(reader, found, tp_degree) if autoep else ({}, ())
-    ranks = reader.ranks(partial(_partitions_3, known, of_experts, dp_degree), 1, tp_degree)
+    ranks = reader.ranks(partial(_check_rank_3, known, of_experts, dp_degree), 1, tp_degree)
     rest = [name for name in folder.names if name.endswith("model_states.pt") and name not in names.values()]
     found += [reader.read(name) for name in rest]
     return Checkpoint(
@@ -542,15 +542,15 @@ def _names(model: ModelFile) -> set[str]:
     return {name for shapes in model.shapes for name in shapes}
 
 
-def _partitions_3(
+def _check_rank_3(
     known: Mapping[str, Experts],
     of_experts: Sequence[ModelFile],
     dp_degree: int,
     path: Path,
     optimizer: dict[str, Any],
-    state: RankState,
+    _state: RankState,
     dp: int,
-) -> tuple[Partition, ...]:
+) -> None:
     count = optimizer.get("partition_count", dp_degree)
     if count != dp_degree:
         raise UserError(f"{path} is of {count} data-parallel ranks, the folder has files of {dp_degree}")
@@ -562,7 +562,6 @@ def _partitions_3(
         said = (group.get("partition_count", dp_degree), group.get("partition_rank", dp))
         if said != expected.get(index, (dp_degree, dp)):
             raise UserError(f"{path} has groups that are partitioned over a part of the ranks only; {UPSTREAM}")
-    return state.partitions
 
 
 def _sharing(known: Mapping[str, Experts], of_experts: Sequence[ModelFile], dp: int) -> dict[int, tuple[int, int]]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt_patches.formats import settings, zero_keys, zero_pipeline
+from ckpt_patches.formats import settings, zero_experts, zero_keys, zero_pipeline
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import EXPERT as EXPERT_FILE
 from ckpt_patches.formats.zero import OPTIMIZER, Shape
@@ -21,7 +21,6 @@ ABSENT_RANK, ABSENT_STATE, ABSENT_WEIGHT = "absent rank", "absent state", "absen
 FOREIGN, OTHER_STEP, OTHER_DEGREE = "foreign", "other step", "other degree"
 CONTRADICTION, UNUSUAL = "contradiction", "unusual"
 EXPERT = re.compile(r"\.deepspeed_experts\.|\.experts\.w[123]$")
-AUTOEP_LAYERS = ("ds_autoep_layers", "autoep_layers")
 NAMED = re.compile(r"global_step(\d{1,15})")
 LEAST_DISTINCTIVE = 16  # elements
 MOST_KEYS = 5  # to report per file
@@ -354,8 +353,7 @@ def _settings(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
     (_, first), *others = sorted(ranks.items())
     for facts in ranks.values():
         steps = {f"step of group {n}": group.step for n, group in enumerate(facts.groups) if group.step is not None}
-        named = {**{f"group {n}": group for n, group in enumerate(facts.settings)}}
-        for what in (*settings.not_numbers(named), *settings.not_steps(steps)):
+        for what in (*settings.not_numbers(facts.settings), *settings.not_steps(steps)):
             yield Problem(CONTRADICTION, facts.name, what)
         if settings.is_not_finite(facts.loss_scale):
             yield Problem(CONTRADICTION, facts.name, f"the loss scale is {facts.loss_scale}")
@@ -415,7 +413,7 @@ def _layers(
     }
     for (_, mp), facts in models.items():
         if layers and not isinstance(facts.value.get("module"), Mapping):
-            found = zero_pipeline.places(_shapes(facts.value), layers.values(), mp)
+            found = zero_pipeline.places(shapes_by_name(facts.value), layers.values(), mp)
             expected |= {place.file for name, place in found.items() if not is_expert(name)} - {*layers.values()}
     for name in sorted(expected):
         yield Problem(ABSENT_WEIGHT, name, "the file is missing")
@@ -425,7 +423,8 @@ def _expert_files(names: Collection[str], models: Mapping[tuple[int | None, int]
     """Check that each expert in layers of `deepspeed.moe` has a file. Model files state the numbers of experts."""
     for (_, mp), facts in models.items():
         counts = facts.value.get("num_experts")
-        if not isinstance(counts, list) or any(facts.value.get(key) for key in AUTOEP_LAYERS):
+        is_autoep = facts.value.get(zero_experts.KEY) or facts.value.get(zero_experts.LEGACY_KEY)
+        if not isinstance(counts, list) or is_autoep:
             continue
         for layer, count in enumerate(counts):
             for expert in range(count if isinstance(count, int) and 0 <= count < MOST_RANKS else 0):
@@ -445,7 +444,7 @@ def _models(models: Mapping[tuple[int | None, int], ModelFacts], stage: int, *, 
                 detail = f"{key} is {shown(facts.value.get(key))}, and {shown(first.value.get(key))} in {first.name}"
                 yield Problem(CONTRADICTION, facts.name, detail)
         same = next(other for (_, rank), other in models.items() if rank == mp)
-        if _shapes(facts.value) != _shapes(same.value):
+        if shapes_by_name(facts.value) != shapes_by_name(same.value):
             yield Problem(CONTRADICTION, facts.name, f"its param_shapes are others than those in {same.name}")
         yield from _frozen(facts)
         yield from absent_weights(facts, has_layers=has_layers)
@@ -467,7 +466,8 @@ def absent_keys(facts: ModelFacts) -> Iterator[Problem]:
             yield Problem(CONTRADICTION, facts.name, f"no {key}, without which no load begins")
 
 
-def _shapes(model: Mapping[str, Any]) -> dict[str, Shape]:
+def shapes_by_name(model: Mapping[str, Any]) -> dict[str, Shape]:
+    """The shapes of the trained parameters in a model file."""
     groups: Any = model.get("param_shapes")
     groups = groups if isinstance(groups, (list, tuple)) else ()
     return {n: tuple(shape) for group in groups if isinstance(group, Mapping) for n, shape in group.items()}
@@ -495,7 +495,7 @@ def absent_weights(facts: ModelFacts, *, has_layers: bool) -> Iterator[Problem]:
             detail = f"expected the weights of the model, found {type(module).__name__}"
             yield Problem(ABSENT_WEIGHT, facts.name, detail)
         return
-    for name, shape in _shapes(facts.value).items():
+    for name, shape in shapes_by_name(facts.value).items():
         if name not in module and 0 not in shape and not is_expert(name):
             yield Problem(ABSENT_WEIGHT, facts.name, f"no weight of {name:.100}")
     buffers = facts.value.get("buffer_names")

@@ -114,7 +114,7 @@ def _fill(descriptor: int, file: OutputFile, job: Job, moved: Moved) -> list[Par
     with Tee(descriptor, _targets(file), job.sync) as tee:
         for number in file.shards:
             for span in scan.spans_of(number, job.shards[number], checked=True):
-                scan.add(Part(number, *scan.look(span, tee)), found)
+                scan.add(scan.look(span, tee), found)
                 moved(span.nbytes)
     read = _Read(descriptor, (piece for part in found for piece in part.pieces))
     begin = 0

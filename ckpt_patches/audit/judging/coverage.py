@@ -4,47 +4,18 @@ A reader creates shards from the arrays that it knows: main parameters with thei
 (buffers, frozen weights, states of unknown optimizers) are only checked for NaN and infinity.
 """
 
-import bisect
-from collections.abc import Iterable
 from pathlib import Path
 
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.ranges import Range, joined
+from ckpt_patches.audit.ranges import FileRanges
 from ckpt_patches.audit.readers import tensor_streams
 from ckpt_patches.audit.readers.checkpoint import WEIGHT, Checkpoint, Extent, Held, Shard, Stream
 
 
-class _Ranges:
-    """Byte ranges of files, merged where they overlap or touch."""
-
-    def __init__(self, extents: Iterable[Extent]) -> None:
-        by_path: dict[str, list[Range]] = {}
-        for path, offset, nbytes in extents:
-            by_path.setdefault(path, []).append((offset, offset + nbytes))
-        self._by_path = {path: joined(ranges) for path, ranges in by_path.items()}
-
-    def meet(self, extent: Extent) -> bool:
-        """Whether a range overlaps the extent."""
-        begin, end = self._last_before(extent)
-        return begin < extent.offset + extent.nbytes and extent.offset < end
-
-    def cover(self, extent: Extent) -> bool:
-        """Whether a range contains the full extent."""
-        begin, end = self._last_before(extent)
-        return begin <= extent.offset and extent.offset + extent.nbytes <= end
-
-    def _last_before(self, extent: Extent) -> Range:
-        """The last range that begins before the end of the extent."""
-        ranges = self._by_path.get(extent.path, [])
-        at = bisect.bisect_left(ranges, (extent.offset + extent.nbytes, 0))
-        return ranges[at - 1] if at else (0, 0)
-
-
 def others(found: Checkpoint) -> list[Shard]:
     """Shards for tensors that no shard reads. Adds a finding for each of these that cannot be judged."""
-    extents = [e for shard in found.shards for stream in shard.streams.values() for e in stream.extents]
-    by_readers = _Ranges([*extents, *found.padded])
+    by_readers = FileRanges([*(extent for shard in found.shards for extent in shard.extents), *found.padded])
     named = {finding.array for finding in found.findings if finding.kind is damages.NOT_READ}
     left = [
         held
@@ -59,7 +30,7 @@ def others(found: Checkpoint) -> list[Shard]:
         name = held.name or str(Path(held.path).relative_to(found.path))  # the file holds only a tensor
         stream = Stream(name, held.header.dtype, (_extent(held),))
         shards.setdefault(_extent(held), Shard(name, "", held.header.shape, {WEIGHT: stream}))
-    contiguous = _Ranges(shards)
+    contiguous = FileRanges(shards)
     for held in (held for held in left if not held.header.is_contiguous):
         _judge_storage(found, held, contiguous, shards)
     return list(shards.values())
@@ -73,7 +44,7 @@ def _extent(held: Held) -> Extent:
     return Extent(held.path, header.storage.offset, header.storage.nbytes)
 
 
-def _judge_storage(found: Checkpoint, held: Held, contiguous: _Ranges, shards: dict[Extent, Shard]) -> None:
+def _judge_storage(found: Checkpoint, held: Held, contiguous: FileRanges, shards: dict[Extent, Shard]) -> None:
     """Add a shard for the storage of a non-contiguous tensor, or a finding if it is shared in part."""
     extent = _extent(held)
     if contiguous.cover(extent):

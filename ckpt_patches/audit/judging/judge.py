@@ -13,7 +13,7 @@ from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.judging import blocks
 from ckpt_patches.audit.judging.holes import Hole, Rows, by_no_chance, edges_of, holes, snapped, stretches
 from ckpt_patches.audit.judging.record_checksums import PartRead, wrong
-from ckpt_patches.audit.judging.scan import Odd, OddRuns, rows_of
+from ckpt_patches.audit.judging.scan import Odd, OddRuns
 from ckpt_patches.audit.readers import quantized, remainders
 from ckpt_patches.audit.readers.checkpoint import (
     EXP_AVG,
@@ -52,8 +52,7 @@ class View:
         self.step, self.beta1 = found.step, found.beta1
         self.repaired = {edge for moments in found.repaired_in(shard) for edge in moments}
         self.has_remainders = blocks.UNROUNDED in self.tallies and remainders.are_in(shard)
-        self.row = rows_of(shard.shape)
-        ends, reach = {0, shard.numel}, 2 * self.row
+        ends, reach = {0, shard.numel}, 2 * shard.row
         masters = [snapped(hole, ends, reach) for hole in self._holes(MASTER)]
         # The edges in the master are the most exact: few weights are zero, but many moments are.
         edges = ends | edges_of(masters)
@@ -86,7 +85,7 @@ class View:
         """Holes of rows whose first moment can have decayed to zero, long before the square does."""
         if self.step is not None and float(self.beta1 or 0.9) ** self.step >= LEAST_NORMAL:
             return set()
-        rows = Rows([(h.outer_begin, h.outer_end) for h in self.holes[EXP_AVG]], self.row, self.repaired)
+        rows = Rows([(h.outer_begin, h.outer_end) for h in self.holes[EXP_AVG]], self.shard.row, self.repaired)
         return {hole for hole in self.holes[EXP_AVG] if rows.has(hole.outer_begin, hole.outer_end)}
 
     def both_moments(self, kind: damages.FindingKind, begin: int, end: int, detail: str = "") -> list[Finding]:
@@ -181,7 +180,7 @@ def _between_edges(view: View, natural: set[tuple[int, int]]) -> Iterator[tuple[
 
 def _rows_without_gradient(view: View, ranges: list[tuple[int, int]]) -> set[tuple[int, int]]:
     """The ranges that can be rows or columns without gradient."""
-    rows = Rows(ranges, view.row, view.repaired)
+    rows = Rows(ranges, view.shard.row, view.repaired)
     natural = {found for found in ranges if rows.has(*found)}
     if is_vocabulary(view.shard) or not view.shard.has_rows:
         return natural
@@ -191,7 +190,7 @@ def _rows_without_gradient(view: View, ranges: list[tuple[int, int]]) -> set[tup
 
 def _is_likely(view: View, begin: int, end: int, elements: int) -> bool:
     """Whether this many consecutive rows can be without gradient, by the share of other such rows."""
-    rows, own = view.shard.numel / view.row, (end - begin) / view.row
+    rows, own = view.shard.numel / view.shard.row, (end - begin) / view.shard.row
     share = max((elements - (end - begin)) / view.shard.numel, LEAST_SHARE_OF_ROWS)
     return float(rows * share**own) > ROWS_BY_CHANCE
 

@@ -1,12 +1,11 @@
 """Compare the checksums that a checkpoint's files hold with those of the bytes read."""
 
-import bisect
 import os
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ckpt_patches.audit.ranges import Range, joined
-from ckpt_patches.audit.readers.checkpoint import Extent, Record, Shard, Stream
+from ckpt_patches.audit.ranges import FileRanges
+from ckpt_patches.audit.readers.checkpoint import Record, Shard, Stream
 from ckpt_patches.formats import stored_zip
 from ckpt_patches.formats.checksum import combined
 
@@ -24,35 +23,12 @@ class PartRead(NamedTuple):
 
 def rest(expected: Iterable[Record], shards: Iterable[Shard]) -> list[Shard]:
     """Shards for the bytes of records that no shard reads, needed for the checksums."""
-    read: dict[str, list[tuple[int, int]]] = {}
-    for shard in shards:
-        for stream in shard.streams.values():
-            for extent in stream.extents:
-                read.setdefault(extent.path, []).append((extent.offset, extent.offset + extent.nbytes))
-    read = {path: joined(ranges) for path, ranges in read.items()}
+    read = FileRanges(extent for shard in shards for extent in shard.extents)
     return [
-        Shard(
-            record.path,
-            "",
-            (end - begin,),
-            {REST: Stream(record.path, "uint8", (Extent(record.path, begin, end - begin),))},
-        )
+        Shard(record.path, "", (gap.nbytes,), {REST: Stream(record.path, "uint8", (gap,))})
         for record in expected
-        for begin, end in _gaps(record.offset, record.offset + record.nbytes, read.get(record.path, []))
+        for gap in read.gaps(record.path, record.offset, record.offset + record.nbytes)
     ]
-
-
-def _gaps(begin: int, end: int, ranges: list[Range]) -> Iterator[Range]:
-    for number in range(max(bisect.bisect_right(ranges, (begin, end)) - 1, 0), len(ranges)):
-        first, last = ranges[number]
-        if first >= end:
-            break
-        if last > begin:
-            if first > begin:
-                yield begin, first
-            begin = max(begin, last)
-    if begin < end:
-        yield begin, end
 
 
 def wrong(expected: Iterable[Record], pieces: Iterable[PartRead]) -> Iterator[Record]:

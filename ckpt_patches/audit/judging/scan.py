@@ -2,7 +2,6 @@
 
 import bisect
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from ckpt_patches.audit.judging import blocks
 from ckpt_patches.audit.judging.record_checksums import PartRead
-from ckpt_patches.audit.readers.checkpoint import Extent, Shard, Stream
+from ckpt_patches.audit.readers.checkpoint import Shard, Stream
 from ckpt_patches.formats.checksum import crc32
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.ranged import RangedFiles
@@ -67,15 +66,8 @@ class Odd(NamedTuple):
     tallies: dict[int, Tally]  # by bit of `blocks.CERTAIN`
 
 
-class Found(NamedTuple):
-    """A worker's result for a span."""
-
-    odd: Odd
-    pieces: list[PartRead]
-
-
 class Part(NamedTuple):
-    """The result for a part of a shard."""
+    """The result for a span, or for several of a shard."""
 
     shard: int  # its number
     odd: Odd
@@ -111,7 +103,7 @@ def by_shard(parts: Iterable[Part], count: int, pieces: list[PartRead]) -> Itera
 def spans(shards: list[Shard], checked: frozenset[str]) -> Iterator[Span]:
     """The spans of all shards; with checksums for files in `checked`."""
     for number, shard in enumerate(shards):
-        has_checksums = any(e.path in checked for stream in shard.streams.values() for e in stream.extents)
+        has_checksums = any(extent.path in checked for extent in shard.extents)
         yield from spans_of(number, shard, checked=has_checksums)
 
 
@@ -135,13 +127,13 @@ def scan(spans: list[Span], workers: int, progress: Callable[[int], object]) -> 
             if workers < 2
             else in_order(partial(look, files=files), spans, workers)
         )
-        for span, (odd, pieces) in zip(spans, found, strict=True):
+        for span, part in zip(spans, found, strict=True):
             done += span.nbytes
             progress(done)
-            yield Part(span.shard, odd, pieces)
+            yield part
 
 
-def look(span: Span, files: RangedFiles) -> Found:
+def look(span: Span, files: RangedFiles) -> Part:
     """Read a span and find its odd runs."""
     parts = []
     most = min(BLOCK, span.end - span.begin)
@@ -151,7 +143,7 @@ def look(span: Span, files: RangedFiles) -> Found:
         block = {role: (reader.read(begin, end), reader.stream.dtype) for role, reader in readers.items()}
         if not blocks.is_clean(block):
             parts.append(runs_of(blocks.codes(block, end - begin), begin))
-    return Found(odd_of(joined(parts)), [piece for reader in readers.values() for piece in reader.pieces])
+    return Part(span.shard, odd_of(joined(parts)), [piece for reader in readers.values() for piece in reader.pieces])
 
 
 class BlockReader:
@@ -172,15 +164,12 @@ class BlockReader:
             start, extent = self.starts[number], self.stream.extents[number]
             low, high = max(first, start), min(last, start + extent.nbytes)
             if low < high:
-                self._read_extent(extent, low - start, memoryview(self.buffer)[low - first : high - first])
+                offset, into = extent.offset + low - start, memoryview(self.buffer)[low - first : high - first]
+                self.files.read(extent.path, offset, into)
+                if self.checked:
+                    self._check(extent.path, offset, into)
             number += 1
         return self.buffer[: last - first]
-
-    def _read_extent(self, extent: Extent, begin: int, into: memoryview) -> None:
-        offset = extent.offset + begin
-        self.files.read(extent.path, offset, into)
-        if self.checked:
-            self._check(extent.path, offset, into)
 
     def _check(self, path: str, offset: int, data: memoryview) -> None:
         last = self.pieces[-1] if self.pieces else None
@@ -194,6 +183,11 @@ def read_elements(stream: Stream, begin: int, end: int) -> blocks.Block:
     """The bytes of elements `begin` to `end`."""
     with RangedFiles() as files:
         return BlockReader(stream, end - begin, files, checked=False).read(begin, end)
+
+
+def read_values(stream: Stream, begin: int, end: int) -> "npt.NDArray[np.float32] | None":
+    """The same elements in fp32; None if the dtype is not floating-point."""
+    return blocks.as_float32(read_elements(stream, begin, end), stream.dtype)
 
 
 def runs_of(code: blocks.Codes, begin: int) -> OddRuns:
@@ -271,8 +265,3 @@ def _tally(runs: OddRuns, bit: int) -> Tally | None:
         return None
     elements = int(runs.length[chosen].sum())
     return Tally(elements, int(runs.begin[chosen[0]]), int(runs.end[chosen[-1]]))
-
-
-def rows_of(shape: tuple[int, ...]) -> int:
-    """Elements per row, which is one token of an embedding or one unit of a layer. 1 for a vector."""
-    return math.prod(shape[-1:]) if len(shape) > 1 else 1

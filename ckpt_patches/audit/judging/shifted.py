@@ -19,6 +19,7 @@ import numpy as np
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.judging.shift_search import SIZES, Candidate, Piece, Reader, Run, certain_shift, forget
+from ckpt_patches.audit.ranges import gaps, joined
 from ckpt_patches.audit.readers.checkpoint import MASTER, MOMENTS, WEIGHT, Checkpoint, Shard
 
 TYPE = "fully_reshardable"
@@ -251,7 +252,7 @@ def _decided(
     for piece, own in zip(pieces, sources, strict=True):
         kept = list(_without_contradictions(pieces, own))
         moves += kept
-        lost.append(_rest(piece.numel, kept))
+        lost.append(tuple(gaps(0, piece.numel, joined((move.offset, move.offset + move.length) for move in kept))))
     return tuple(moves), tuple(lost)
 
 
@@ -278,13 +279,3 @@ def _same_states(pieces: list[Piece], left: Move, right: Move) -> bool:
         )
         for role in (MASTER, *MOMENTS)
     )
-
-
-def _rest(numel: int, moves: list[Move]) -> tuple[tuple[int, int], ...]:
-    """The ranges of elements that no move covers."""
-    found, at = [], 0
-    for move in sorted(moves, key=lambda move: move.offset):
-        if move.offset > at:
-            found.append((at, move.offset))
-        at = move.offset + move.length
-    return (*found, (at, numel)) if at < numel else tuple(found)

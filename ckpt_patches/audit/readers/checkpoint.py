@@ -1,12 +1,13 @@
 """The result of a reader: where the elements of each array lie, and facts about the run."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_patches.audit.damages import Finding
+from ckpt_patches.formats import settings
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.torch_file import TensorHeader
 
@@ -17,7 +18,6 @@ MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 # Found in the names of parameters whose rows are tokens. Many tokens may never occur in training.
 VOCABULARY = ("embedding", "embed_tokens", "output_layer", "lm_head", "wte", "vocab")
 ALONE = ", weights alone"  # suffix of the format's name if the checkpoint has no optimizer
-MOST_STEPS = 1 << 53  # a valid step count is below this; NaN and infinity are invalid
 
 
 class Extent(NamedTuple):
@@ -91,8 +91,18 @@ class Shard:
         return not self.has_rows and not self.has_zero_padding
 
     @property
+    def row(self) -> int:
+        """Elements per row, which is one token of an embedding or one unit of a layer. 1 for a vector."""
+        return self.shape[-1] if len(self.shape) > 1 else 1
+
+    @property
+    def extents(self) -> Iterator[Extent]:
+        """The bytes of all streams."""
+        return (extent for stream in self.streams.values() for extent in stream.extents)
+
+    @property
     def nbytes(self) -> int:
-        return sum(extent.nbytes for stream in self.streams.values() for extent in stream.extents)
+        return sum(extent.nbytes for extent in self.extents)
 
 
 class Held(NamedTuple):
@@ -105,7 +115,7 @@ class Held(NamedTuple):
 
 def last_step(steps: Iterable[Any]) -> int | None:
     """The highest valid step count; None if no value is valid."""
-    return max((int(step) for step in steps if isinstance(step, (int, float)) and 0 <= step < MOST_STEPS), default=None)
+    return max((int(step) for step in steps if settings.is_step(step)), default=None)
 
 
 def first_beta(groups: Iterable[Any]) -> float | None:

@@ -20,15 +20,21 @@ from ckpt_patches.audit.readers.checkpoint import (
     first_beta,
     last_step,
 )
-from ckpt_patches.audit.readers.torch_dist_reader import Chunked, find_elements, shards_of, wrong_entries
-from ckpt_patches.errors import UserError
+from ckpt_patches.audit.readers.torch_dist_reader import (
+    Chunked,
+    find_elements,
+    read_index,
+    read_object,
+    shards_of,
+    wrong_entries,
+)
 from ckpt_patches.fingerprint.record import KEY, from_text
 from ckpt_patches.fingerprint.states import MASTERS_OF_TORCH
 from ckpt_patches.formats import dcp, optimizer_inventory, settings, torch_dist, torch_file
 from ckpt_patches.formats.dcp import Optimizer
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import Tensor
-from ckpt_patches.formats.torch_file import BadFileError, NotReadError, StorageHeader, TensorHeader
+from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 from ckpt_patches.runtime.shown import shown
 
 FORMAT, WEIGHTS_ALONE = "torch.distributed.checkpoint", f"torch.distributed.checkpoint{ALONE}"
@@ -48,7 +54,8 @@ def read(path: Path) -> Checkpoint:
     found.findings += _untiled(index.tensors.values())
     find_elements(tensors, found)
     with RangedFiles() as files:
-        objects = {name: _object(name, index, found, files) for name in index.objects}
+        read = {name: read_object(name, index, found, files) for name in index.objects}
+    objects = {name: None if file is None else file.value for name, file in read.items()}
     values = {**objects, **{name: _header(tensor) for name, tensor in index.tensors.items()}}
     optimizers = dcp.optimizers(index.tensors, index.objects)
     steps = {state["step"] for own in optimizers for state in own.states.values() if "step" in state}
@@ -70,15 +77,12 @@ def _index(found: Checkpoint) -> torch_dist.Index:
     """All indexes merged, with folder names in the file paths. Adds a finding for each index that cannot be read."""
     indexes: list[tuple[Path, torch_dist.Index]] = []
     for folder in dcp.folders(found.path):
-        where = str((folder / torch_dist.INDEX).relative_to(found.path))
-        if not (folder / torch_dist.INDEX).exists():
+        if (folder / torch_dist.INDEX).exists():
+            indexes.append((folder, read_index(found, folder)))
+        else:
+            where = (folder / torch_dist.INDEX).relative_to(found.path)
             detail = f"{where}, which is written last, is not there"
             found.findings.append(Finding(damages.INCOMPLETE_SAVE, folder.name, detail=detail))
-            continue
-        try:
-            indexes.append((folder, torch_dist.read_index(folder)))
-        except UserError as error:
-            found.findings.append(tensor_streams.refused(error, where, damage=damages.BAD_METADATA))
     return dcp.merged(found.path, indexes)
 
 
@@ -89,17 +93,6 @@ def _untiled(tensors: Iterable[Tensor]) -> Iterator[Finding]:
             yield Finding(damages.NOT_JUDGED, tensor.name, detail="whether its chunks overlap: they are too many")
         elif why:
             yield Finding(damages.FRAGMENTS, tensor.name, detail=why)
-
-
-def _object(name: str, index: torch_dist.Index, found: Checkpoint, files: RangedFiles) -> Any:
-    """The value of an object; None, and a finding, if it cannot be read."""
-    try:
-        part = torch_dist.read_place(files, found.path, index.objects[name])
-    except (BadFileError, NotReadError) as error:
-        found.findings.append(tensor_streams.refused(error, name))
-        return None
-    tensor_streams.hold(found, part, index.objects[name][1:], name)
-    return part.value
 
 
 def _header(tensor: Tensor) -> TensorHeader:

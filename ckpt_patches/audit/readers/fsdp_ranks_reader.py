@@ -11,7 +11,8 @@ from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers import tensor_streams
 from ckpt_patches.audit.readers.checkpoint import ALONE, MOMENTS, VOCABULARY, WEIGHT, Checkpoint, Shard
 from ckpt_patches.audit.readers.dcp_reader import set_step
-from ckpt_patches.formats import fsdp_ranks, optimizer_inventory, settings, zero_facts, zero_inventory, zero_keys
+from ckpt_patches.audit.readers.tensor_streams import groups_of
+from ckpt_patches.formats import fsdp_ranks, optimizer_inventory, settings, zero_inventory, zero_keys
 from ckpt_patches.formats.fsdp_ranks import CONFIG, KINDS, MODEL, OPTIMIZER, Part
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.runtime.shown import shown
@@ -129,7 +130,7 @@ def _unlike(kind: str, files: Mapping[int, TorchFile]) -> Iterator[Finding]:
     if kind == OPTIMIZER and files:
         first, *others = (files[rank] for rank in sorted(files))
         for other in others:
-            for number, (its, expected) in enumerate(zip(_groups(other), _groups(first), strict=False)):
+            for number, (its, expected) in enumerate(zip(groups_of(other.value), groups_of(first.value), strict=False)):
                 for what in _differences(its, expected):
                     detail = f"group {number}: {what} in {first.path.name}"
                     yield Finding(damages.CONTRADICTION, other.path.name, detail=detail)
@@ -139,16 +140,6 @@ def _differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """The differences of one group between two ranks, including its parameters."""
     found = list(settings.differences(own, other))
     return found if own.get("params") == other.get("params") else [*found, "its parameters are others than those"]
-
-
-def _groups(file: TorchFile) -> list[dict[str, Any]]:
-    groups = file.value.get("param_groups")
-    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-
-
-def _states(file: TorchFile) -> dict[Any, dict[Any, Any]]:
-    states = file.value.get("state")
-    return {n: state for n, state in states.items() if isinstance(state, dict)} if isinstance(states, dict) else {}
 
 
 def _read_weights(found: Checkpoint, ranks: _Ranks) -> None:
@@ -185,7 +176,7 @@ def _of_weight(found: Checkpoint, file: TorchFile, rank: int, name: str, part: P
 def _read_optimizers(found: Checkpoint, ranks: _Ranks) -> list[Any]:
     """Check the optimizer files and add shards of their moments. Returns the steps that the files state."""
     files = dict(sorted(ranks.files[OPTIMIZER].items()))
-    states = {rank: _states(file) for rank, file in files.items()}
+    states = {rank: tensor_streams.states_of(file.value) for rank, file in files.items()}
     steps = {rank: _steps(file, states[rank]) for rank, file in files.items()}
     every = {number for own in states.values() for number in own}
     tokens = _vocabularies(ranks)
@@ -199,7 +190,7 @@ def _read_optimizers(found: Checkpoint, ranks: _Ranks) -> list[Any]:
             parts = ranks.parts[OPTIMIZER].get(rank, {})
             known = {role: parts[array] for role in MOMENTS if (array := f"state.{number}.{role}") in parts}
             found.shards += _of_moments(found, file, rank, number, state, known, tokens)
-        found.groups = found.groups or _groups(file)
+        found.groups = found.groups or groups_of(file.value)
     found.findings += _between(files, {} if ranks.is_fsdp1 else states, steps)
     return [step for own in steps.values() for step in own.values()]
 
@@ -233,7 +224,7 @@ def _uncounted(ranks: _Ranks) -> Iterator[Finding]:
 
 
 def _steps(file: TorchFile, states: Mapping[Any, Mapping[Any, Any]]) -> dict[Any, Any]:
-    steps = {n: tensor_streams.scalar(file.path, state["step"]) for n, state in states.items() if "step" in state}
+    steps = tensor_streams.steps_of(file.path, states)
     return {number: step for number, step in steps.items() if step is not None}
 
 
@@ -259,10 +250,8 @@ def _of_optimizer(
             return [Finding(damages.NOT_JUDGED, file.path.name, label, detail=detail)]
         if key not in file.value:
             return [Finding(damages.MISSING_STATE, file.path.name, label, detail=f"no {key}")]
-    groups = [{**group, "params": _without(group.get("params"), elsewhere)} for group in _groups(file)]
-    checksums = zero_facts.distinctive_checksums(file)
-    optimizer = optimizer_inventory.Optimizer(file.path.name, groups, states, steps, checksums=checksums)
-    return tensor_streams.findings(optimizer_inventory.problems(optimizer), label)
+    groups = [{**group, "params": _without(group.get("params"), elsewhere)} for group in groups_of(file.value)]
+    return tensor_streams.of_optimizer(file, groups, states, steps, label)
 
 
 def _without(params: Any, elsewhere: set[Any]) -> Any:
@@ -302,11 +291,7 @@ def _of_moments(
     tokens: Mapping[tuple[int, ...], str],
 ) -> Iterator[Shard]:
     """The moments of a parameter on one rank. A plain 1-D tensor may be a flat buffer of unknown layout."""
-    streams = {
-        role: stream
-        for role in parts
-        if (stream := tensor_streams.stream(found, file.path, f"state.{number!s:.100}.{role}", state[role])) is not None
-    }
+    streams = tensor_streams.streams(found, file.path, f"state.{number!s:.100}", {role: state[role] for role in parts})
     headers = [state[role] for role in streams]
     if not headers or len({header.shape for header in headers}) > 1 or not headers[0].numel:
         return

@@ -111,10 +111,7 @@ def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
     steps: dict[str, Any] = {
         name: step for name, step in stated.items() if step is not None and not isinstance(step, TensorHeader)
     }
-    wrong = [
-        *settings.not_numbers({f"group {n}": group for n, group in enumerate(found.groups)}),
-        *settings.not_steps(steps),
-    ]
+    wrong = [*settings.not_numbers(found.groups), *settings.not_steps(steps)]
     if len(known := {step for step in steps.values() if settings.is_step(step)}) > 1:
         detail = f"the groups are at different steps, {', '.join(map(str, sorted(known)[:5]))}"
         found.findings.append(Finding(damages.UNUSUAL, "param_groups", detail=detail))

@@ -121,11 +121,7 @@ def judge_buckets(found: Checkpoint, path: Path, label: str, value: Any, prefix:
         if len(sizes) != 1 or len(tensors) != len(set(STATES.values())):
             detail = ", ".join(f"{role}: {tensor.numel}" for role, tensor in tensors.items())
             found.findings.append(Finding(damages.MISSING_ARRAY, name, label, detail=detail))
-        streams = {
-            role: stream
-            for role, tensor in tensors.items()
-            if (stream := tensor_streams.stream(found, path, f"{name}.{role}", tensor))
-        }
+        streams = tensor_streams.streams(found, path, name, tensors)
         if len(sizes) == 1:
             found.shards.append(Shard(name, label, (sizes.pop(),), streams, has_rows=False))
     for own in coalesced(value):

@@ -102,7 +102,7 @@ def _read_expert_ranks(found: Checkpoint, folder: zero.Folder, model: ModelFacts
 def _groups(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The param groups of all optimizers in what a file holds."""
     for optimizer, _ in _optimizers(value.get("optimizer")):
-        yield from (group for group in optimizer["param_groups"] if isinstance(group, dict))
+        yield from tensor_streams.groups_of(optimizer)
 
 
 def _read_rank(found: Checkpoint, file: TorchFile, label: str, experts: list[Any]) -> list[Any]:
@@ -170,9 +170,8 @@ def _optimizer(
     file: TorchFile, optimizer: dict[str, Any], masters: list[Any], taken: int, experts: list[Any]
 ) -> optimizer_inventory.Optimizer:
     path, module = file.path, file.value.get("module")
-    groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
-    states = {number: state for number, state in optimizer["state"].items() if isinstance(state, dict)}
-    steps = {number: tensor_streams.scalar(path, state["step"]) for number, state in states.items() if "step" in state}
+    groups, states = tensor_streams.groups_of(optimizer), tensor_streams.states_of(optimizer)
+    steps = tensor_streams.steps_of(path, states)
     weights = [*module.values(), *experts] if isinstance(module, dict) else []
     checksums = zero_facts.distinctive_checksums(file)
     return optimizer_inventory.Optimizer(path.name, groups, states, steps, masters, weights, checksums, taken)
@@ -206,11 +205,7 @@ def _shard(
     tensors = {role: state.get(key) for role, key in MOMENTS.items()}
     if type(number) is int and 0 <= number < len(masters):
         tensors[MASTER] = masters[number]
-    streams = {
-        role: own
-        for role, tensor in tensors.items()
-        if (own := tensor_streams.stream(found, path, f"{name}.{role}", tensor)) is not None
-    }
+    streams = tensor_streams.streams(found, path, name, tensors)
     sizes = {stream.numel for stream in streams.values()}
     if len(sizes) == 1:
         shape = next(t.shape for t in tensors.values() if isinstance(t, TensorHeader))

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_patches.audit.judging.blocks import as_float32
-from ckpt_patches.audit.judging.scan import BLOCK, read_elements
+from ckpt_patches.audit.judging.scan import BLOCK, read_values
 from ckpt_patches.audit.readers.checkpoint import MASTER, WEIGHT, Shard
 
 FEWEST = 64  # nonzero weights; fewer can have this few significands by chance
@@ -83,8 +82,7 @@ def _pieces(numel: int, row: int) -> Iterator[tuple[int, int]]:
 
 
 def _values(shard: Shard, role: str, begin: int, end: int) -> npt.NDArray[np.float32]:
-    stream = shard.streams[role]
-    values = as_float32(read_elements(stream, begin, end), stream.dtype)
+    values = read_values(shard.streams[role], begin, end)
     return np.zeros(end - begin, np.float32) if values is None else values
 
 

@@ -5,8 +5,7 @@ Megatron's formats that gather the state store these integers as fp32. They cann
 
 import numpy as np
 
-from ckpt_patches.audit.judging.blocks import as_float32
-from ckpt_patches.audit.judging.scan import BLOCK, read_elements
+from ckpt_patches.audit.judging.scan import BLOCK, read_values
 from ckpt_patches.audit.readers.checkpoint import MASTER, WEIGHT, Shard
 
 LARGEST = 1 << 15
@@ -20,7 +19,7 @@ def are_in(shard: Shard) -> bool:
         return False
     seen = np.empty(0, np.float32)
     for begin in range(0, shard.numel, BLOCK):
-        values = as_float32(read_elements(master, begin, min(begin + BLOCK, shard.numel)), master.dtype)
+        values = read_values(master, begin, min(begin + BLOCK, shard.numel))
         if values is None or not (np.abs(values) <= LARGEST).all() or (values != np.round(values)).any():
             return False
         if len(seen) < FEWEST:

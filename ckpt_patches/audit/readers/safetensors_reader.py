@@ -20,7 +20,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     Stream,
 )
 from ckpt_patches.audit.readers.dcp_reader import read_others, set_step
-from ckpt_patches.formats import optimizer_inventory, safetensors, zero_facts
+from ckpt_patches.formats import optimizer_inventory, safetensors
 from ckpt_patches.formats.safetensors import INDEX_SUFFIX, SUFFIX, Tensor
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.runtime.shown import shown
@@ -143,28 +143,19 @@ def _read_optimizer(found: Checkpoint, name: str, weights: list[tuple[str, Tenso
     if file is None:
         return []
     value = file.value if isinstance(file.value, dict) else {}
-    states, groups = value.get("state"), value.get("param_groups")
-    if not isinstance(states, dict) or not isinstance(groups, list):
+    if not isinstance(value.get("state"), dict) or not isinstance(value.get("param_groups"), list):
         detail = "expected state and param_groups, as a torch optimizer's state dict has them"
         found.findings.append(Finding(damages.MISSING_STATE, name, detail=detail))
         return []
-    own = {number: state for number, state in states.items() if isinstance(state, dict)}
-    steps = {n: tensor_streams.scalar(file.path, state["step"]) for n, state in own.items() if "step" in state}
-    found.findings += _of_optimizer(file, [group for group in groups if isinstance(group, dict)], own, steps)
-    found.findings += _of_shapes(name, own, weights) if weights else ()
-    found.groups += [group for group in groups if isinstance(group, dict)]
+    groups, states = tensor_streams.groups_of(value), tensor_streams.states_of(value)
+    steps = tensor_streams.steps_of(file.path, states)
+    found.findings += tensor_streams.of_optimizer(file, groups, states, steps)
+    found.findings += _of_shapes(name, states, weights) if weights else ()
+    found.groups += groups
     tokens = {tensor.shape: called for called, tensor in weights if any(word in called for word in VOCABULARY)}
-    for number, state in own.items():
+    for number, state in states.items():
         found.shards += _of_moments(found, file, number, state, tokens)
-    return [*steps.values(), *(group.get("step") for group in groups if isinstance(group, dict))]
-
-
-def _of_optimizer(
-    file: TorchFile, groups: list[dict[str, Any]], states: Mapping[Any, dict[Any, Any]], steps: Mapping[Any, Any]
-) -> list[Finding]:
-    checksums = zero_facts.distinctive_checksums(file)
-    optimizer = optimizer_inventory.Optimizer(file.path.name, groups, states, steps, checksums=checksums)
-    return tensor_streams.findings(optimizer_inventory.problems(optimizer))
+    return [*steps.values(), *(group.get("step") for group in groups)]
 
 
 def _of_shapes(
@@ -184,11 +175,7 @@ def _of_moments(
     found: Checkpoint, file: TorchFile, number: Any, state: Mapping[Any, Any], tokens: Mapping[tuple[int, ...], str]
 ) -> Iterator[Shard]:
     array = f"{file.path.stem}.state.{number!s:.100}"
-    streams = {
-        role: own
-        for role in MOMENTS
-        if (own := tensor_streams.stream(found, file.path, f"{array}.{role}", state.get(role))) is not None
-    }
+    streams = tensor_streams.streams(found, file.path, array, {role: state.get(role) for role in MOMENTS})
     shapes = {state[role].shape for role in streams}
     if len(shapes) == 1 and all(stream.numel for stream in streams.values()):
         shape = shapes.pop()

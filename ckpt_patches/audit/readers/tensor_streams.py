@@ -1,6 +1,6 @@
 """Read tensors of torch.save files as streams, for the readers of formats that consist of such files."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers.checkpoint import Checkpoint, Extent, Held, Record, Stream
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import torch_file, zero_inventory
+from ckpt_patches.formats import optimizer_inventory, torch_file, zero_facts, zero_inventory
 from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
 
 # Found in the class names of quantized tensors (codes with scales), such as Transformer Engine's.
@@ -84,6 +84,12 @@ def stream(found: Checkpoint, path: Path, array: str, value: Any) -> Stream | No
     return Stream(array, value.dtype, (Extent(str(path), value.offset, value.nbytes),))
 
 
+def streams(found: Checkpoint, path: Path, array: str, values: Mapping[str, Any]) -> dict[str, Stream]:
+    """The complete tensors of a parameter, by role, as in `stream`. Other values are left out."""
+    every = {role: stream(found, path, f"{array}.{role}", value) for role, value in values.items()}
+    return {role: own for role, own in every.items() if own is not None}
+
+
 def weight(found: Checkpoint, path: Path, name: str, value: Any, shape: tuple[int, ...]) -> Stream | None:
     """The model's weight of a parameter, as in `stream`. One of another shape is not compared and adds a finding."""
     if isinstance(value, torch_file.TensorHeader) and value.numel and value.shape != shape:
@@ -100,6 +106,36 @@ def is_read(found: Checkpoint, array: str, dtype: str) -> bool:
     what = "several of which share a byte" if dtype in PACKED else "a type that is not known here"
     found.findings.append(Finding(damages.NOT_READ, array, detail=f"elements of torch.{dtype}, {what}"))
     return False
+
+
+def groups_of(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The param groups in a torch optimizer's state dict."""
+    groups = optimizer.get("param_groups")
+    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+
+
+def states_of(optimizer: Mapping[str, Any]) -> dict[Any, dict[Any, Any]]:
+    """The states in a torch optimizer's state dict, by parameter."""
+    states = optimizer.get("state")
+    return {n: state for n, state in states.items() if isinstance(state, dict)} if isinstance(states, dict) else {}
+
+
+def steps_of(path: Path, states: Mapping[Any, Mapping[Any, Any]]) -> dict[Any, float | None]:
+    """The step of each parameter that has one; None if it is not a number."""
+    return {number: scalar(path, state["step"]) for number, state in states.items() if "step" in state}
+
+
+def of_optimizer(
+    file: torch_file.TorchFile,
+    groups: list[dict[str, Any]],
+    states: Mapping[Any, dict[Any, Any]],
+    steps: Mapping[Any, Any],
+    label: str = "",
+) -> list[Finding]:
+    """The findings of the inventory of a torch optimizer."""
+    checksums = zero_facts.distinctive_checksums(file)
+    optimizer = optimizer_inventory.Optimizer(file.path.name, groups, states, steps, checksums=checksums)
+    return findings(optimizer_inventory.problems(optimizer), label)
 
 
 def scalar(path: Path, value: Any) -> float | None:

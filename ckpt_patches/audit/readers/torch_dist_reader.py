@@ -29,7 +29,7 @@ from ckpt_patches.formats import swiglu_rows, torch_dist
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import Offsets, Tensor
-from ckpt_patches.formats.torch_file import BadFileError, NotReadError
+from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TorchFile
 from ckpt_patches.runtime.processes import mapped
 
 OF_SHARDS = re.compile(r"/shard_[\d.]+_[\d.]+$")  # end of megatron-core's object names
@@ -108,7 +108,7 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist
     """The same as `read`, with the chunks of each tensor and the index."""
     found = Checkpoint(path, "megatron torch_dist")
     check_config(found)
-    index = _index(found)
+    index = read_index(found, path)
     if (common := _common(found, index)) is not None:
         set_common(found, common, is_distributed=_is_distributed(index))
     found.findings += wrong_entries(index)
@@ -116,7 +116,7 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist
     tensors = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
     find_elements(tensors, found)
     with RangedFiles() as files:
-        objects = {name: _read_object(name, index, found, files) for name in index.objects}
+        objects = {name: _judged_object(name, index, found, files) for name in index.objects}
     check_bucket_sizes(found, {name.partition("/")[0]: value for name, value in objects.items()})
     check_siblings(found, {name: chunked.tensor.dtype for name, chunked in tensors.items()})
     for parameter, roles in by_parameter(tensors).items():
@@ -180,7 +180,7 @@ def _with_shapes(roles: dict[str, Chunked]) -> dict[str, Chunked]:
 
 
 def _common(found: Checkpoint, index: torch_dist.Index) -> Any:
-    """The unsharded state; None, and a finding, if unreadable. If it is an object, `_read_object` registers it."""
+    """The unsharded state; None, and a finding, if unreadable. If it is an object, `_judged_object` registers it."""
     path = found.path / torch_dist.COMMON
     if path.exists() or torch_dist.COMMON_OBJECT not in index.objects:
         return tensor_streams.read(path, found, damages.BAD_METADATA)
@@ -191,12 +191,13 @@ def _common(found: Checkpoint, index: torch_dist.Index) -> Any:
         return None
 
 
-def _index(found: Checkpoint) -> torch_dist.Index:
-    """The index; an empty one, and a finding, if it cannot be read."""
+def read_index(found: Checkpoint, folder: Path) -> torch_dist.Index:
+    """The index in a folder of the checkpoint; an empty one, and a finding, if it cannot be read."""
     try:
-        return torch_dist.read_index(found.path)
+        return torch_dist.read_index(folder)
     except UserError as error:
-        found.findings.append(tensor_streams.refused(error, torch_dist.INDEX, damage=damages.BAD_METADATA))
+        where = str((folder / torch_dist.INDEX).relative_to(found.path))
+        found.findings.append(tensor_streams.refused(error, where, damage=damages.BAD_METADATA))
         return torch_dist.Index({}, {})
 
 
@@ -275,8 +276,8 @@ def _elements(chunk: tuple[Chunked, Offsets], path: Path, files: RangedFiles) ->
     return _Elements(extent, records, Held(name, tensor.name, header))
 
 
-def _read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: RangedFiles) -> Any:
-    """The value of an object; None, and a finding, if unreadable. `dp_zero_gather_scatter` saves states as objects."""
+def read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: RangedFiles) -> TorchFile | None:
+    """An object, whose tensors are registered; None, and a finding, if it cannot be read."""
     place = index.objects[name]
     try:
         part = torch_dist.read_place(files, found.path, place)
@@ -284,6 +285,14 @@ def _read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: R
         found.findings.append(tensor_streams.refused(error, name))
         return None
     tensor_streams.hold(found, part, place[1:], name)
+    return part
+
+
+def _judged_object(name: str, index: torch_dist.Index, found: Checkpoint, files: RangedFiles) -> Any:
+    """The value of an object; None if it cannot be read. `dp_zero_gather_scatter` saves states as objects."""
+    part = read_object(name, index, found, files)
+    if part is None:
+        return None
     if OF_SHARDS.search(name) and isinstance(part.value, list) and len(part.value) != 1:
         detail = f"expected a list of one, found {len(part.value)}"
         found.findings.append(Finding(damages.BAD_FILE, name, detail=detail))

@@ -24,9 +24,9 @@ from ckpt_patches.formats import settings, universal, zero_inventory, zero_pipel
 from ckpt_patches.formats.optimizer_inventory import SHARED
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import MODEL, Shape
+from ckpt_patches.formats.zero_experts import LOCAL as LOCAL_EXPERT
 
 # Experts of `deepspeed.moe`: each rank numbers its own from 0, the converter's folders number all of them.
-LOCAL_EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
 EXPERT = re.compile(r".*deepspeed_moe\.experts\.deepspeed_experts\.global_\d+\..+")
 GLOBAL_EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(?:global_)?\d+(\..+)")
 COMMON = ("zero/optimizer_state.pt", "optimizer_state.pt")  # the second is stage 3's
@@ -103,7 +103,7 @@ def _check_groups(found: Checkpoint, optimizer: Any, counts: list[int], of_adam:
     if not groups:
         found.findings.append(Finding(damages.MISSING_STATE, COMMON[0], detail="the param groups are in no file"))
         return
-    wrong = [*settings.not_groups(groups), *settings.not_numbers({f"group {n}": own for n, own in enumerate(groups)})]
+    wrong = [*settings.not_groups(groups), *settings.not_numbers(groups)]
     keys = set(value)
     is_flat = "partition_count" in keys  # stages 1 and 2; the models of stage 3 list shapes per sub-group
     if is_flat and (count := max(counts, default=0)) > len(groups):

@@ -39,7 +39,9 @@ def read(path: Path) -> Checkpoint:
     check_config(found)
     if (common := tensor_streams.read(path / COMMON, found, damages.BAD_METADATA)) is not None:
         set_common(found, common, is_distributed=any(map(is_of_distributed, os.listdir(path))))
-    folders = _array_folders(found)
+    locks = sorted(folder.name for folder in path.glob(f"*{LOCKS}") if folder.is_dir())
+    found.findings += [Finding(damages.LOCK_DIRECTORY, name) for name in locks]
+    folders = arrays(path)
     names = [folder.name for folder in folders]
     known = {array.name: array for folder in folders if (array := _array(folder, found))}
     for parameter, roles in by_parameter(known).items():
@@ -79,12 +81,6 @@ def _check_objects(found: Checkpoint) -> None:
         if not names or any(count != len(names) for count in counts):
             detail = f"{len(names)} files of the object, expected {max(counts, default=1)}"
             found.findings.append(Finding(damages.BAD_FILE, folder.name, detail=detail))
-
-
-def _array_folders(found: Checkpoint) -> list[Path]:
-    locks = sorted(folder.name for folder in found.path.glob(f"*{LOCKS}") if folder.is_dir())
-    found.findings += [Finding(damages.LOCK_DIRECTORY, name) for name in locks]
-    return arrays(found.path)
 
 
 def _array(folder: Path, found: Checkpoint) -> Array | None:

@@ -193,12 +193,13 @@ class _Weights:
         numbered = set()
         for mp, info in of_pipeline.items():
             frozen = info.get("frozen_param_shapes")
-            shapes = {**_shapes_by_name(info), **(frozen if isinstance(frozen, Mapping) else {})}
+            shapes = {**zero_inventory.shapes_by_name(info), **(frozen if isinstance(frozen, Mapping) else {})}
             for name, place in zero_pipeline.places(shapes, self.layers, mp).items():
                 self.places[name, mp] = place
                 numbered.add(place.file)
         for mp, info in of_pipeline.items():
-            for name, tied in zero_pipeline.tied_places(_shapes_by_name(info), self.layers, numbered, mp):
+            shapes = zero_inventory.shapes_by_name(info)
+            for name, tied in zero_pipeline.tied_places(shapes, self.layers, numbered, mp):
                 if not tied:
                     detail = "no file of a layer has the weights of this module"
                     label = f"mp_rank_{mp:02d}"
@@ -248,10 +249,6 @@ class _Weights:
             finding = Finding(damages.MISSING_WEIGHT, place.file, detail=f"no weight of {name:.100}")
             self.found.findings.append(finding)
         return value
-
-
-def _shapes_by_name(info: Mapping[str, Any]) -> dict[str, Shape]:
-    return {name: shape for group in _shapes(info) for name, shape in group.items()}
 
 
 def _shapes(info: Mapping[str, Any]) -> list[dict[str, Shape]]:
@@ -312,7 +309,7 @@ def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
     if file is None:
         return None
     try:
-        optimizer = zero.optimizer_of(path, file.value)
+        optimizer = zero.required(file.value, zero.OPTIMIZER_STATE, path)
         state = zero.read_rank(path, rank, optimizer)
         return RankFile(path, rank, state, zero_facts.of_rank(file, optimizer, state))
     except UserError as error:

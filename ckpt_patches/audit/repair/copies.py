@@ -11,7 +11,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from ckpt_patches.audit.readers.checkpoint import Stream
 from ckpt_patches.errors import UserError
@@ -78,9 +78,9 @@ def copy_ranges(ranges: Iterable[Range], path: Path, copy: Path) -> None:
     """
     for name, own in itertools.groupby(ranges, key=lambda found: found.name):
         source, target = path / name, path_within(copy, name)
-        with open(source, "rb", buffering=0) as reading, open(target, "r+b", buffering=0) as writing:
+        with open(source, "rb") as reading, open(target, "r+b") as writing:
             for found in own:
-                _copy(reading.fileno(), writing.fileno(), found, str(source))
+                _copy(reading, writing, found, str(source))
 
 
 def sync(ranges: Iterable[Range], copy: Path) -> None:
@@ -90,16 +90,15 @@ def sync(ranges: Iterable[Range], copy: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _copy(reading: int, writing: int, found: Range, path: str) -> None:
-    at = found.begin
-    while at < found.end:
-        data = os.pread(reading, min(BUFFER, found.end - at), at)
-        if not data:
+def _copy(reading: BinaryIO, writing: BinaryIO, found: Range, path: str) -> None:
+    reading.seek(found.begin)
+    writing.seek(found.begin)
+    for at in range(found.begin, found.end, BUFFER):
+        nbytes = min(BUFFER, found.end - at)
+        data = reading.read(nbytes)
+        if len(data) < nbytes:
             raise OSError(errno.EIO, f"ends before its byte {found.end}, and did not before", path)
-        left = memoryview(data)
-        while left:
-            written = os.pwrite(writing, left, at)
-            at, left = at + written, left[written:]
+        writing.write(data)
 
 
 def end_copy(path: Path, copy: Path) -> None:

@@ -12,16 +12,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from ckpt_patches.audit import damages, repair_list
 from ckpt_patches.audit.audit import TO_RESUME_FROM, Report, audit_together
 from ckpt_patches.audit.damages import NOTE, Finding
-from ckpt_patches.audit.judging import blocks, record_checksums
-from ckpt_patches.audit.judging.blocks import as_float32
+from ckpt_patches.audit.judging import blocks, record_checksums, scan
 from ckpt_patches.audit.judging.holes import stretches
 from ckpt_patches.audit.judging.judge import of_checksum
-from ckpt_patches.audit.judging.scan import BLOCK, BlockReader, read_elements, runs_of
+from ckpt_patches.audit.judging.scan import read_elements, read_values
 from ckpt_patches.audit.judging.shifted import Shift
 from ckpt_patches.audit.readers.checkpoint import (
     EXP_AVG,
@@ -58,7 +55,7 @@ from ckpt_patches.runtime.unfinished import check_outside, check_space
 from ckpt_patches.runtime.units import in_bytes
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
-AT_A_TIME = 1 << 22  # elements, a multiple of BLOCK
+AT_A_TIME = 1 << 19  # elements; fewer than the odd runs that a scan keeps
 
 # The kinds that can be repaired in a master or in a moment.
 IN_MASTER = (damages.LOST_MASTER, damages.UNROUNDED_MASTER, damages.NOT_FINITE, damages.SHIFTED_STATE)
@@ -392,14 +389,9 @@ def _damaged(shard: Shard, fill: Fill, begin: int, end: int) -> list[tuple[int, 
     """The ranges to fill between two elements, by the elements of the original checkpoint."""
     if not fill.bits:
         return [(begin, end)]
-    found: list[tuple[int, int]] = []
     with RangedFiles() as files:
-        readers = {role: BlockReader(stream, BLOCK, files, checked=False) for role, stream in shard.streams.items()}
-        for low in range(begin, end, BLOCK):
-            high = min(low + BLOCK, end)
-            block = {role: (reader.read(low, high), reader.stream.dtype) for role, reader in readers.items()}
-            found += stretches(runs_of(blocks.codes(block, high - low) & np.uint16(fill.bits), low), fill.bits)
-    return found
+        found = scan.look(scan.Span(0, shard.streams, begin, end, checked=False), files)
+    return stretches(found.odd.runs, fill.bits)
 
 
 def _fill(target: Stream, source: Stream | None, ranges: list[tuple[int, int]]) -> None:
@@ -413,7 +405,7 @@ def _content(target: Stream, source: Stream | None, begin: int, end: int) -> byt
         return bytes((end - begin) * item_size(target.dtype))
     if source.dtype == target.dtype:
         return bytes(read_elements(source, begin, end).data)
-    values = as_float32(read_elements(source, begin, end), source.dtype)
+    values = read_values(source, begin, end)
     if values is None or target.dtype not in ("float32", "float64"):
         raise UserError(f"{target.array}: expected fp32, found {target.dtype}, which is not written")
     return bytes(values.astype(target.dtype).data)

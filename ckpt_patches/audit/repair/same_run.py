@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_patches.audit.judging.blocks import as_float32
-from ckpt_patches.audit.judging.scan import read_elements
+from ckpt_patches.audit.judging.scan import read_values
 from ckpt_patches.audit.readers.checkpoint import MASTER, WEIGHT, Checkpoint, Stream
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.shown import shown
@@ -119,4 +118,4 @@ def _distance(one: Stream, other: Stream) -> float | None:
 
 def _sample(stream: Stream) -> "np.ndarray[Any, np.dtype[np.float32]] | None":
     begin = max((stream.numel - SAMPLE) // 2, 0)
-    return as_float32(read_elements(stream, begin, min(begin + SAMPLE, stream.numel)), stream.dtype)
+    return read_values(stream, begin, min(begin + SAMPLE, stream.numel))
