@@ -4,7 +4,8 @@ The index of two million chunks has a hundred million opcodes. Python's unpickle
 because a pickle can fetch each of them again from the memo. This module removes consecutive objects with the same
 opcodes from the pickle before unpickling. The arguments of these opcodes (numbers, strings, memo slots) become arrays,
 a `Segment`, with one example of the objects, in which a `Hole` replaces each argument that differs. Every opcode of a
-segment is compared with the example's. Pickles of another kind are refused, and the caller unpickles them normally.
+segment is compared with the example's. Pickles of another kind, such as those of protocols before 4, which number their
+memo slots, are refused, and the caller unpickles them normally.
 https://docs.python.org/3/library/pickletools.html
 """
 
@@ -30,19 +31,19 @@ MOST_FETCHED = 1 << 16  # objects in runs that others fetch; torch's indexes fet
 MARKS = 4  # per run; only opcodes that take everything above a mark take so many values from the stack
 
 # Opcodes by their argument. `J` and `\x8a` can have negative numbers, which are not allowed in segments.
-NUMBER, GET, PUT, TEXT = "number", "get", "put", "text"
+NUMBER, GET, TEXT = "number", "get", "text"
 _KINDS = {
     **dict.fromkeys(b"KMJ\x8a", NUMBER),
     **dict.fromkeys(b"hj", GET),
-    **dict.fromkeys(b"qr", PUT),
     **dict.fromkeys(b"\x8cX", TEXT),
 }
 # Other opcodes that create objects without changing earlier ones, so that one example can represent all.
 _PLAIN = frozenset(b"()}]\x81\x85\x86\x87tRbusN\x88\x89\x94")
-_MARK, _MEMOIZE, _FRAME, _STOP, _STACK_GLOBAL, _GLOBAL = b"(\x94\x95.\x93c"
+_MARK, _MEMOIZE, _FRAME, _STOP, _STACK_GLOBAL = b"(\x94\x95.\x93"
 _TO_MARK = frozenset(b"tuled1o\x90\x91")  # take everything above a mark
-_REFUSED = frozenset(b"PQgpi")
+_REFUSED = frozenset(b"PQgpqri")
 _MADE = b")\x81"  # after a class is fetched: create an object of it
+_FILL = bytes([_MEMOIZE])  # store an object in the next memo slot
 
 
 def _widths(widths: dict[bytes, int]) -> npt.NDArray[np.int64]:
@@ -55,7 +56,6 @@ def _widths(widths: dict[bytes, int]) -> npt.NDArray[np.int64]:
 _WIDTHS = {
     NUMBER: _widths({b"K": 1, b"M": 2, b"J": 4}),
     GET: _widths({b"h": 1, b"j": 4}),
-    PUT: _widths({b"q": 1, b"r": 4}),
     TEXT: _widths({b"\x8c": 1, b"X": 4}),  # of the length field
 }
 _LONG = 0x8A
@@ -112,7 +112,7 @@ class _Template:
 
     def __init__(self, opcodes: list[tuple[str, bytes]]) -> None:
         self.opcodes = opcodes  # kind of argument or "", and the bytes (empty if they differ)
-        self.slots = sum(map(_fills, opcodes))  # in the memo
+        self.slots = sum(own == _FILL for _, own in opcodes)  # in the memo
         self.example: tuple[Any, ...] = ()
         self.slots_of_example: range | None = None  # in the shortened pickle
         self.found = _Found(-1)
@@ -123,8 +123,8 @@ class _Template:
                 self.steps[-1] = "", self.steps[-1][1] + own, self.steps[-1][2]
             else:
                 self.steps.append(("" if own else kind, own, slots))
-            slots += _fills((kind, own))
-        self.columns = [(kind, slots) for kind, own, slots in self.steps if not own and kind != PUT]
+            slots += own == _FILL
+        self.columns = [(kind, slots) for kind, own, slots in self.steps if not own]
         fixed = (int.from_bytes(own[1:], "little") for kind, own in opcodes if kind == GET and own)
         self.highest = max(fixed)  # slot that all of them fetch; the class is always fetched
 
@@ -136,17 +136,12 @@ class _Template:
         return [(kind, own if own == other else b"") for (kind, own), (_, other) in pairs]
 
 
-def _fills(opcode: tuple[str, bytes]) -> bool:
-    """Whether an opcode stores an object in a memo slot."""
-    return opcode[0] == PUT or opcode[1] == bytes([_MEMOIZE])
-
-
 class _Found:
     """The objects that match a template and begin in a block of the pickle."""
 
     def __init__(self, block: int) -> None:
         self.block = block
-        self.starts = self.ends = self.first_puts = np.empty(0, np.int64)
+        self.starts = self.ends = np.empty(0, np.int64)
         self.columns: list[npt.NDArray[Any]] = []  # two for a string: begin and end
 
 
@@ -164,12 +159,8 @@ class _Candidates:
         self.rows = np.concatenate([np.arange(len(found.starts)) for found in own])[order]  # in its template's `_Found`
         self.kinds = np.repeat(np.arange(len(own)), [len(found.starts) for found in own])[order]
         self.slots = np.array([template.slots for template in templates])[self.kinds]
-        without = [found.first_puts if len(found.first_puts) else np.full(len(found.starts), -1) for found in own]
-        self.first_puts = np.concatenate(without)[order]  # -1: the pickle does not number its slots
-        follows = self.ends[:-1] == self.starts[1:]
-        step = np.where(self.first_puts[:-1] < 0, 0, self.slots[:-1])
-        follows &= np.diff(self.first_puts) == step
-        self.last = np.flatnonzero(np.concatenate([~follows, np.full(min(len(order), 1), True)]))
+        is_last = np.concatenate([self.ends[:-1] != self.starts[1:], np.full(min(len(order), 1), True)])
+        self.last = np.flatnonzero(is_last)
 
 
 class Run:
@@ -341,9 +332,7 @@ class _Shortened:
         self.slots = 0  # filled so far in the original pickle
         self.memo: dict[int, Any] = {}  # of the shortened pickle, once it is loaded
         self._fetched_of_runs = 0
-        self._outside: dict[int, Any] = {}  # objects in slots outside of runs, as fetched so far
         self._data, self._starts = data, {name.encode() for name in starts}
-        self._firsts: list[int] = []
         self._more = 0
         self._templates: dict[bytes, list[_Template]] = {}  # by the opcode that fetches the class
         self._candidates: dict[bytes, _Candidates] = {}
@@ -385,11 +374,6 @@ class _Shortened:
                     self._levels[-1] = data[at:end], len(self._opcodes), self._forgotten
                 if self._more:
                     self._replace(end, self._fetched(number))
-            elif kind == PUT:
-                if int.from_bytes(data[at + 1 : end], "little") != self.slots:
-                    raise IrregularError("slots in another order")
-                self._replace(end, bytes([_MEMOIZE]))
-                self.slots += 1
             elif kind == TEXT:
                 text = data[at + (2 if opcode == 0x8C else 5) : end]
             elif opcode == _MEMOIZE:
@@ -399,8 +383,8 @@ class _Shortened:
                 if before > at or frame_end > len(data):
                     raise IrregularError("a frame that is cut off, or begins within another one")
                 self._replace(end, b"")
-            elif opcode in (_STACK_GLOBAL, _GLOBAL):
-                if (text if opcode == _STACK_GLOBAL else data[at:end].split(b"\n")[1]) in self._starts:
+            elif opcode == _STACK_GLOBAL:
+                if text in self._starts:
                     self._classes.add(self.slots)
             elif opcode == _MARK:
                 self._levels.append((b"", 0, 0))
@@ -429,14 +413,17 @@ class _Shortened:
         """Opcodes for the shortened pickle that fetch the object in a slot of the original pickle."""
         if number >= self.slots:
             raise IrregularError("a slot that is not filled")
-        at = bisect_right(self._firsts, number) - 1
-        if at < 0:
-            return b"j%b" % number.to_bytes(4, "little")
-        if number >= self.runs[at].end:
-            return b"j%b" % (number - self.runs[at].more).to_bytes(4, "little")
-        segment, own, slot = self.runs[at].at(number)
+        run = self._run_before(number)
+        if run is None or number >= run.end:
+            return b"j%b" % (number - (run.more if run else 0)).to_bytes(4, "little")
+        segment, own, slot = run.at(number)
         example = segment.slots_of_example[slot].to_bytes(4, "little")
         return b"j%bJ%b\x86Q" % (example, self._insert((segment, own)))
+
+    def _run_before(self, number: int) -> Run | None:
+        """The last run that begins at a slot or before it."""
+        at = bisect_right(self.runs, number, key=lambda run: run.first) - 1
+        return self.runs[at] if at >= 0 else None
 
     def _insert(self, what: Any) -> bytes:
         self.inserted.append(what)
@@ -444,25 +431,18 @@ class _Shortened:
 
     def objects(self, numbers: npt.NDArray[Any]) -> list[Any]:
         """The objects in slots of the original pickle."""
-        if numbers.strides == (0,) and len(numbers):
-            return self.objects(numbers[:1].copy()) * len(numbers)
-        found: list[Any] = []
-        for number in numbers.tolist():
-            if number in self._outside:
-                found.append(self._outside[number])
-                continue
-            at = bisect_right(self._firsts, number) - 1
-            run = self.runs[at] if at >= 0 else None
-            if run is None or number >= run.end:
-                found.append(self.memo[number - (run.more if run else 0)])
-                self._outside[number] = found[-1]
-                continue
-            self._fetched_of_runs += 1
-            if self._fetched_of_runs > MOST_FETCHED:
-                raise IrregularError("many objects that are fetched from runs")
-            segment, own, slot = run.at(number)
-            found.append(segment.at(self.memo[segment.slots_of_example[slot]], own))
-        return found
+        made = {number: self._object(number) for number in np.unique(numbers).tolist()}
+        return [made[number] for number in numbers.tolist()]
+
+    def _object(self, number: int) -> Any:
+        run = self._run_before(number)
+        if run is None or number >= run.end:
+            return self.memo[number - (run.more if run else 0)]
+        self._fetched_of_runs += 1
+        if self._fetched_of_runs > MOST_FETCHED:
+            raise IrregularError("many objects that are fetched from runs")
+        segment, own, slot = run.at(number)
+        return segment.at(self.memo[segment.slots_of_example[slot]], own)
 
     # Templates
 
@@ -473,8 +453,6 @@ class _Shortened:
             return
         bounds = [*self._opcodes[number:], self._at]
         opcodes = [_opcode(self._data[at:end]) for at, end in itertools.pairwise(bounds)]
-        if len({kind == PUT for kind, own in opcodes if _fills((kind, own))}) > 1:
-            return
         known = self._templates.setdefault(key, [])
         for number, template in enumerate(known):
             if (both := template.including(opcodes)) is not None:
@@ -510,7 +488,6 @@ class _Shortened:
         self._at, self.slots = end, run.end
         self._more = run.more = self.slots - filled
         self.runs.append(run)
-        self._firsts.append(run.first)
         self._forget()
         return True
 
@@ -518,9 +495,7 @@ class _Shortened:
         """Opcodes that create the example, with holes."""
         made, column = [], 0
         for kind, own in template.opcodes:
-            if kind == PUT:
-                made.append(bytes([_MEMOIZE]))
-            elif not own:
+            if not own:
                 made.append(b"J%bQ" % self._insert(Hole(column, kind)))
                 column += 1
             elif kind == GET:
@@ -548,7 +523,7 @@ class _Shortened:
         if found is None or row == len(found.starts) or found.starts[row] != self._at:
             return None, 0
         stop = int(found.last[np.searchsorted(found.last, row)]) + 1
-        if stop - row < LEAST or found.first_puts[row] not in (-1, self.slots):
+        if stop - row < LEAST:
             return None, 0
         kinds = _compact(found.kinds[row:stop])
         run = Run(self.slots, found.slots[row:stop], kinds)
@@ -588,9 +563,9 @@ class _Shortened:
 
 
 def _opcode(data: bytes) -> tuple[str, bytes]:
-    """An opcode of a template. Numbers and filled slots are assumed to differ between objects."""
+    """An opcode of a template. Numbers are assumed to differ between objects."""
     kind = _KINDS.get(data[0], "")
-    return kind, b"" if kind in (NUMBER, PUT) else data
+    return kind, b"" if kind == NUMBER else data
 
 
 def _compact(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -621,14 +596,7 @@ class _Bytes:
         rows: list[Any] = [starts, starts.copy()]  # followed by a column for each argument
         for kind, own, _ in template.steps:
             rows = self._same(rows, own) if own else self._arguments(rows, kind)
-        kinds = [kind for kind, own, _ in template.steps if not own for _ in range(2 if kind == TEXT else 1)]
-        puts = [column for kind, column in zip(kinds, rows[2:], strict=True) if kind == PUT]
-        in_order = [put == puts[0] + number for number, put in enumerate(puts)]
-        rows = self._kept(rows, np.all([rows[0] >= 0, *in_order], axis=0))
-        found.starts, found.ends = rows[:2]
-        if puts:
-            found.first_puts = rows[2 + kinds.index(PUT)]
-        found.columns = [column for kind, column in zip(kinds, rows[2:], strict=True) if kind != PUT]
+        found.starts, found.ends, *found.columns = rows
         return found
 
     def _kept(self, rows: list[Any], good: npt.NDArray[np.bool_]) -> list[Any]:

@@ -76,25 +76,22 @@ class ModelFacts:
 
 
 Rank = tuple[int, int]  # data-parallel, model-parallel
+Ranks = Mapping[Rank, RankFacts]
+Models = Mapping[tuple[int | None, int], ModelFacts]  # the data-parallel rank is None before stage 3
 
 
 def problems(
-    ranks: Mapping[Rank, RankFacts],
-    models: Mapping[tuple[int | None, int], ModelFacts],
-    stage: int,
-    names: Iterable[str] = (),
-    files: Iterable[Rank] = (),
+    ranks: Ranks, models: Models, stage: int, names: Collection[str], files: Iterable[Rank]
 ) -> Iterator[Problem]:
     """Yield all problems, each once, in the order of the files.
 
     Args:
         ranks: the optimizer files that could be read.
-        models: the model files that could be read; the data-parallel rank is None before stage 3.
+        models: the model files that could be read.
         stage: of ZeRO.
         names: of all files in the folder.
         files: the ranks that have a file, readable or not.
     """
-    names = list(names)
     layers = zero_pipeline.layer_files(names)
     has_experts = any(map(EXPERT_FILE.fullmatch, names))
     yield from _model_parallel_ranks({*ranks, *files}, models)
@@ -110,7 +107,7 @@ def problems(
     yield from _counted_steps(ranks, models)
     yield from _models(models, stage, has_layers=bool(layers))
     yield from _layers(layers, models)
-    yield from _expert_files({*names}, models)
+    yield from _expert_files(names, models)
 
 
 def blocking(found: Iterable[Problem]) -> list[Problem]:
@@ -125,11 +122,7 @@ def degree(stated: Any, counts: Iterable[Any], ranks: Iterable[int]) -> int:
 
 
 def _data_parallel_ranks(
-    ranks: Mapping[Rank, RankFacts],
-    models: Mapping[tuple[int | None, int], ModelFacts],
-    files: Iterable[Rank],
-    *,
-    has_experts: bool,
+    ranks: Ranks, models: Models, files: Iterable[Rank], *, has_experts: bool
 ) -> Iterator[Problem]:
     """Check that each model-parallel rank has all data-parallel ranks. Only some of these share a group of experts."""
     there: dict[int, set[int]] = {}
@@ -156,9 +149,7 @@ def _data_parallel_ranks(
                 yield Problem(OTHER_DEGREE, facts.name, f"of {sizes} ranks, expected {count}")
 
 
-def _model_parallel_ranks(
-    ranks: Collection[Rank], models: Mapping[tuple[int | None, int], ModelFacts]
-) -> Iterator[Problem]:
+def _model_parallel_ranks(ranks: Collection[Rank], models: Models) -> Iterator[Problem]:
     """Check that there are as many model-parallel ranks as the model files state."""
     stated = {count_of(model.value.get("mp_world_size")) for model in models.values()} - {None}
     if len(stated) > 1:
@@ -189,7 +180,7 @@ def count_of(value: Any) -> int | None:
     return value if type(value) is int and 0 < value <= MOST_RANKS else None
 
 
-def _roots(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
+def _roots(ranks: Ranks) -> Iterator[Problem]:
     """Find copies of other ranks' files: torch.save names the records' folder after the file that it writes."""
     for facts in ranks.values():
         written_as = f"{facts.root}.pt"
@@ -206,7 +197,7 @@ def _rank_in(name: str) -> list[str]:
     return re.findall(r"\d+", name.removeprefix("fp16_").removeprefix("bf16_"))
 
 
-def _copies(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
+def _copies(ranks: Ranks) -> Iterator[Problem]:
     """Find ranks and moments that are bit-identical, by their checksums."""
     first: dict[tuple[int, tuple[tuple[int, ...], ...]], str] = {}
     masters = {facts.name: facts.masters for facts in ranks.values()}
@@ -231,7 +222,7 @@ def _is_distinctive(facts: RankFacts) -> bool:
     return sum(group.needed for group, crcs in groups if crcs) >= LEAST_DISTINCTIVE
 
 
-def _keys(ranks: Mapping[Rank, RankFacts], stages: Iterable[Mapping[Rank, RankFacts]], stage: int) -> Iterator[Problem]:
+def _keys(ranks: Ranks, stages: Iterable[Ranks], stage: int) -> Iterator[Problem]:
     """Check that every rank's file has the keys of all others, and each group its parameters' numbers.
 
     The items of lists are compared only within a pipeline stage.
@@ -250,7 +241,7 @@ def _keys(ranks: Mapping[Rank, RankFacts], stages: Iterable[Mapping[Rank, RankFa
         yield Problem(CONTRADICTION, "all ranks", f"no {zero_keys.VERSION}, without which no load begins")
 
 
-def _stages(ranks: Mapping[Rank, RankFacts], layers: Iterable[tuple[int, int]]) -> list[dict[Rank, RankFacts]]:
+def _stages(ranks: Ranks, layers: Iterable[tuple[int, int]]) -> list[dict[Rank, RankFacts]]:
     """The ranks of each pipeline stage, which has its own param groups. Without a pipeline, all ranks."""
     tensor_parallel = 1 + max((rank for _, rank in layers), default=1 << 20)
     found: dict[int, dict[Rank, RankFacts]] = {}
@@ -259,7 +250,7 @@ def _stages(ranks: Mapping[Rank, RankFacts], layers: Iterable[tuple[int, int]]) 
     return list(found.values())
 
 
-def _groups(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
+def _groups(ranks: Ranks) -> Iterator[Problem]:
     """Check that all data-parallel ranks have the same number of groups."""
     for _, by_rank in _by_model_rank(ranks):
         own = by_rank.values()
@@ -273,13 +264,13 @@ def _groups(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
                     yield Problem(CONTRADICTION, facts.name, f"{count} {what}, other ranks have {usual}")
 
 
-def _by_model_rank(ranks: Mapping[Rank, RankFacts]) -> Iterator[tuple[int, dict[int, RankFacts]]]:
+def _by_model_rank(ranks: Ranks) -> Iterator[tuple[int, dict[int, RankFacts]]]:
     """Yield each model-parallel rank with its data-parallel ranks."""
     for mp, own in itertools.groupby(sorted(ranks, key=lambda rank: rank[::-1]), key=lambda rank: rank[1]):
         yield mp, {rank[0]: ranks[rank] for rank in own}
 
 
-def _states(ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, int], ModelFacts]) -> Iterator[Problem]:
+def _states(ranks: Ranks, models: Models) -> Iterator[Problem]:
     """Check that every rank has all states of its optimizer, for each element that it owns."""
     promised = _promised(ranks)
     every = [group for facts in ranks.values() for group in facts.groups]
@@ -302,7 +293,7 @@ def _states(ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, i
                     yield Problem(ABSENT_STATE, facts.name, detail)
 
 
-def _promised(ranks: Mapping[Rank, RankFacts]) -> dict[frozenset[str], set[str]]:
+def _promised(ranks: Ranks) -> dict[frozenset[str], set[str]]:
     """The names of the states that any rank has, by optimizer. The settings identify an optimizer."""
     found: dict[frozenset[str], set[str]] = {}
     for facts in ranks.values():
@@ -346,7 +337,7 @@ def taken_steps(model: Mapping[str, Any]) -> int:
     return max(taken - (skipped if type(skipped) is int else 0), 0) if type(taken) is int else 0
 
 
-def _settings(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
+def _settings(ranks: Ranks) -> Iterator[Problem]:
     """Check that optimizers accept the settings and steps, and that all ranks have the same settings."""
     if not ranks:
         return
@@ -363,7 +354,7 @@ def _settings(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
                 yield Problem(CONTRADICTION, facts.name, f"group {number}: {what} in {first.name}")
 
 
-def _steps(ranks: Mapping[Rank, RankFacts]) -> Iterator[Problem]:
+def _steps(ranks: Ranks) -> Iterator[Problem]:
     """Check that all ranks are at one step, including model-parallel ranks."""
     newest = max((step for facts in ranks.values() if (step := facts.step) is not None), default=None)
     for facts in ranks.values():
@@ -390,9 +381,7 @@ def _steps_of_groups(own: Iterable[RankFacts], newest: float | None) -> Iterator
                 yield Problem(OTHER_STEP, facts.name, detail)
 
 
-def _counted_steps(
-    ranks: Mapping[Rank, RankFacts], models: Mapping[tuple[int | None, int], ModelFacts]
-) -> Iterator[Problem]:
+def _counted_steps(ranks: Ranks, models: Models) -> Iterator[Problem]:
     """Check that the engine's and the optimizer's steps agree. After a load without optimizer states they differ."""
     steps = {int(facts.step) for facts in ranks.values() if facts.step is not None}
     for facts in models.values():
@@ -402,9 +391,7 @@ def _counted_steps(
             yield Problem(UNUSUAL, facts.name, detail)
 
 
-def _layers(
-    layers: Mapping[tuple[int, int], str], models: Mapping[tuple[int | None, int], ModelFacts]
-) -> Iterator[Problem]:
+def _layers(layers: Mapping[tuple[int, int], str], models: Models) -> Iterator[Problem]:
     """Check that a pipeline's layers have a file per tensor-parallel rank, and that no parameter's file is absent."""
     expected = {
         f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
@@ -419,8 +406,9 @@ def _layers(
         yield Problem(ABSENT_WEIGHT, name, "the file is missing")
 
 
-def _expert_files(names: Collection[str], models: Mapping[tuple[int | None, int], ModelFacts]) -> Iterator[Problem]:
+def _expert_files(names: Iterable[str], models: Models) -> Iterator[Problem]:
     """Check that each expert in layers of `deepspeed.moe` has a file. Model files state the numbers of experts."""
+    there = {*names}
     for (_, mp), facts in models.items():
         counts = facts.value.get("num_experts")
         is_autoep = facts.value.get(zero_experts.KEY) or facts.value.get(zero_experts.LEGACY_KEY)
@@ -429,11 +417,11 @@ def _expert_files(names: Collection[str], models: Mapping[tuple[int | None, int]
         for layer, count in enumerate(counts):
             for expert in range(count if isinstance(count, int) and 0 <= count < MOST_RANKS else 0):
                 name = f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
-                if name not in names:
+                if name not in there:
                     yield Problem(ABSENT_WEIGHT, name, "the file is missing")
 
 
-def _models(models: Mapping[tuple[int | None, int], ModelFacts], stage: int, *, has_layers: bool) -> Iterator[Problem]:
+def _models(models: Models, stage: int, *, has_layers: bool) -> Iterator[Problem]:
     """Check that model files are of one step and one run, and have all weights in `param_shapes`."""
     first = next(iter(models.values()), None)
     for (_, mp), facts in models.items():

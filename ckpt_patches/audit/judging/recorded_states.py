@@ -41,36 +41,26 @@ def findings(found: Checkpoint, path: Path, workers: int) -> Iterator[Finding]:
 
 def _checked(found: Checkpoint, path: Path, workers: int) -> offline.Checked | None:
     """None if nothing was recorded."""
-    if found.format.startswith("deepspeed"):
-        return _of_deepspeed(path)
-    if megatron_torch.folders(path):
-        try:
-            of_ranks = [one.checked() for one in offline.of_torch(path) if one.plain is not None]
-        except UserError:  # another finding reports the damaged or missing file
-            return None
-        return offline.together(of_ranks) if of_ranks else None
-    if found.recorded is not None and dcp_files.is_dcp(path):
-        return _of_torch(found.recorded, path)
+    if not found.format.startswith("deepspeed") and megatron_torch.folders(path):
+        return _of_ranks(path)
+    try:
+        if found.format.startswith("deepspeed"):
+            plain = record_files.of_deepspeed(path)
+            files = universal_states if is_universal(path) else zero_fingerprints
+            return None if plain is None else offline.check(plain, files.fingerprints(path, trust=True))
+        if found.recorded is not None and dcp_files.is_dcp(path):
+            return offline.check(found.recorded, dcp_files.fingerprints(path, dcp_files.read(path)))
+    except UserError as error:  # another finding reports the damage
+        return offline.Checked(0, [], {"the optimizer's state": str(error)})
     return None if found.recorded is None else offline.check(found.recorded, _of_files(found, path, workers))
 
 
-def _of_deepspeed(path: Path) -> offline.Checked | None:
+def _of_ranks(path: Path) -> offline.Checked | None:
     try:
-        plain = record_files.of_deepspeed(path)
-        if plain is None:
-            return None
-        if is_universal(path):
-            return offline.check(plain, universal_states.fingerprints(path, trust=True))
-        return offline.check(plain, zero_fingerprints.fingerprints(path, trust=True))
-    except UserError as error:  # another finding reports the damage
-        return offline.Checked(0, [], {"the optimizer's state": str(error)})
-
-
-def _of_torch(plain: object, path: Path) -> offline.Checked:
-    try:
-        return offline.check(plain, dcp_files.fingerprints(path, dcp_files.read(path)))
-    except UserError as error:  # another finding reports the damage
-        return offline.Checked(0, [], {"the optimizer's state": str(error)})
+        of_ranks = [one.checked() for one in offline.of_torch(path) if one.plain is not None]
+    except UserError:  # another finding reports the damaged or missing file
+        return None
+    return offline.together(of_ranks) if of_ranks else None
 
 
 def _of_files(found: Checkpoint, path: Path, workers: int) -> Iterator[Fingerprint]:

@@ -1,22 +1,22 @@
 """Each rank's parts of frozen parameters in ZeRO-3 model files. A conversion copies these files."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from ckpt_patches.audit.readers import tensor_streams
 from ckpt_patches.audit.readers.checkpoint import WEIGHT, Checkpoint, Extent, Shard, Stream
 from ckpt_patches.formats import zero
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import TensorHeader
+from ckpt_patches.formats.zero_inventory import ModelFacts
 
 
-def add(found: Checkpoint, path: Path, rank: int, ranks: int | None, info: Mapping[str, Any]) -> None:
+def add(found: Checkpoint, model: ModelFacts, rank: int, ranks: int | None) -> None:
     """Add a shard for each part that `rank` of `ranks` holds, without the padding at its end.
 
     DeepSpeed allocates the padding with torch.empty, so it can hold NaN.
     """
-    shapes, fragments = info.get("frozen_param_shapes"), info.get("frozen_param_fragments")
+    path = found.path / model.name
+    shapes, fragments = model.value.get("frozen_param_shapes"), model.value.get("frozen_param_fragments")
     if not isinstance(shapes, Mapping) or not isinstance(fragments, Mapping) or not ranks:
         return
     for name, share in zero.shares(shapes, ranks):

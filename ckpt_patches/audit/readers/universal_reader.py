@@ -25,6 +25,7 @@ from ckpt_patches.formats.optimizer_inventory import SHARED
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import MODEL, Shape
 from ckpt_patches.formats.zero_experts import LOCAL as LOCAL_EXPERT
+from ckpt_patches.formats.zero_inventory import ModelFacts
 
 # Experts of `deepspeed.moe`: each rank numbers its own from 0, the converter's folders number all of them.
 EXPERT = re.compile(r".*deepspeed_moe\.experts\.deepspeed_experts\.global_\d+\..+")
@@ -67,30 +68,29 @@ def read(path: Path) -> Checkpoint:
     _check_steps(found, steps, groups)
     _check_models(found, models, shapes)
     of_adam = {number for name, number in groups.items() if "exp_avg_sq" in states[name]}
-    _check_groups(found, optimizer, [len(value.get("param_shapes") or ()) for _, value in models], of_adam)
-    if any(match[1] for path, _ in models if (match := MODEL.fullmatch(path.name))):
+    _check_groups(found, optimizer, [len(model.value.get("param_shapes") or ()) for model in models], of_adam)
+    if any(match[1] for model in models if (match := MODEL.fullmatch(model.name))):
         # A mixed optimizer, such as Muon with Adam, has other states in the first group.
         names = set[str].intersection(*promised.values()) - {"fp32"} if promised else set()
-        _check_stage_3(found, optimizer, names, {zero_inventory.taken_steps(value) for _, value in models})
+        _check_stage_3(found, optimizer, names, {zero_inventory.taken_steps(model.value) for model in models})
     return found
 
 
-def _check_models(found: Checkpoint, models: list[tuple[Path, dict[str, Any]]], names: Collection[str]) -> None:
+def _check_models(found: Checkpoint, models: list[ModelFacts], names: Collection[str]) -> None:
     """Check that each model-parallel rank has a file, with the keys that a load needs and the weights it states."""
-    facts = [zero_inventory.ModelFacts(path.name, value) for path, value in models]
     # The conversion leaves out a pipeline's weights, which are in files of layers.
     has_layers = len(models) > 1 or (len(names) > 0 and all(map(zero_pipeline.is_in_layers, names)))
     # At stage 3, a load on any number of ranks needs the files of data-parallel rank 0.
-    matches = [match for path, _ in models if (match := MODEL.fullmatch(path.name))]
+    matches = [match for model in models if (match := MODEL.fullmatch(model.name))]
     ranks = {int(match[2]) for match in matches if int(match[1] or 0) == 0}
-    count = max((n for own in facts if (n := zero_inventory.count_of(own.value.get("mp_world_size")))), default=1)
+    count = max((n for own in models if (n := zero_inventory.count_of(own.value.get("mp_world_size")))), default=1)
     problems = [
-        *zero_inventory.other_step(found.path.name, facts),
+        *zero_inventory.other_step(found.path.name, models),
         *zero_inventory.absent_ranks(ranks, count, "the file of its model states", "model-parallel "),
     ]
-    for own in facts:
+    for own in models:
         problems += [*zero_inventory.absent_keys(own), *zero_inventory.absent_weights(own, has_layers=has_layers)]
-    found.findings += tensor_streams.findings(problems if facts else [])
+    found.findings += tensor_streams.findings(problems if models else [])
 
 
 def _check_groups(found: Checkpoint, optimizer: Any, counts: list[int], of_adam: Set[int | None]) -> None:
@@ -152,24 +152,22 @@ def _check_steps(found: Checkpoint, steps: Mapping[str, float | None], groups: M
             found.findings.append(Finding(damages.MIXED_STEPS, f"{name}/step.pt", detail=detail))
 
 
-def _shapes(models: list[tuple[Path, dict[str, Any]]]) -> dict[str, list[Shape]]:
+def _shapes(models: list[ModelFacts]) -> dict[str, list[Shape]]:
     """Each parameter's shapes on the tensor- or pipeline-parallel ranks that have it. Data-parallel ranks agree."""
     found: dict[str, dict[str, Shape]] = {}
-    for path, value in models:
-        match = MODEL.fullmatch(path.name)
-        for group in value.get("param_shapes") or []:
+    for model in models:
+        match = MODEL.fullmatch(model.name)
+        for group in model.value.get("param_shapes") or []:
             for name, shape in group.items():
                 found.setdefault(name, {})[match[2] if match else ""] = tuple(shape)
     return {name: list(by_rank.values()) for name, by_rank in found.items()}
 
 
-def _of_every_expert(
-    shapes: dict[str, list[Shape]], models: list[tuple[Path, dict[str, Any]]]
-) -> dict[str, list[Shape]]:
+def _of_every_expert(shapes: dict[str, list[Shape]], models: list[ModelFacts]) -> dict[str, list[Shape]]:
     """Replace one rank's experts, numbered from 0 in the model, with all experts by their global numbers."""
     matches = {name: LOCAL_EXPERT.fullmatch(name) for name in shapes}
     layers = list(dict.fromkeys(match[1] for match in matches.values() if match))
-    counts = models[0][1].get("num_experts") if models else None
+    counts = models[0].value.get("num_experts") if models else None
     if not isinstance(counts, list) or len(counts) != len(layers):
         counts = [0] * len(layers)  # missing experts cannot be detected then
     found: dict[str, list[Shape]] = {}
@@ -182,25 +180,25 @@ def _of_every_expert(
     return found
 
 
-def _groups(models: list[tuple[Path, dict[str, Any]]], names: list[str]) -> dict[str, int | None]:
+def _groups(models: list[ModelFacts], names: list[str]) -> dict[str, int | None]:
     """The param group of each parameter; None if unknown."""
     known = {
         LOCAL_EXPERT.sub(r"\1*\3", name): number
-        for _, value in models
-        for number, group in enumerate(value.get("param_shapes") or [])
+        for model in models
+        for number, group in enumerate(model.value.get("param_shapes") or [])
         for name in group
     }
     return {name: known.get(GLOBAL_EXPERT.sub(r"\1*\2", name)) for name in names}
 
 
 def _promised(
-    models: list[tuple[Path, dict[str, Any]]],
+    models: list[ModelFacts],
     groups: Mapping[str, int | None],
     states: Mapping[str, list[str]],
     listed: list[Any],
 ) -> dict[str, set[str]]:
     """The states that each trained parameter needs: those found in its param group, and those its settings imply."""
-    steps = max((zero_inventory.taken_steps(value) for _, value in models), default=0)
+    steps = max((zero_inventory.taken_steps(model.value) for model in models), default=0)
     by_group: dict[int | None, set[str]] = {}
     for name, group in groups.items():
         by_group.setdefault(group, {"fp32"}).update(states[name])
@@ -234,20 +232,20 @@ def _listed(optimizer: Any) -> list[Any]:
     return list(groups) if isinstance(groups, (list, tuple)) else []
 
 
-def _models(found: Checkpoint) -> list[tuple[Path, dict[str, Any]]]:
-    """The model files with their values, one for each tensor- or pipeline-parallel rank."""
+def _models(found: Checkpoint) -> list[ModelFacts]:
+    """The model files, one for each tensor- or pipeline-parallel rank."""
     paths = [path for path in sorted(found.path.iterdir()) if MODEL.fullmatch(path.name)]
     if not paths:
         found.findings.append(Finding(damages.INTERRUPTED, "mp_rank_*_model_states.pt", detail="not there"))
-    values = [(path, tensor_streams.read(path, found)) for path in paths]
-    return [(path, value) for path, value in values if isinstance(value, dict)]
+    values = [(path.name, tensor_streams.read(path, found)) for path in paths]
+    return [ModelFacts(name, value) for name, value in values if isinstance(value, dict)]
 
 
-def _add_frozen_parts(found: Checkpoint, models: list[tuple[Path, dict[str, Any]]]) -> None:
+def _add_frozen_parts(found: Checkpoint, models: list[ModelFacts]) -> None:
     """Add frozen parameters of stage 3, where each rank of the converted run has a model file."""
-    ranks = {int(match[1]): own for own in models if (match := MODEL.fullmatch(own[0].name)) and match[1]}
-    for rank, (path, value) in ranks.items():
-        frozen_parts.add(found, path, rank, len(ranks), value)
+    ranks = {int(match[1]): own for own in models if (match := MODEL.fullmatch(own.name)) and match[1]}
+    for rank, model in ranks.items():
+        frozen_parts.add(found, model, rank, len(ranks))
 
 
 def _read_others(found: Checkpoint, states: Mapping[str, list[str]]) -> None:
@@ -266,7 +264,7 @@ def _step(found: Checkpoint, name: str) -> float | None:
 
 
 def _read_parameter(
-    found: Checkpoint, name: str, states: list[str], shapes: list[Shape], models: list[tuple[Path, dict[str, Any]]]
+    found: Checkpoint, name: str, states: list[str], shapes: list[Shape], models: list[ModelFacts]
 ) -> None:
     """Read the arrays of a parameter. `shapes` are its shapes on each rank, if known."""
     streams: dict[str, Stream] = {}
@@ -295,7 +293,7 @@ def _shards(
     name: str,
     streams: dict[str, Stream],
     shapes: list[Shape],
-    models: list[tuple[Path, dict[str, Any]]],
+    models: list[ModelFacts],
 ) -> list[Shard]:
     """One shard with all arrays of a parameter if their element counts are equal, else one per array."""
     sizes = {stream.numel for stream in streams.values()}
@@ -303,9 +301,9 @@ def _shards(
         return [Shard(name, role, (stream.numel,), {role: stream}) for role, stream in streams.items()]
     (numel,) = sizes
     if len(models) == 1:
-        path, model = models[0]
-        weight = (model.get("module") or {}).get(name)
-        own = tensor_streams.stream(found, path, name, weight)
+        (model,) = models
+        weight = (model.value.get("module") or {}).get(name)
+        own = tensor_streams.stream(found, found.path / model.name, name, weight)
         # An integer buffer is stored in fp32 here; it is not a main parameter.
         if own is not None and own.numel == numel and blocks.is_number(own.dtype):
             streams[WEIGHT] = own
@@ -327,8 +325,8 @@ def _fits(found: TensorHeader, shapes: list[Shape], value: Any, *, has_maps: boo
     return is_vocabulary or (has_maps and max(sizes) <= found.numel <= sum(sizes))
 
 
-def _has_maps(model: tuple[Path, dict[str, Any]]) -> bool:
-    info = model[1].get("universal_checkpoint_info")
+def _has_maps(model: ModelFacts) -> bool:
+    info = model.value.get("universal_checkpoint_info")
     return isinstance(info, dict) and "affine_map" in info
 
 

@@ -30,7 +30,7 @@ from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape
 from ckpt_patches.formats.zero_facts import numel_of
-from ckpt_patches.formats.zero_inventory import ModelFacts, RankFacts
+from ckpt_patches.formats.zero_inventory import ModelFacts, Models, RankFacts
 
 # Keys that DeepSpeed itself saves with the model. Others are the user's, or a newer release's.
 OF_THE_ENGINE = """
@@ -96,7 +96,7 @@ def read(path: Path) -> Checkpoint:
             stages.add(file.state.stage)
         for (dp, mp), model in models.items():
             if mp == model_rank and dp is not None:
-                frozen_parts.add(found, path / model.name, dp, found.data_parallel, model.value)
+                frozen_parts.add(found, model, dp, found.data_parallel)
     found.findings += tensor_streams.findings(
         [
             *zero_inventory.problems(ranks, models, max(stages, default=1), folder.names, folder.optimizer),
@@ -120,7 +120,7 @@ def _read_model_rank(
     found: Checkpoint,
     folder: zero.Folder,
     model_rank: int,
-    models: Mapping[tuple[int | None, int], ModelFacts],
+    models: Models,
     weights: "_Weights",
 ) -> list[RankFile]:
     """Add the shards of one model-parallel rank. Returns its files."""
@@ -169,9 +169,7 @@ def _read_model_rank(
 class _Weights:
     """The model's weights at stages 1 and 2, from the model's file, or from the layers' files of a pipeline."""
 
-    def __init__(
-        self, found: Checkpoint, folder: zero.Folder, models: Mapping[tuple[int | None, int], ModelFacts]
-    ) -> None:
+    def __init__(self, found: Checkpoint, folder: zero.Folder, models: Models) -> None:
         self.found, self.folder, self.models = found, folder, models
         names = zero_pipeline.layer_files(folder.names).values()
         self.layers = {name: tensor_streams.read(folder.path / name, found) for name in names}
