@@ -1,4 +1,4 @@
-"""Chunks with the layout of an earlier one are read by its template, with the result of the ordinary reader."""
+"""Chunks with the pickle of an earlier one are not unpickled again, with the result of the ordinary reader."""
 
 import io
 import os
@@ -35,13 +35,13 @@ def read(path: Path, span: tuple[int, int]) -> TorchFile | str:
 
 def slowly(path: Path, span: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> TorchFile | str:
     with monkeypatch.context() as patch:
-        patch.setattr(torch_file, "_ALIKE", {})
+        patch.setattr(torch_file, "_TENSORS", {})
         return read(path, span)
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_file, "_ALIKE", {})
+    monkeypatch.setattr(torch_file, "_TENSORS", {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -56,10 +56,10 @@ def test_alike_ones_are_read_as_each_by_itself(
 
 
 def test_the_short_way_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first chunk is read by the ordinary reader."""
+    """Only the first chunk is unpickled."""
     spans = write(tmp_path / "file", [saved(torch.full((9, 9), float(number))) for number in range(3)])
     assert isinstance(read(tmp_path / "file", spans[0]), TorchFile)
-    monkeypatch.setattr(torch_file, "_Archive", None)
+    monkeypatch.setattr(torch_file, "_Unpickler", None)
     assert all(isinstance(read(tmp_path / "file", span), TorchFile) for span in spans)
 
 

@@ -113,9 +113,7 @@ SHORT_CHUNK = _kind(
 )
 LONG_CHUNK = _kind("long_chunk", DAMAGE, "a chunk's file is longer than the chunk", "repair cuts off what is beyond")
 STRAY_FILE = _kind("stray_file", SUSPICION, "files of chunks that the array's metadata does not know of")
-MISSING_ARRAY = _kind(
-    "missing_array", DAMAGE, "an array is missing that the other parameters have", "no repair: take another checkpoint"
-)
+MISSING_ARRAY = _kind("missing_array", DAMAGE, "an array is missing that the other parameters have")
 MISSING_MOMENTS = _kind(
     "missing_moments", SUSPICION, "a parameter has no moments at all, and the other parameters have", NO_HARM
 )

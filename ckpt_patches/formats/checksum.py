@@ -1,6 +1,6 @@
 """CRC-32, the checksum of zip records. Uses ISA-L if it is installed, which is 20 times as fast as zlib."""
 
-from functools import lru_cache, reduce
+from functools import cache, lru_cache, reduce
 
 try:
     from isal.isal_zlib import crc32
@@ -36,13 +36,9 @@ def _times(matrix: Matrix, vector: int) -> int:
     return reduce(lambda found, column: found ^ column[1] if vector >> column[0] & 1 else found, enumerate(matrix), 0)
 
 
-_SQUARES: dict[Matrix, Matrix] = {}
-
-
+@cache
 def _squared(matrix: Matrix) -> Matrix:
-    if matrix not in _SQUARES:
-        _SQUARES[matrix] = tuple(_times(matrix, column) for column in matrix)
-    return _SQUARES[matrix]
+    return tuple(_times(matrix, column) for column in matrix)
 
 
 def _after_zero_byte(crc: int) -> int:

@@ -6,6 +6,7 @@
 https://pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
+import functools
 import io
 import itertools
 import pickle
@@ -245,12 +246,18 @@ def read_place(files: RangedFiles, folder: Path, place: Place) -> TorchFile:
         BadFileError: the file is missing or too short, or the data is damaged.
         NotReadError: the data is in torch's format before 1.6.
     """
-    path = folder / place.file
+    path = _path(folder, place.file)
     try:
         descriptor = files.descriptor(str(path))
     except OSError as error:
         raise BadFileError(f"{path}: {error.strerror or error}") from None
     return torch_file.read_within(descriptor, path, (place.offset, place.nbytes))
+
+
+@functools.lru_cache(maxsize=1024)
+def _path(folder: Path, file: str) -> Path:
+    """The path of a file. Cached, because each of its many chunks is read separately."""
+    return folder / file
 
 
 def read_chunk(files: RangedFiles, folder: Path, tensor: Tensor, offsets: Offsets) -> TorchFile:

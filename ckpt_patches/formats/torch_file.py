@@ -123,7 +123,7 @@ class TorchFile(NamedTuple):
     size: int  # bytes
     mtime_ns: int  # of the last change
     value: Any  # dicts, lists, numbers and strings as they are; headers for tensors, stubs for classes
-    storages: tuple[stored_zip.Stored, ...] = ()  # all that are not empty, with checksums, if requested
+    storages: tuple[stored_zip.Stored, ...]  # all that are not empty, with the checksums that the file states
     root: str = ""  # the records' folder: the stem of the name that torch.save wrote to, or "archive"
 
 
@@ -139,11 +139,10 @@ class UnlistedClassError(UserError):
     """A class that is not on the list of known classes in checkpoints."""
 
 
-def read(path: str | Path, *, trust: bool = False, checksums: bool = False) -> TorchFile:
+def read(path: str | Path, *, trust: bool = False) -> TorchFile:
     """Read the structure of a torch.save file.
 
-    `trust` allows classes that are not listed; they become stubs like the others. `checksums` also returns the stored
-    checksums of the storages, without reading them.
+    `trust` allows classes that are not listed; they become stubs like the others.
 
     Raises:
         UnlistedClassError: the file names a class that is not listed.
@@ -154,9 +153,8 @@ def read(path: str | Path, *, trust: bool = False, checksums: bool = False) -> T
     with _as_bad_file(path), _opened(path) as descriptor:
         status = os.fstat(descriptor)
         archive = _Archive(descriptor, path, (0, status.st_size))
-        storages = archive.storages() if checksums else ()
         value = _Unpickler(archive, trust).load()
-        return TorchFile(path, status.st_size, status.st_mtime_ns, value, storages, archive.root)
+        return TorchFile(path, status.st_size, status.st_mtime_ns, value, archive.storages, archive.root)
 
 
 def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile:
@@ -168,15 +166,27 @@ def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile
         status = os.fstat(descriptor)
         if sum(span) > status.st_size or min(span) < 0:
             raise BadFileError(f"{path} has {status.st_size} bytes, expected {span[1]} from {span[0]} on")
-        known = _found_alike(descriptor, span)
-        if known is not None:
-            return TorchFile(path, status.st_size, status.st_mtime_ns, *known)
         archive = _Archive(descriptor, path, span)
-        storages = archive.storages()
-        value = _Unpickler(archive, trust=True).load()
-        if isinstance(value, TensorHeader) and not value.wrapping and len(storages) == 1:
-            _remember(descriptor, archive, span, value, storages[0])
-        return TorchFile(path, status.st_size, status.st_mtime_ns, value, storages)
+        return TorchFile(path, status.st_size, status.st_mtime_ns, _value_within(archive), archive.storages)
+
+
+_TENSORS: dict[bytes, TensorHeader] = {}  # by their pickle: an index has tens of thousands of chunks, and few shapes
+MOST_TENSORS = 4096
+
+
+def _value_within(archive: "_Archive") -> Any:
+    """The value of a part of a file. The same pickle has the same tensor, at another place."""
+    data = archive.record("data.pkl")
+    if data in _TENSORS:
+        storage = _TENSORS[data].storage
+        offset = archive.data_offset(storage.key, storage.nbytes)
+        return _TENSORS[data]._replace(storage=storage._replace(offset=offset))
+    unpickler = _Unpickler(archive, trust=True)
+    value = unpickler.load()
+    is_alone = isinstance(value, TensorHeader) and not value.wrapping and len(unpickler.storages) == 1
+    if is_alone and len(_TENSORS) < MOST_TENSORS:
+        _TENSORS[data] = value
+    return value
 
 
 def instance(value: Any, name: str) -> bool:
@@ -257,70 +267,6 @@ def _part(key: Any) -> str:
     if isinstance(key, tuple):
         return "(" + ", ".join(getattr(part, "__name__", str(part)) for part in key) + ")"
     return str(key)
-
-
-# A cache of files that differ only in tensor data: an index has tens of thousands of chunks, and few shapes
-
-
-class _Alike(NamedTuple):
-    """A part of a file without the bytes of its only tensor. Offsets are from the part's first byte."""
-
-    head: bytes  # bytes before the tensor
-    tail_at: int
-    tail: bytes  # bytes after the tensor, with zeros where they depend on it
-    masks: tuple[tuple[int, int], ...]  # ranges of these zeros in the tail
-    checksum_at: int  # offset of the tensor's checksum in the tail
-    value: TensorHeader
-    stored: stored_zip.Stored
-
-
-_ALIKE: dict[int, list[_Alike]] = {}  # by length of the part
-MOST_ALIKE, MOST_OF_A_LENGTH = 4096, 4
-LONGEST = 4096  # bytes of a head or a tail
-OF_ALL_RECORDS = b".data/serialization_id"  # a record that torch computes from the checksums of all others
-
-
-def _remember(
-    descriptor: int, archive: "_Archive", span: tuple[int, int], value: TensorHeader, stored: stored_zip.Stored
-) -> None:
-    begin, nbytes = span
-    tail_at = stored.offset - begin + stored.nbytes
-    own = _ALIKE.setdefault(nbytes, [])
-    is_short = max(stored.offset - begin, nbytes - tail_at) <= LONGEST
-    if not is_short or len(own) >= MOST_OF_A_LENGTH or len(_ALIKE) > MOST_ALIKE:
-        return
-    try:
-        masks, checksum_at = archive.depending_on(stored, begin + tail_at)
-    except stored_zip.BadArchiveError:  # in a record that is not read
-        return
-    if any(first < 0 for first, _ in masks):
-        return
-    tail = _masked(os.pread(descriptor, nbytes - tail_at, begin + tail_at), masks)
-    head = os.pread(descriptor, stored.offset - begin, begin)
-    moved = value._replace(storage=value.storage._replace(offset=value.storage.offset - begin))
-    own.append(_Alike(head, tail_at, tail, masks, checksum_at, moved, stored._replace(offset=stored.offset - begin)))
-
-
-def _found_alike(descriptor: int, span: tuple[int, int]) -> tuple[TensorHeader, tuple[stored_zip.Stored, ...]] | None:
-    """The content of a part of a file that equals a cached one except for tensor data, or None."""
-    begin, nbytes = span
-    for known in _ALIKE.get(nbytes, ()):
-        if os.pread(descriptor, len(known.head), begin) != known.head:
-            continue
-        tail = os.pread(descriptor, len(known.tail), begin + known.tail_at)
-        if len(tail) == len(known.tail) and _masked(tail, known.masks) == known.tail:
-            storage, stored = known.value.storage, known.stored
-            checksum = int.from_bytes(tail[known.checksum_at : known.checksum_at + 4], "little")
-            value = known.value._replace(storage=storage._replace(offset=storage.offset + begin))
-            return value, (stored_zip.Stored(stored.offset + begin, stored.nbytes, checksum),)
-    return None
-
-
-def _masked(data: bytes, masks: tuple[tuple[int, int], ...]) -> bytes:
-    changed = bytearray(data)
-    for first, last in masks:
-        changed[first:last] = bytes(last - first)
-    return bytes(changed)
 
 
 # Stubs
@@ -517,7 +463,7 @@ class _Unpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"expected a storage, found {kind!r}")
         dtype = STORAGES.get(storage.__name__, UNTYPED)
         if key not in self.storages:
-            offset = self.archive.data_offset(f"data/{key}", numel * ITEM_SIZE[dtype])
+            offset = self.archive.data_offset(key, numel * ITEM_SIZE[dtype])
             self.storages[key] = StorageHeader(key, dtype, numel, offset)
         return self.storages[key]
 
@@ -530,7 +476,10 @@ class _Archive:
         self._zip = _open_zip(descriptor, path, span)
         (pickled,) = [name for name in self._zip.entries if name.count(b"/") == 1 and name.endswith(b"/data.pkl")]
         self._root = pickled.removesuffix(b"data.pkl")
-        self._stored: dict[bytes, stored_zip.Stored] = {}
+        data, entries = self._root + b"data/", self._zip.entries
+        self._stored = {
+            name: self._zip.stored(name) for name, entry in entries.items() if name.startswith(data) and entry.nbytes
+        }
         if self._root + b"byteorder" in self._zip.entries and self.record("byteorder") != b"little":
             raise NotReadError(f"{path} holds big-endian data, which is not read here")
 
@@ -542,28 +491,13 @@ class _Archive:
         """The data of a small record."""
         return self._zip.read(self._existing(name))
 
+    @property
     def storages(self) -> tuple[stored_zip.Stored, ...]:
-        data, entries = self._root + b"data/", self._zip.entries
-        self._stored = {
-            name: self._zip.stored(name) for name, entry in entries.items() if name.startswith(data) and entry.nbytes
-        }
         return tuple(self._stored.values())
 
-    def depending_on(self, stored: stored_zip.Stored, tail_at: int) -> tuple[tuple[tuple[int, int], ...], int]:
-        """The ranges after a record that depend on its data, and its checksum's offset, relative to `tail_at`."""
-        (name,) = (name for name, own in self._stored.items() if own == stored)
-        checksums = [self._zip.checksum_places(name)]
-        masks = []
-        of_all = self._root + OF_ALL_RECORDS
-        if of_all in self._zip.entries:
-            checksums.append(self._zip.checksum_places(of_all))
-            begin = self._zip.position(of_all)
-            masks.append((begin - tail_at, begin + self._zip.entries[of_all].nbytes - tail_at))
-        masks += [(place - tail_at, place - tail_at + 4) for places in checksums for place in places]
-        return tuple(masks), checksums[0][0] - tail_at
-
-    def data_offset(self, name: str, nbytes: int) -> int:
-        """The offset of a record's bytes. Checks their number."""
+    def data_offset(self, key: str, nbytes: int) -> int:
+        """The offset of a storage's bytes. Checks their number."""
+        name = f"data/{key}"
         full = self._existing(name)
         found = self._zip.entries[full].nbytes
         if found != nbytes:

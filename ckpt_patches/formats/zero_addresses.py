@@ -79,7 +79,7 @@ def _fragments(sizes: Mapping[str, int], first: int, size: int) -> Fragments:
 
 
 def with_momentum(
-    ranks: Sequence[Sequence[Partition]], shapes: Mapping[str, Shape], *, all_share: bool = True
+    ranks: Sequence[Sequence[Partition]], shapes: Mapping[str, Shape], *, all_share: bool
 ) -> list[tuple[Partition, ...]]:
     """Add the addresses in Muon's momentum to all data-parallel ranks' partitions.
 

@@ -163,7 +163,7 @@ class _Reader:
         return [wanted for _, wanted in found]
 
     def _read(self, name: str) -> TorchFile:
-        found = torch_file.read(self.folder.path / name, trust=self.trust, checksums=True)
+        found = torch_file.read(self.folder.path / name, trust=self.trust)
         if not isinstance(found.value, dict):
             raise UserError(f"{found.path}: expected a dict in it, found {type(found.value).__name__}")
         return found
@@ -263,9 +263,9 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
 
     ranks = reader.ranks(partial(_check_rank, {**known, **local}, dp_degree), pp_degree, tp_degree)
     _check_groups_of_stages(reader)
-    if zero_addresses.is_round_robin(read[0][1].get("ds_config")):
-        ranks = _in_written_order(reader, ranks, [reader.model(*one) for one in read])
-    ranks = _with_momentum(ranks, dp_degree, [reader.model(*one) for one in read], all_share=not known and not local)
+    parsed = tuple(reader.model(*one) for one in read)
+    is_round_robin = zero_addresses.is_round_robin(read[0][1].get("ds_config"))
+    ranks = _addressed(folder, ranks, parsed, is_round_robin=is_round_robin, all_share=not known and not local)
     others = [reader.read(name)[0] for name in folder.starting_with("mp") if name not in names]
     kept = experts.shortened(layers)
     return Checkpoint(
@@ -276,7 +276,7 @@ def _stage_1_and_2(reader: _Reader, stage: int, first: Mapping[str, Any], inject
         dp_degree=dp_degree,
         files=tuple(reader.files),
         ranks=ranks,
-        models=tuple(reader.model(*one) for one in read),
+        models=parsed,
         copied=(*(index for index, _ in read if not layers), *others, *(index for index, _ in of_experts)),
         info=_info(models[0][0], read[0][1], inject_missing_state or tp_degree == 1),
         optimizer_state=_common(first, dp_degree),
@@ -299,40 +299,18 @@ def _check_groups_of_stages(reader: _Reader) -> None:
                 )
 
 
-def _in_written_order(reader: _Reader, ranks: Sequence[Rank], models: Sequence[ModelFile]) -> tuple[Rank, ...]:
-    """The ranks with corrected addresses of a `round_robin_gradients` run."""
-    where = str(reader.folder.path)
-    return _readdressed(
-        ranks,
-        reader.folder.dp_degree,
-        models,
-        lambda own, model: zero_addresses.in_written_order(own, model.shapes, where),
-    )
-
-
-def _with_momentum(
-    ranks: Sequence[Rank], dp_degree: int, models: Sequence[ModelFile], *, all_share: bool
+def _addressed(
+    folder: Folder, ranks: Sequence[Rank], models: Sequence[ModelFile], *, is_round_robin: bool, all_share: bool
 ) -> tuple[Rank, ...]:
-    """The ranks with addresses in Muon's momentum."""
-
-    def addressed(own: Sequence[Sequence[Partition]], model: ModelFile) -> list[tuple[Partition, ...]]:
-        shapes = {name: shape for group in model.shapes for name, shape in group.items()}
-        return zero_addresses.with_momentum(own, shapes, all_share=all_share)
-
-    return _readdressed(ranks, dp_degree, models, addressed)
-
-
-def _readdressed(
-    ranks: Sequence[Rank],
-    dp_degree: int,
-    models: Sequence[ModelFile],
-    change: Callable[[Sequence[Sequence[Partition]], ModelFile], list[tuple[Partition, ...]]],
-) -> tuple[Rank, ...]:
-    """The ranks with partitions from `change`, called for each model. Models and ranks are in the order pp, tp."""
+    """The ranks with correct addresses, also in Muon's momentum. Models and ranks are in the order pp, tp."""
     found: list[Rank] = []
     for number, model in enumerate(models):
-        own = ranks[number * dp_degree : (number + 1) * dp_degree]
-        partitions = change([rank.partitions for rank in own], model)
+        own = ranks[number * folder.dp_degree : (number + 1) * folder.dp_degree]
+        partitions = [rank.partitions for rank in own]
+        if is_round_robin:
+            partitions = zero_addresses.in_written_order(partitions, model.shapes, str(folder.path))
+        shapes = {name: shape for group in model.shapes for name, shape in group.items()}
+        partitions = zero_addresses.with_momentum(partitions, shapes, all_share=all_share)
         found += [replace(rank, partitions=new) for rank, new in zip(own, partitions, strict=True)]
     return tuple(found)
 

@@ -40,7 +40,7 @@ def _looked_at(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_rank(file: TorchFile, optimizer: Mapping[str, Any], state: RankState) -> RankFacts:
-    """The facts in a rank's file that was read with checksums."""
+    """The facts in a rank's file."""
     base = optimizer["optimizer_state_dict" if state.stage > 2 else "base_optimizer_state"]
     crcs = distinctive_checksums(file)
     groups, checksums = [], []

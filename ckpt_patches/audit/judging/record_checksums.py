@@ -1,6 +1,5 @@
 """Compare the checksums that a checkpoint's files hold with those of the bytes read."""
 
-import os
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -49,9 +48,6 @@ def wrong(expected: Iterable[Record], pieces: Iterable[PartRead]) -> Iterator[Re
 
 def update_checksum(record: Record) -> None:
     """Compute the checksum of a record's current bytes and write it into its zip."""
-    descriptor = os.open(record.path, os.O_RDWR)
-    try:
+    with open(record.path, "r+b") as file:
         stored = stored_zip.Stored(record.offset, record.nbytes, record.crc)
-        stored_zip.update_checksum(descriptor, record.zip, stored)
-    finally:
-        os.close(descriptor)
+        stored_zip.update_checksum(file.fileno(), record.zip, stored)

@@ -93,22 +93,20 @@ def _check_models(found: Checkpoint, models: list[ModelFacts], names: Collection
     found.findings += tensor_streams.findings(problems if models else [])
 
 
-def _check_groups(found: Checkpoint, optimizer: Any, counts: list[int], of_adam: Set[int | None]) -> None:
+def _check_groups(found: Checkpoint, optimizer: Mapping[str, Any], counts: list[int], of_adam: Set[int | None]) -> None:
     """Check that the param groups are valid, and as many as the models state. A load fails without them.
 
     `of_adam` are the groups with parameters that have Adam's moments; None is an unknown group.
     """
-    value = _own(optimizer)
     groups = [group for group in _listed(optimizer) if isinstance(group, dict)]
     if not groups:
         found.findings.append(Finding(damages.MISSING_STATE, COMMON[0], detail="the param groups are in no file"))
         return
     wrong = [*settings.not_groups(groups), *settings.not_numbers(groups)]
-    keys = set(value)
-    is_flat = "partition_count" in keys  # stages 1 and 2; the models of stage 3 list shapes per sub-group
+    is_flat = "partition_count" in optimizer  # stages 1 and 2; the models of stage 3 list shapes per sub-group
     if is_flat and (count := max(counts, default=0)) > len(groups):
         wrong.append(f"{len(groups)} param groups, and the model has {count}")
-    if is_flat and "ds_version" not in keys:
+    if is_flat and "ds_version" not in optimizer:
         wrong.append("no ds_version beside them, without which no load begins")
     wrong += [
         f"group {n} has no betas, and moments of Adam"
@@ -120,11 +118,13 @@ def _check_groups(found: Checkpoint, optimizer: Any, counts: list[int], of_adam:
     found.findings += [Finding(damages.UNUSUAL, "param_groups", detail=what) for what in unlike]
 
 
-def _check_stage_3(found: Checkpoint, optimizer: Any, names: Set[str], counted: Set[int]) -> None:
+def _check_stage_3(found: Checkpoint, optimizer: Mapping[str, Any], names: Set[str], counted: Set[int]) -> None:
     """Check the first group's state and set the step from it. A stage 3 load takes step and state names from there."""
-    first, path = _state_of_first_group(optimizer), _common(found)
+    states, path = optimizer.get("state"), _common(found)
     if path is None:
         return
+    first = states.get(0) if isinstance(states, dict) else None
+    first = first if isinstance(first, dict) else {}
     is_adam = "exp_avg_sq" in names and not any(isinstance(own, dict) and "step" in own for own in _listed(optimizer))
     for name in sorted(({*names, "step"} if is_adam else names) - first.keys()):
         detail = f"no {name:.100} in the state of the first group, of which a load takes it"
@@ -133,12 +133,6 @@ def _check_stage_3(found: Checkpoint, optimizer: Any, names: Set[str], counted: 
     if found.step is not None and counted and found.step not in counted:
         detail = f"the engine has counted {max(counted)} steps, the optimizer {found.step}"
         found.findings.append(Finding(damages.UNUSUAL, COMMON[0], detail=detail))
-
-
-def _state_of_first_group(optimizer: Any) -> dict[str, Any]:
-    states = _own(optimizer).get("state")
-    first = states.get(0) if isinstance(states, dict) else None
-    return first if isinstance(first, dict) else {}
 
 
 def _check_steps(found: Checkpoint, steps: Mapping[str, float | None], groups: Mapping[str, int | None]) -> None:
@@ -214,21 +208,17 @@ def _common(found: Checkpoint) -> Path | None:
     return next((found.path / place for place in COMMON if (found.path / place).exists()), None)
 
 
-def _optimizer(found: Checkpoint) -> Any:
-    """The value of that file; None if it is missing or cannot be read."""
+def _optimizer(found: Checkpoint) -> dict[str, Any]:
+    """The optimizer's state dict in that file; empty if it is missing or cannot be read."""
     path = _common(found)
-    return tensor_streams.read(path, found) if path else None
+    value = tensor_streams.read(path, found) if path else None
+    own = value.get("optimizer_state_dict", value) if isinstance(value, dict) else None
+    return own if isinstance(own, dict) else {}
 
 
-def _own(optimizer: Any) -> dict[str, Any]:
-    """The optimizer's state dict in that value."""
-    value = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, dict) else None
-    return value if isinstance(value, dict) else {}
-
-
-def _listed(optimizer: Any) -> list[Any]:
+def _listed(optimizer: Mapping[str, Any]) -> list[Any]:
     """The param groups."""
-    groups = _own(optimizer).get("param_groups")
+    groups = optimizer.get("param_groups")
     return list(groups) if isinstance(groups, (list, tuple)) else []
 
 
