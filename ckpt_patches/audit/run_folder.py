@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_patches.audit.readers.formats import HAS_OTHERS_BELOW, reader_of
-from ckpt_patches.errors import UserError
 from ckpt_patches.formats.megatron_torch import is_without_distributed_optimizer
 from ckpt_patches.formats.torch_dist import INDEX
 from ckpt_patches.formats.zarr import METADATA
@@ -43,14 +42,8 @@ def save_of(checkpoint: Path) -> Path:
 
 
 def saves(path: Path) -> Iterator[Path]:
-    """The saves in a folder: itself, those below it, and missing ones that its trackers name. Visits each folder once.
-
-    Raises:
-        UserError: the path is not a folder.
-    """
-    if not path.is_dir():
-        raise UserError(f"{path}: expected a checkpoint or a folder of checkpoints, found no folder")
-    yield from _saves(path, set())
+    """The saves in a folder: itself, those below it, and missing ones that trackers name. Visits each folder once."""
+    return _saves(path, set())
 
 
 def _saves(path: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:

@@ -49,7 +49,6 @@ class View:
         self.shard, self.data_parallel, self.found = shard, found.data_parallel, found
         self.runs, self.is_cut, self.tallies = odd
         self.least = max(PADDING, ALIGNMENT * (self.data_parallel or 1)) if shard.has_odd_padding else 1  # elements
-        self.step, self.beta1 = found.step, found.beta1
         self.repaired = {edge for moments in found.repaired_in(shard) for edge in moments}
         self.has_remainders = blocks.UNROUNDED in self.tallies and remainders.are_in(shard)
         ends, reach = {0, shard.numel}, 2 * shard.row
@@ -83,7 +82,8 @@ class View:
 
     def _decayed(self) -> set[Hole]:
         """Holes of rows whose first moment can have decayed to zero, long before the square does."""
-        if self.step is not None and float(self.beta1 or 0.9) ** self.step >= LEAST_NORMAL:
+        step = self.found.step
+        if step is not None and float(self.found.beta1 or 0.9) ** step >= LEAST_NORMAL:
             return set()
         rows = Rows([(h.outer_begin, h.outer_end) for h in self.holes[EXP_AVG]], self.shard.row, self.repaired)
         return {hole for hole in self.holes[EXP_AVG] if rows.has(hole.outer_begin, hole.outer_end)}

@@ -4,7 +4,7 @@ The page is one self-contained file without scripts.
 """
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckpt_patches import __version__
@@ -18,6 +18,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.durable import replace_durably
 from ckpt_patches.runtime.units import in_bytes
 
+HEADS = ("Verdict", "Checkpoint", "Format", "Size", "Step", "Ranks")
 FEW = 12  # findings of a checkpoint; more are collapsed
 LENGTH = 1000  # SVG units of a bar's width, which is that of the page
 # The CSS class of each verdict, worst first.
@@ -114,7 +115,7 @@ def page(reports: list[Report], made: str) -> str:
         "main",
         element("h1", title),
         element("p", by, class_="soft"),
-        _verdicts(reports),
+        _table(HEADS, (_row(number, report) for number, report in enumerate(reports))),
         *(_checkpoint(number, report, reports) for number, report in enumerate(reports)),
     )
     return f'<!doctype html>\n<html lang="en">{head}<body>{body}</body></html>\n'
@@ -127,9 +128,7 @@ def headline(reports: list[Report]) -> str:
     return f"{len(reports)} checkpoint{'s' * (len(reports) != 1)}: {', '.join(counts)}"
 
 
-def _verdicts(reports: list[Report]) -> Markup:
-    heads = ("Verdict", "Checkpoint", "Format", "Size", "Step", "Ranks")
-    rows = [_row(number, report) for number, report in enumerate(reports)]
+def _table(heads: Iterable[str], rows: Iterable[Markup]) -> Markup:
     head = element("tr", *(element("th", head, scope="col") for head in heads))
     return element("div", element("table", element("thead", head), element("tbody", *rows)), class_="wide")
 
@@ -255,18 +254,13 @@ def _findings(report: Report, given: Recommendation) -> Iterator[Markup]:
 def _kind(kind: FindingKind, findings: list[Finding], step: Step, *, is_open: bool) -> Markup:
     severity = element("span", kind.severity, class_=SEVERITIES[kind.severity])
     places = f", {len(findings):,} place{'s' * (len(findings) != 1)}"
-    head = element(
-        "tr", *(element("th", head, scope="col") for head in ("Array or file", "Shard", "Elements", "Detail"))
-    )
     return element(
         "details",
         element("summary", severity, " ", element("code", kind.name), places),
         element("p", element("strong", "What it means: "), _with_code(kind.meaning), "."),
         element("p", element("strong", "What to do: "), _with_code(step.what), "."),
         *([element("pre", element("code", step.command))] if step.command else []),
-        element(
-            "div", element("table", element("thead", head), element("tbody", *map(_finding, findings))), class_="wide"
-        ),
+        _table(("Array or file", "Shard", "Elements", "Detail"), map(_finding, findings)),
         open=True if is_open else None,
     )
 
