@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,8 @@ def _read_model_rank(
     label = f"mp_rank_{model_rank:02d}" if len(info) and info.get("mp_world_size", 1) > 1 else ""
     stage = files[0].state.stage
     stated = _shapes(info)
-    shapes = stated or _shapes_of_weights(info, files) or weights.shapes_in_layers(files, model_rank)
+    trained = {name for file in files for partition in file.state.partitions for name in partition.fragments}
+    shapes = stated or _shapes_of_weights(info, trained) or weights.shapes_in_layers(trained, model_rank)
     parameters = (
         _stage3(found, files, shapes)
         if stage > 2
@@ -148,20 +149,23 @@ def _read_model_rank(
     experts = {(match[1], match[2]) for name, _ in parameters if (match := zero_experts.LOCAL.fullmatch(name))}
     local = Counter(layer for layer, _ in experts)
     for (name, of_experts), parameter in parameters.items():
-        numel = sum(part.numel for part in parameter.ranks)
-        if of_experts:
-            more = weights.of_expert(name, of_experts, model_rank, local, parameter.shape) if stage < 3 else {}
-            _add_experts(found, name, ", ".join(filter(None, (label, of_experts))), parameter, numel, more)
-        elif not parameter.shape_is_known and (zero_inventory.is_expert(name) or not stated):
-            found.findings.append(Finding(damages.NOT_JUDGED, name, label, detail="no file has its shape"))
-        elif numel != math.prod(parameter.shape):
-            detail = f"{numel} elements in all fragments, {math.prod(parameter.shape)} in the model's shape"
-            found.findings.append(Finding(damages.FRAGMENTS, name, label, detail=detail))
+        numel, expected = sum(part.numel for part in parameter.ranks), math.prod(parameter.shape)
+        where = ", ".join(filter(None, (label, of_experts)))  # expert-parallel ranks use one name for different experts
+        is_known = bool(of_experts) or parameter.shape_is_known
+        if not is_known and (zero_inventory.is_expert(name) or not stated):
+            found.findings.append(Finding(damages.NOT_JUDGED, name, where, detail="no file has its shape"))
+        elif numel != expected:
+            kind = damages.NOT_JUDGED if of_experts else damages.FRAGMENTS
+            what = "the fragments of an expert" if of_experts else "all fragments"
+            detail = f"{numel} elements in {what}, {expected} in the model's shape"
+            found.findings.append(Finding(kind, name, where, detail=detail))
         else:
             streams = _streams(name, parameter)
-            if stage < 3:  # at stage 3 a rank has only a part
+            if stage < 3 and of_experts:
+                streams |= weights.of_expert(name, of_experts, model_rank, local, parameter.shape)
+            elif stage < 3:  # at stage 3 a rank has only a part
                 streams |= weights.of(name, model_rank, parameter.shape)
-            found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
+            found.shards.append(Shard(name, where, parameter.shape, streams, _owners(parameter)))
         found.shards += _further(name, label, parameter)
     return files
 
@@ -221,9 +225,8 @@ class _Weights:
         own = tensor_streams.weight(self.found, path, name, value, shape)
         return {WEIGHT: own} if own else {}
 
-    def shapes_in_layers(self, files: Iterable[RankFile], model_rank: int) -> list[dict[str, Shape]]:
+    def shapes_in_layers(self, trained: Iterable[str], model_rank: int) -> list[dict[str, Shape]]:
         """Of the trained parameters of a pipeline: without ZeRO no file of its model states them."""
-        trained = {name for file in files for partition in file.state.partitions for name in partition.fragments}
         places = zero_pipeline.places(dict.fromkeys(trained, ()), self.layers, model_rank)
         held = {name: (self.layers.get(place.file) or {}).get(place.key) for name, place in places.items()}
         return [{name: tuple(weight.shape) for name, weight in held.items() if isinstance(weight, TensorHeader)}]
@@ -254,9 +257,8 @@ def _shapes(info: Mapping[str, Any]) -> list[dict[str, Shape]]:
     return [{name: tuple(shape) for name, shape in group.items()} for group in info.get("param_shapes") or []]
 
 
-def _shapes_of_weights(info: Mapping[str, Any], files: Iterable[RankFile]) -> list[dict[str, Shape]]:
+def _shapes_of_weights(info: Mapping[str, Any], trained: Set[str]) -> list[dict[str, Shape]]:
     """The shapes of trained parameters, from their weights. With experts, older releases save no `param_shapes`."""
-    trained = {name for file in files for partition in file.state.partitions for name in partition.fragments}
     if not any(map(zero_inventory.is_expert, trained)):
         return []
     module = info.get("module")
@@ -287,18 +289,6 @@ def _partitions(files: list[RankFile], parameters: dict[Key, Parameter]) -> Iter
         for number, partition in enumerate(file.state.partitions):
             for flat in partition.states.values() if number in groups else ():
                 yield Extent(str(file.path), flat.offset, flat.numel * ITEM_SIZE[flat.type.dtype])
-
-
-def _add_experts(
-    found: Checkpoint, name: str, label: str, parameter: Parameter, numel: int, weights: dict[str, Stream]
-) -> None:
-    """Add the shard of an expert's parameter. Each expert-parallel rank uses the same name for its own."""
-    if numel == math.prod(parameter.shape):
-        streams = _streams(name, parameter) | weights
-        found.shards.append(Shard(name, label, parameter.shape, streams, _owners(parameter)))
-        return
-    detail = f"{numel} elements in the fragments of an expert, {math.prod(parameter.shape)} in the model's shape"
-    found.findings.append(Finding(damages.NOT_JUDGED, name, label, detail=detail))
 
 
 def _rank_file(found: Checkpoint, rank: int, path: Path) -> RankFile | None:
