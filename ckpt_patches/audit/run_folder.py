@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_patches.audit.readers.formats import HAS_OTHERS_BELOW, reader_of
+from ckpt_patches.formats import dcp
 from ckpt_patches.formats.megatron_torch import is_without_distributed_optimizer
 from ckpt_patches.formats.torch_dist import INDEX
 from ckpt_patches.formats.zarr import METADATA
@@ -19,7 +20,6 @@ MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 TRACKERS = ("latest", "latest_universal", MEGATRON_TRACKER)
 LONGEST_NAME = 255  # bytes, of a folder's name and of a tracker's content
 UNFINISHED = ".unfinished"  # suffix of a folder that a tool of this package has not finished
-ITERATION = re.compile(r"iter_\d{7,}")
 OF_VERL = re.compile(r"global_step_\d{1,15}")
 NAMED = re.compile(r"iter_\d{7,}|global_step\d+\w*")
 # Files and folders in saves of the known formats.
@@ -122,7 +122,7 @@ def is_other_save(path: Path) -> bool:
     if is_without_distributed_optimizer(path):
         return True
     if INDEX in names:
-        return ITERATION.fullmatch(path.name) is None
+        return dcp.ITERATION.fullmatch(path.name) is None
     is_known = any(PARTS.fullmatch(name) or (path / name / METADATA).exists() for name in names)
     return NAMED.fullmatch(path.name) is not None and not is_known and any((path / n).is_file() for n in names)
 

@@ -11,15 +11,7 @@ from typing import Any
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.readers import tensor_streams, zero_reader
-from ckpt_patches.audit.readers.checkpoint import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    Checkpoint,
-    Shard,
-    first_beta,
-    last_step,
-)
+from ckpt_patches.audit.readers.checkpoint import MASTER, MOMENTS, Checkpoint, Shard, first_beta, last_step
 from ckpt_patches.formats import optimizer_inventory, zero, zero_facts, zero_inventory
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile, tensors_in
 from ckpt_patches.formats.zero_inventory import (
@@ -31,7 +23,6 @@ from ckpt_patches.formats.zero_inventory import (
     taken_steps,
 )
 
-MOMENTS = {EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
 INNER = "optimizer_state_dict"
 SCALE = ("dynamic_loss_scale", "cur_scale", "cur_iter")
 DYNAMIC = ("last_overflow_iter", "scale_factor", "scale_window")
@@ -202,7 +193,7 @@ def _shard(
 ) -> Iterator[Shard]:
     """The arrays of one parameter, or of a flattened group, if all have the same number of elements."""
     name = f"optimizer.{number!s:.50}"
-    tensors = {role: state.get(key) for role, key in MOMENTS.items()}
+    tensors = {role: state.get(role) for role in MOMENTS}
     if type(number) is int and 0 <= number < len(masters):
         tensors[MASTER] = masters[number]
     streams = tensor_streams.streams(found, path, name, tensors)
