@@ -114,7 +114,7 @@ class _Template:
         self.opcodes = opcodes  # kind of argument or "", and the bytes (empty if they differ)
         self.slots = sum(own == _FILL for _, own in opcodes)  # in the memo
         self.example: tuple[Any, ...] = ()
-        self.slots_of_example: range | None = None  # in the shortened pickle
+        self.slots_of_example = range(0)  # in the shortened pickle; empty if it is not there
         self.found = _Found(-1)
         self.steps: list[tuple[str, bytes, int]] = []  # equal bytes joined; with the number of slots filled before
         slots = 0
@@ -245,11 +245,6 @@ class Segment:
         if isinstance(part, tuple):
             return tuple(self.at(own, number) for own in part)
         return part if part is None or isinstance(part, (str, int)) else _Unmade()
-
-    @property
-    def slots_of_example(self) -> range:
-        assert self.template.slots_of_example is not None  # because it is in the shortened pickle
-        return self.template.slots_of_example
 
 
 class Loaded:
@@ -417,7 +412,7 @@ class _Shortened:
         if run is None or number >= run.end:
             return b"j%b" % (number - (run.more if run else 0)).to_bytes(4, "little")
         segment, own, slot = run.at(number)
-        example = segment.slots_of_example[slot].to_bytes(4, "little")
+        example = segment.template.slots_of_example[slot].to_bytes(4, "little")
         return b"j%bJ%b\x86Q" % (example, self._insert((segment, own)))
 
     def _run_before(self, number: int) -> Run | None:
@@ -442,7 +437,7 @@ class _Shortened:
         if self._fetched_of_runs > MOST_FETCHED:
             raise IrregularError("many objects that are fetched from runs")
         segment, own, slot = run.at(number)
-        return segment.at(self.memo[segment.slots_of_example[slot]], own)
+        return segment.at(self.memo[segment.template.slots_of_example[slot]], own)
 
     # Templates
 
@@ -474,7 +469,7 @@ class _Shortened:
         if run is None:
             return False
         used = [segment.template for segment in run.segments.values()]
-        new = [template for template in used if template.slots_of_example is None]
+        new = [template for template in used if not template.slots_of_example]
         made = [self._example(template) for template in new]
         filled = self.slots - self._more  # slots of the shortened pickle
         for template in new:

@@ -171,7 +171,7 @@ def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile
 
 
 _TENSORS: dict[bytes, TensorHeader] = {}  # by their pickle: an index has tens of thousands of chunks, and few shapes
-MOST_TENSORS = 4096
+MOST_TENSORS, LONGEST = 4096, 4096  # and bytes of a pickle
 
 
 def _value_within(archive: "_Archive") -> Any:
@@ -184,7 +184,7 @@ def _value_within(archive: "_Archive") -> Any:
     unpickler = _Unpickler(archive, trust=True)
     value = unpickler.load()
     is_alone = isinstance(value, TensorHeader) and not value.wrapping and len(unpickler.storages) == 1
-    if is_alone and len(_TENSORS) < MOST_TENSORS:
+    if is_alone and len(data) <= LONGEST and len(_TENSORS) < MOST_TENSORS:
         _TENSORS[data] = value
     return value
 

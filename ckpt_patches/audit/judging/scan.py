@@ -122,11 +122,8 @@ def scan(spans: list[Span], workers: int, progress: Callable[[int], object]) -> 
         workers = 1
     done = 0
     with RangedFiles() as files:
-        found = (
-            map(partial(look, files=files), spans)
-            if workers < 2
-            else in_order(partial(look, files=files), spans, workers)
-        )
+        own = partial(look, files=files)
+        found = map(own, spans) if workers < 2 else in_order(own, spans, workers)
         for span, part in zip(spans, found, strict=True):
             done += span.nbytes
             progress(done)
