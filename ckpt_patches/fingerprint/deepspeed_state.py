@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import distributed
 
 from ckpt_patches.fingerprint import deepspeed_others
 from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory
+from ckpt_patches.fingerprint.proof import rank_in
 from ckpt_patches.fingerprint.record import Settings, add_settings, settings_of
 from ckpt_patches.fingerprint.states import FROZEN, state_named
 from ckpt_patches.fingerprint.verdict import Key
@@ -101,13 +101,13 @@ def _frozen(engine: Any, flats: Iterable[Flat], names: Mapping[int, str], left_o
 
 
 def _frozen_parts(engine: Any, names: Mapping[int, str], params: Iterable[Any]) -> Iterator[Part]:
-    is_first = _rank(getattr(engine, "data_parallel_group", None)) == 0
+    is_first = rank_in(getattr(engine, "data_parallel_group", None)) == 0
     for param in params:
         values, shape, first, is_main = param.detach(), tuple(param.shape), 0, is_first
         if hasattr(param, "ds_tensor"):  # stage 3: each rank has a partition; those of the last ranks end with padding
             numel = param.partition_numel()
             shape, is_main = tuple(param.ds_shape), True
-            first = _rank(getattr(param, "ds_process_group", engine.optimizer.dp_process_group)) * numel
+            first = rank_in(getattr(param, "ds_process_group", engine.optimizer.dp_process_group)) * numel
             values = param.ds_tensor.detach()[: max(min(numel, param.ds_numel - first), 0)]
         box = Box((0,) * len(shape), shape, shape)
         main = is_main and not getattr(param, "ds_pipe_replicated", False)
@@ -117,7 +117,7 @@ def _frozen_parts(engine: Any, names: Mapping[int, str], params: Iterable[Any]) 
 
 def _parts(flat: Flat, own: Slice, name: str, engine: Any) -> Iterator[Part]:
     box = Box((0,) * len(own.shape), own.shape, own.shape)
-    is_first = flat.is_partition or _rank(getattr(engine, "data_parallel_group", None)) == 0
+    is_first = flat.is_partition or rank_in(getattr(engine, "data_parallel_group", None)) == 0
     main = is_first and not getattr(own.param, "ds_pipe_replicated", False)
     for state, tensor in _tensors(flat).items():
         if _is_alike(state, tensor, flat):
@@ -210,7 +210,7 @@ def _of_shares(optimizer: Any, groups: Any, partitions: Any, offsets: Any = None
     """Each group is one buffer of its parameters in flattened order; each rank has an equal partition of it."""
     for number, (params, partition) in enumerate(zip(groups, partitions, strict=True)):
         size = partition.numel()
-        begin = _rank(optimizer.real_dp_process_group[number]) * size
+        begin = rank_in(optimizer.real_dp_process_group[number]) * size
         places = offsets[number] if offsets else [own.at for own in _in_a_row(params)]
         slices = []
         for param, at in zip(params, places, strict=True):
@@ -227,7 +227,7 @@ def _of_stage_3(optimizer: Any) -> Iterator[Flat]:
         slices, at = [], 0
         for param in params:
             numel = param.partition_numel()
-            first = _rank(getattr(param, "ds_process_group", optimizer.dp_process_group)) * numel
+            first = rank_in(getattr(param, "ds_process_group", optimizer.dp_process_group)) * numel
             there = max(min(numel, param.ds_numel - first), 0)
             slices.append(Slice(param, tuple(param.ds_shape), first, there, at))
             at += numel
@@ -275,7 +275,3 @@ KINDS = {
     "fp32_groups_flat": _of_fused,
     "fp32_groups": _of_unfused,
 }
-
-
-def _rank(group: Any) -> int:
-    return distributed.get_rank(group) if distributed.is_initialized() else 0

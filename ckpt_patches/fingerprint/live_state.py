@@ -12,8 +12,7 @@ import torch
 
 from ckpt_patches.fingerprint import boxes, on_device
 from ckpt_patches.fingerprint.boxes import Box
-from ckpt_patches.fingerprint.element_hash import MODULUS
-from ckpt_patches.fingerprint.record import SAMPLE, Settings, State, sample_place
+from ckpt_patches.fingerprint.record import SAMPLE, Settings, sample_place
 from ckpt_patches.fingerprint.states import bits_of
 from ckpt_patches.fingerprint.verdict import Key, Total
 
@@ -49,33 +48,15 @@ class Live:
         return type(None), ()
 
 
-@dataclass
-class Sums:
-    """The sums over this rank's elements of one state."""
-
-    numel: int = 0
-    value: int = 0
-    whole: int = 0  # elements of the full parameter
-    dtype: str = ""
-    sample: dict[int, int] = field(default_factory=dict)  # bits by place
-
-    def as_state(self) -> State:
-        return State(self.numel, self.value, self.dtype, self.sample)
-
-    def as_total(self) -> Total:
-        return Total(self.numel, self.value, self.whole, self.dtype)
-
-
-def sums(parts: Iterable[Part], *, main: bool) -> dict[Key, Sums]:
-    """The sums over the elements of each state; with `main`, only of the first replicas, and with their samples."""
-    found: dict[Key, Sums] = {}
+def sums(parts: Iterable[Part], *, main: bool) -> dict[Key, Total]:
+    """The totals of this rank's elements of each state; with `main`, only of the first replicas, and with samples."""
+    found: dict[Key, Total] = {}
     for part in parts:
         if main and not part.main:
             continue
-        one = found.setdefault((part.parameter, part.state), Sums())
-        one.numel += len(part.values)
-        one.value = (one.value + _value(part)) % MODULUS
-        one.whole, one.dtype = math.prod(part.box.shape), _dtype(part.values)
+        whole, dtype = math.prod(part.box.shape), _dtype(part.values)
+        one = found.setdefault((part.parameter, part.state), Total(whole=whole, dtype=dtype))
+        one.add(len(part.values), _value(part))
         if main:
             one.sample.update(_sample(part))
     return found

@@ -3,7 +3,6 @@
 The record has it separately, under RUN: an optimizer is verified when it has loaded, and this state loads later.
 """
 
-import hashlib
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +11,8 @@ import numpy as np
 import torch
 from torch import distributed
 
-from ckpt_patches.fingerprint.record import SettingDifference, Settings, other_differences, plain_values
+from ckpt_patches.fingerprint.proof import rank_in
+from ckpt_patches.fingerprint.record import SettingDifference, Settings, digest, other_differences, plain_values
 from ckpt_patches.fingerprint.verdict import Besides
 
 RUN = "run"
@@ -24,7 +24,7 @@ EXPERTS = "expert-parallel-rng"  # name of the experts' state in the RNG state t
 
 def of_save(state_dict: Mapping[str, Any]) -> dict[str, Settings]:
     """This rank's run state while it saves this state dict."""
-    found = {LAYOUT: layout(), f"{RNG}{rank()}": rng_states()}
+    found = {LAYOUT: layout(), f"{RNG}{rank_in(None)}": rng_states()}
     if "args" in state_dict:
         found[POSITION] = position(state_dict["args"])
     if isinstance(scheduler := state_dict.get("opt_param_scheduler"), dict):
@@ -52,7 +52,9 @@ def of_load(saved: Mapping[str, Settings], args: Any) -> Besides:
     elif saved.get(LAYOUT) != layout():
         found.unproven["RNG states"] = f"saved in another layout, {_said(saved.get(LAYOUT, {}))}; now {_said(layout())}"
     else:
-        _compare_rng(found, saved.get(f"{RNG}{rank()}", {}), bool(getattr(args, "data_parallel_random_init", False)))
+        _compare_rng(
+            found, saved.get(f"{RNG}{rank_in(None)}", {}), bool(getattr(args, "data_parallel_random_init", False))
+        )
     return found
 
 
@@ -60,7 +62,7 @@ def _compare_rng(found: Besides, saved: Settings, all_are_saved: bool) -> None:
     live = rng_states()
     promised = {kind for kind in live if _is_saved(kind, all_are_saved)}
     differ = sorted(kind for kind in live if saved.get(kind) != live[kind])
-    wrong = [SettingDifference(f"{RNG}{rank()}", k, saved.get(k), live[k]) for k in differ if k in promised]
+    wrong = [SettingDifference(f"{RNG}{rank_in(None)}", k, saved.get(k), live[k]) for k in differ if k in promised]
     found.differences.extend(wrong)
     if not wrong:
         found.equal.append("RNG states")
@@ -78,10 +80,6 @@ def _compared(saved: Mapping[str, Settings], live: Mapping[str, Settings]) -> Be
 def position(args: Any) -> Settings:
     """The position in the data, from the arguments of Megatron-LM's scripts."""
     return {name: getattr(args, name) for name in COUNTERS if isinstance(getattr(args, name, None), int)}
-
-
-def rank() -> int:
-    return distributed.get_rank() if distributed.is_initialized() else 0
 
 
 def layout() -> Settings:
@@ -109,7 +107,7 @@ def _said(its: Settings) -> str:
 
 def rng_states() -> Settings:
     """Digests of this rank's random generators, by their purpose."""
-    return {kind: _digest(states) for kind, states in _generators()}
+    return {kind: digest(states, 8) for kind, states in _generators()}
 
 
 def _generators() -> Iterator[tuple[str, Any]]:
@@ -132,10 +130,6 @@ def _bytes(state: Any) -> Any:
     """The bytes of a generator or of its state."""
     state = state.get_state() if hasattr(state, "get_state") else state
     return state.cpu().numpy().tobytes() if isinstance(state, torch.Tensor) else state
-
-
-def _digest(states: Any) -> str:
-    return hashlib.blake2b(repr(states).encode(), digest_size=8).hexdigest()
 
 
 def _is_saved(kind: str, all_are_saved: bool) -> bool:

@@ -5,7 +5,6 @@ states to the first one, which broadcasts the merged record. A load sums two num
 exchange more only if a state is wrong.
 """
 
-import hashlib
 import logging
 import os
 import sys
@@ -19,7 +18,7 @@ from torch import distributed
 from ckpt_patches.errors import FingerprintError
 from ckpt_patches.fingerprint import record as records
 from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
-from ckpt_patches.fingerprint.live_state import Live, Part, Sums, blocks_of, sums
+from ckpt_patches.fingerprint.live_state import Live, Part, blocks_of, sums
 from ckpt_patches.fingerprint.record import RATE, SETTINGS, NotARecord, Record, SettingDifference
 from ckpt_patches.fingerprint.verdict import (
     Besides,
@@ -102,7 +101,7 @@ def log_nothing_proven(why: str) -> None:
 def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
     """Compare as `prove`, without logging or raising an error."""
     record, problem = _read(plain)
-    said = from_all((_digest(record), plain is not None), group)
+    said = from_all((records.digest(record.as_plain() if record else None), plain is not None), group)
     if len(set(said)) > 1:
         return Verdict(unproven={"the checkpoint": "its fingerprint is not the same on all ranks"}, recorded=True)
     if record is None:
@@ -133,10 +132,10 @@ class Odd(NamedTuple):
     lacks: set[str]  # names of non-parameter values that this rank lacks
 
 
-def _odd(live: Live, record: Record, found: Mapping[Key, Sums]) -> Odd:
+def _odd(live: Live, record: Record, found: Mapping[Key, Total]) -> Odd:
     known = {key: (one.whole, one.dtype) for key, one in found.items() if key in record.states}
     kinds = {key: kind for key, kind in known.items() if kind != (record.states[key].numel, record.states[key].dtype)}
-    besides = {key: one.as_total() for key, one in found.items() if key not in record.states}
+    besides = {key: one for key, one in found.items() if key not in record.states}
     settings = records.setting_differences(record.settings, live.settings, (*SETTINGS, RATE))
     settings += records.other_differences(record.others, live.others)
     lacks = record.others.keys() - live.others.keys()
@@ -161,11 +160,7 @@ def _read(plain: Any) -> tuple[Record | None, str]:
         return None, str(error)
 
 
-def _digest(record: Record | None) -> str:
-    return hashlib.blake2b(repr(record.as_plain() if record else None).encode(), digest_size=16).hexdigest()
-
-
-def _totals(record: Record, found: Mapping[Key, Sums], odd: Sequence[Odd], group: Any) -> dict[Key, Total]:
+def _totals(record: Record, found: Mapping[Key, Total], odd: Sequence[Odd], group: Any) -> dict[Key, Total]:
     """The totals over all ranks, for the record's states that any rank holds and for the additional live states."""
     known = list(record.states)
     table = np.array([(found[key].numel, found[key].value) if key in found else (0, 0) for key in known], np.uint64)
@@ -176,9 +171,7 @@ def _totals(record: Record, found: Mapping[Key, Sums], odd: Sequence[Odd], group
             totals[key] = Total(numel, value, *kinds.get(key, (record.states[key].numel, record.states[key].dtype)))
     for of_rank in odd:
         for key, one in of_rank.besides.items():
-            before = totals.get(key, Total(0, 0, one.whole, one.dtype))
-            value = (before.value + one.value) % MODULUS
-            totals[key] = Total(before.numel + one.numel, value, one.whole, one.dtype)
+            totals.setdefault(key, Total(whole=one.whole, dtype=one.dtype)).add(one.numel, one.value)
     return totals
 
 
@@ -228,6 +221,11 @@ def _displacements(part: Part, first: int, bits: Any, sample: Mapping[int, int])
 
 def alone(group: Any) -> bool:
     return not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size(group) == 1
+
+
+def rank_in(group: Any) -> int:
+    """This process's rank in a group; None: in the default one."""
+    return 0 if alone(group) else distributed.get_rank(group)
 
 
 def to_first(value: Any, group: Any) -> list[Any] | None:

@@ -1,5 +1,6 @@
 """The record of a checkpoint's own state: plain numbers and strings, stored with the common (not sharded) state."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,13 @@ class State(NamedTuple):
     value: int  # 64 bits, see element_hash
     dtype: str = "float32"  # dtype in the run
     sample: Mapping[int, int] = {}  # bits of some elements, by place
+
+    def added_to(self, before: "State | None") -> "State":
+        """The sum with other elements of the state; None: there are none yet."""
+        if before is None:
+            return self
+        value = (before.value + self.value) % (1 << 64)
+        return State(before.numel + self.numel, value, self.dtype, {**before.sample, **self.sample})
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,11 @@ def from_text(text: Any) -> Any:
     return plain
 
 
+def digest(value: Any, size: int = 16) -> str:
+    """A digest, of `size` bytes, of a value's text."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=size).hexdigest()
+
+
 def sample_place(numel: int) -> int:
     """The place of the first element of a state's sample."""
     return max(numel // 2 - SAMPLE // 2, 0)
@@ -110,9 +123,7 @@ def merged(records: Iterable[Record]) -> Record:
     others: dict[str, Settings] = {}
     for record in records:
         for key, part in record.states.items():
-            one = states.get(key, State(0, 0, part.dtype))
-            value = (one.value + part.value) % (1 << 64)
-            states[key] = State(one.numel + part.numel, value, part.dtype, {**one.sample, **part.sample})
+            states[key] = part.added_to(states.get(key))
         for parameter, its in record.settings.items():
             add_settings(settings, left_out, parameter, its)
         for what, its in record.others.items():

@@ -61,7 +61,7 @@ def saving(save: Method) -> Method:
     @functools.wraps(save)
     def with_record(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         notes = [holder.pop(NOTE) for holder in _holders(sharded_state_dict)]
-        if any(_of_all_ranks(bool(notes))):
+        if any(proof.from_all(bool(notes), None)):
             others = megatron_run.of_save(sharded_state_dict)
             record = proof.recorded(dataclasses.replace(_together(notes), others=others))
             sharded_state_dict[KEY] = {**record, megatron_run.RUN: record["others"], "others": {}}
@@ -76,7 +76,7 @@ def loading(load: Method) -> Method:
     @functools.wraps(load)
     def with_record(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         paths = list(_paths(sharded_state_dict))
-        wishes = _of_all_ranks(bool(paths))
+        wishes = proof.from_all(bool(paths), None)
         result = load(sharded_state_dict, *args, **kwargs)
         state_dict = result[0] if isinstance(result, tuple) else result
         record = state_dict.pop(KEY, None)
@@ -243,17 +243,6 @@ def _put(state_dict: Any, path: tuple[Any, ...], given: Given) -> None:
         return  # nothing was loaded there
     if isinstance(holder, dict):
         holder[NOTE] = given
-
-
-# Ranks
-
-
-def _of_all_ranks(value: bool) -> list[bool]:
-    if not distributed.is_initialized():
-        return [value]
-    found = [False] * distributed.get_world_size()
-    distributed.all_gather_object(found, value)
-    return found
 
 
 def _group_of(wishes: list[bool]) -> Any:

@@ -4,7 +4,6 @@ With FSDP every rank has a shard of every parameter. So only one of the ranks wi
 names, and the sums of the shards are reduced. Shards are sent one by one only for states that the sums cannot resolve.
 """
 
-import hashlib
 import json
 import math
 from collections import defaultdict
@@ -12,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import distributed
 
 from ckpt_patches.fingerprint import record
 from ckpt_patches.fingerprint.element_hash import MODULUS
 from ckpt_patches.fingerprint.live_state import Live, Part, sums
-from ckpt_patches.fingerprint.proof import alone, from_all, from_first, summed, to_first
+from ckpt_patches.fingerprint.proof import from_all, from_first, rank_in, summed, to_first
 from ckpt_patches.fingerprint.record import Record, State
 from ckpt_patches.fingerprint.verdict import Key
 
@@ -56,7 +54,7 @@ def recorded(own: Live, group: Any = None) -> str:
         place = _place(part)
         parts[place], mains[place], sizes[place[:2]] = _state(part), part.main, math.prod(part.box.shape)
     held = _held(parts, sizes)
-    rank = 0 if alone(group) else distributed.get_rank(group)
+    rank = rank_in(group)
     lists, first_of_all = _lists(held, rank, group)
     every = list(dict.fromkeys(one for listed in lists for one in listed))
     keys = list(dict.fromkeys(one.key for one in every))
@@ -66,7 +64,7 @@ def recorded(own: Live, group: Any = None) -> str:
     totals = dict(zip(keys, summed(_table(keys, parts, main), group).tolist(), strict=True))
     unclear = {key for key in keys if totals[key][0] != kinds[key].whole}
     rest = Record({}, own.settings, own.left_out, others=own.others)
-    digests = from_all(_digest(rest.as_plain()), group)
+    digests = from_all(record.digest(rest.as_plain()), group)
     sent = OfRank(
         {p[:2]: state.sample for p, state in parts.items() if main[p] and state.sample and p[:2] not in unclear},
         {p: state for p, state in parts.items() if p[:2] in unclear},
@@ -99,7 +97,7 @@ def _held(parts: Mapping[Place, State], sizes: Mapping[Key, int]) -> list[Held]:
 
 def _lists(held: list[Held], rank: int, group: Any) -> tuple[list[list[Held]], dict[Key, int]]:
     """The distinct lists of the ranks, each sent once, and by state the first rank that has all its elements."""
-    digests = from_all(_digest(held), group)
+    digests = from_all(record.digest(held), group)
     known = to_first(held if digests.index(digests[rank]) == rank else None, group)
     lists: list[list[Held] | None] = from_first(known, group)
     first: dict[Key, int] = {}
@@ -147,11 +145,5 @@ def _part_by_part(of_ranks: Sequence[Mapping[Place, State]]) -> tuple[dict[Key, 
                 differ.add(place[:2])
     states: dict[Key, State] = {}
     for place, part in once.items():
-        before = states.get(place[:2], State(0, 0, part.dtype))
-        value, sample = (before.value + part.value) % MODULUS, {**before.sample, **part.sample}
-        states[place[:2]] = State(before.numel + part.numel, value, part.dtype, sample)
+        states[place[:2]] = part.added_to(states.get(place[:2]))
     return {key: state for key, state in states.items() if key not in differ}, differ
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckpt_patches.fingerprint.element_hash import zeros
+from ckpt_patches.fingerprint.element_hash import MODULUS, zeros
 from ckpt_patches.fingerprint.record import RATE, Record, SettingDifference, State
 from ckpt_patches.runtime.units import in_bytes
 
@@ -18,13 +18,21 @@ ZEROS, ROUNDED, MOVED, ANOTHERS, SAME_SLICES = "zeros", "rounded", "moved", "ano
 MISSING, INCOMPLETE, SHARED, OTHER = "missing", "incomplete", "in another's memory", "other values"
 
 
-class Total(NamedTuple):
-    """The total of a state over all ranks, including replicas."""
+@dataclass
+class Total:
+    """The total of a state over one rank, or over all ranks, including replicas."""
 
-    numel: int
-    value: int  # modulo 2^64
-    whole: int  # elements of the full parameter in this run
-    dtype: str
+    numel: int = 0
+    value: int = 0  # modulo 2^64
+    whole: int = 0  # elements of the full parameter in this run
+    dtype: str = ""
+    sample: dict[int, int] = field(default_factory=dict)  # bits by place
+
+    def add(self, numel: int, value: int) -> None:
+        self.numel, self.value = self.numel + numel, (self.value + value) % MODULUS
+
+    def as_state(self) -> State:
+        return State(self.numel, self.value, self.dtype, self.sample)
 
 
 @dataclass(frozen=True)
