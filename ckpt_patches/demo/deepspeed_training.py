@@ -9,11 +9,10 @@ import argparse
 import contextlib
 import gc
 import inspect
-import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,16 +127,8 @@ class Tiny(torch.nn.Module):
 
 
 def engine(kind: str, ranks: int, universal: bool) -> Any:
-    torch.manual_seed(0)
-    model = Tiny()
-    model.ln.requires_grad_(kind != "stage3_frozen")
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    if kind in ONE_GROUP:
-        groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
-    return initialize(kind, ranks, model, groups, universal)
+    """A run of a kind, with one param group or two."""
+    return engine_of(f"{kind}-{1 if kind in ONE_GROUP else 2}", ranks, universal, seed=0)
 
 
 def engine_of(case: str, ranks: int, universal: bool, seed: int, **more: Any) -> Any:
@@ -145,6 +136,7 @@ def engine_of(case: str, ranks: int, universal: bool, seed: int, **more: Any) ->
     torch.manual_seed(seed)
     kind, _, number = case.rpartition("-")
     tiny = Tiny()
+    tiny.ln.requires_grad_(kind != "stage3_frozen")
     model = deepspeed.PipelineModule(layers_of(tiny), num_stages=1, loss_fn=loss) if kind == "pipeline" else tiny
     groups = [{**group, **more} for group in param_groups(model, tiny.scale, int(number))]
     return initialize(kind, ranks, model, groups, universal)
@@ -153,7 +145,7 @@ def engine_of(case: str, ranks: int, universal: bool, seed: int, **more: Any) ->
 def param_groups(model: Any, scale: torch.Tensor, number: int) -> list[dict[str, Any]]:
     """One to three groups with different learning rates and weight decays; the third has one element, `scale`."""
     if number == 1:
-        return [{"params": list(model.parameters()), "weight_decay": 0.01}]
+        return [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": 0.01}]
     others = [p for p in model.parameters() if p.dim() <= 1 and not (number == 3 and p is scale)]
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01, "lr": 1e-2},
@@ -210,36 +202,41 @@ def train_pipeline(run: Any, rank: int, ranks: int, first: int) -> list[float]:
 
 
 def state(run: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """The full main parameters and moments, gathered from the running optimizer, not from a file."""
-    parameters = {name: p for name, p in run.module.named_parameters() if p.requires_grad}
-    optimizer = run.optimizer
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):  # stage 1 and 2
-        return flattened_state(optimizer, {parameter: name for name, parameter in parameters.items()})
-    return {
-        name: {
-            "fp32": safe_get_full_fp32_param(parameter).clone(),
-            "exp_avg": safe_get_full_optimizer_state(parameter, "exp_avg").clone(),
-            "exp_avg_sq": safe_get_full_optimizer_state(parameter, "exp_avg_sq").clone(),
-        }
-        for name, parameter in parameters.items()
-    }
+    """The full main parameters and moments, by parameter."""
+    by_key = {key: full(run, key) for key in ("fp32", *MOMENTS)}
+    return {name: {key: own[name] for key, own in by_key.items()} for name in by_key["fp32"]}
 
 
-def flattened_state(optimizer: Any, names: dict[torch.Tensor, str]) -> dict[str, dict[str, torch.Tensor]]:
-    """Concatenate every group's equal partitions, and split them by the parameters' sizes."""
-    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names.values()}
-    for master, parameters in zip(
-        optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups, strict=True
-    ):
-        own = {"fp32": master.detach(), **optimizer.optimizer.state[master]}
-        for key in ("fp32", "exp_avg", "exp_avg_sq"):
-            partitions = [torch.empty_like(own[key]) for _ in range(torch.distributed.get_world_size())]
-            torch.distributed.all_gather(partitions, own[key].contiguous())
-            flat = torch.cat(partitions)
-            for parameter in parameters:
-                states[names[parameter]][key] = flat[: parameter.numel()].view(parameter.shape).clone()
-                flat = flat[parameter.numel() :]
-    return states
+def full(run: Any, key: str) -> dict[str, torch.Tensor]:
+    """The full main parameters (`fp32`), or a moment of each, gathered from the running optimizer, not from a file.
+
+    Where DeepSpeed flattens groups, they are split by the parameters' sizes, not by its links.
+    """
+    names, optimizer = names_of(run), run.optimizer
+
+    def own(master: torch.Tensor) -> torch.Tensor:
+        moments = optimizer.optimizer.state.get(master, {})
+        return master.detach() if key == "fp32" else moments.get(key, torch.full_like(master, torch.nan))
+
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        parameters = [parameter for parameter in names if parameter.requires_grad]
+        if key == "fp32":
+            return {names[parameter]: safe_get_full_fp32_param(parameter).clone() for parameter in parameters}
+        return {names[parameter]: safe_get_full_optimizer_state(parameter, key).clone() for parameter in parameters}
+    if hasattr(optimizer, "fp32_groups"):  # without ZeRO every rank has all of them
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        pairs = [pair for group in groups for pair in zip(*group, strict=True)]
+        return {names[parameter]: own(master).clone() for parameter, master in pairs}
+    flats = [(torch.cat(gathered(own(master).clone())), parameters) for master, parameters in flat_groups(run)]
+    return {names[parameter]: part for flat, parameters in flats for parameter, part in cut(flat, parameters)}
+
+
+def cut(flat: torch.Tensor, parameters: Iterable[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """The parameters and their elements, which are one after another in a flat tensor."""
+    at = 0
+    for parameter in parameters:
+        yield parameter, flat[at : at + parameter.numel()].view(parameter.shape).clone()
+        at += parameter.numel()
 
 
 def settings(run: Any) -> dict[str, Any]:
@@ -258,16 +255,12 @@ def not_equal(expected: dict[str, dict[str, torch.Tensor]], found: dict[str, dic
 def snapshot(run: Any) -> dict[str, Any]:
     """All that the next steps depend on: full weights, main parameters and moments, and other state."""
     optimizer = run.optimizer
-    if hasattr(optimizer, "fp16_partitioned_groups"):
-        states = partitioned(run)
-    elif hasattr(optimizer, "fp32_groups"):
-        states = unflattened(run)
-    else:
-        states = flattened(run)
-    inner = optimizer.optimizer
+    states: dict[str, Any] = {f"{name}.weight": weight for name, weight in weights(run).items()}
+    for key in ("fp32", *MOMENTS):
+        states |= {f"{name}.{key}": value for name, value in full(run, key).items()}
     for number, group in enumerate(groups_of(run)):
         states[f"group {number}"] = {key: value for key, value in group.items() if key != "params"}
-    steps = {float(own["step"]) for own in inner.state.values() if "step" in own}
+    steps = {float(own["step"]) for own in optimizer.optimizer.state.values() if "step" in own}
     states["steps"] = sorted(set().union(*gathered(steps)))
     states["counters"] = [run.global_steps, run.global_samples, run.skipped_steps]
     states["scale"] = [getattr(optimizer, "loss_scale", None), getattr(scaler_of(optimizer), "cur_iter", None)]
@@ -285,49 +278,12 @@ def scaler_of(optimizer: Any) -> Any:
     return getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", optimizer))
 
 
-def partitioned(run: Any) -> dict[str, Any]:
-    states: dict[str, Any] = {}
-    for name, parameter in run.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            states[f"{name}.weight"] = parameter.detach().clone()
-        if not parameter.requires_grad:
-            continue
-        states[f"{name}.fp32"] = safe_get_full_fp32_param(parameter).clone()
-        for key in MOMENTS:
-            states[f"{name}.{key}"] = safe_get_full_optimizer_state(parameter, key).clone()
-    return states
-
-
-def unflattened(run: Any) -> dict[str, Any]:
-    """The states at stage 0, where every rank has all of them."""
-    names, states = names_of(run), {}
-    optimizer = run.optimizer
-    for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-        for parameter, master in zip(parameters, masters, strict=True):
-            own = {"weight": parameter, "fp32": master, **optimizer.optimizer.state[master]}
-            for key in ("weight", "fp32", *MOMENTS):
-                states[f"{names[parameter]}.{key}"] = own[key].detach().clone()
-    return states
-
-
-def flattened(run: Any) -> dict[str, Any]:
-    """Concatenate every group's equal partitions, and split them by the parameters' sizes, not by the links."""
-    names = names_of(run)
-    states: dict[str, Any] = {f"{name}.weight": p.detach().clone() for p, name in names.items()}
-    for master, parameters in flat_groups(run):
-        own = {"fp32": master.detach(), **run.optimizer.optimizer.state.get(master, {})}
-        for key in ("fp32", *MOMENTS):
-            flat = torch.cat(gathered(own.get(key, torch.full_like(master, torch.nan)).clone()))
-            for parameter in parameters:
-                states[f"{names[parameter]}.{key}"] = flat[: parameter.numel()].view(parameter.shape).clone()
-                flat = flat[parameter.numel() :]
-    return states
-
-
 def flat_groups(run: Any) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     """This rank's partition of each group's flat main parameters, and the group's parameters."""
     optimizer = run.optimizer
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
+        masters, groups = optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups
+    elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # stages 1 and 2
         masters, groups = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
     else:  # BF16_Optimizer
         masters, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
@@ -483,12 +439,46 @@ def load_weights(rank: int, folder: Path, case: str, ranks: int, options: dict[s
     loaded.load_checkpoint(str(folder), tag=TAG, **options)
     found = weights(loaded)
     wrong = on_any_rank(differences(found, saved))
-    stale = on_any_rank(differences(masters(loaded), {name: weight.float() for name, weight in found.items()}))
+    stale = on_any_rank(differences(full(loaded, "fp32"), {name: weight.float() for name, weight in found.items()}))
     if numbers(deepspeed.__version__) < (0, 13) and loaded.zero_optimization():
         stale = []  # there, loads without states never update main parameters
     if not wrong and not stale:
         return ""
     return f"{len(wrong)} of {len(saved)} weights are not those saved, {len(stale)} masters not the weights; no error"
+
+
+def show_universal_weights_alone(*every: str) -> None:
+    """A demonstration: load only the weights of a universal checkpoint, on 2 and on 3 ranks."""
+    allow_pickles()
+
+    def run(folder: Path) -> str:
+        found = [
+            results(load_universal_weights, ranks, folder / case / str(ranks), case, ranks)[0]
+            for ranks in demo.cases((2, 3))
+            for case in demo.cases(every)
+        ]
+        return next(filter(None, found), "")
+
+    demo.show(run, "weights and masters are loaded, and nothing else")
+
+
+def load_universal_weights(rank: int, folder: Path, case: str, ranks: int) -> str:
+    """Load only the weights into a new run. Returns wrong weights and unexpected changes, or "" if none."""
+    saved, _ = train_and_save(rank, folder, case, ranks)
+    convert(folder)
+    for asked in ({"load_optimizer_states": False}, {"load_module_only": True}):
+        run = engine_of(case, ranks, universal=True, seed=1)
+        before = settings(run)
+        run.load_checkpoint(str(folder), tag=UNIVERSAL, **asked)
+        found = {"weight": weights(run), "fp32": full(run, "fp32")}
+        wrong = [
+            f"{name}.{key}" for key, own in found.items() for name in own if not same(own[name], saved[f"{name}.{key}"])
+        ]
+        wrong = on_any_rank(wrong)
+        states = on_any_rank([key for own in run.optimizer.optimizer.state.values() for key in own])
+        if wrong or states or settings(run) != before:
+            return f"{next(iter(asked))}: weights {wrong}, states {states} or settings are not as asked for; no error"
+    return ""
 
 
 def weights(run: Any) -> dict[str, torch.Tensor]:
@@ -498,16 +488,6 @@ def weights(run: Any) -> dict[str, torch.Tensor]:
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             found[name] = parameter.detach().clone()
     return found
-
-
-def masters(run: Any) -> dict[str, torch.Tensor]:
-    """The full fp32 parameters of an optimizer without moments."""
-    if hasattr(run.optimizer, "fp32_groups"):
-        names = names_of(run)
-        groups = zip(run.optimizer.fp16_groups, run.optimizer.fp32_groups, strict=True)
-        pairs = [pair for group in groups for pair in zip(*group, strict=True)]
-        return {names[parameter]: master.detach().clone() for parameter, master in pairs}
-    return {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in run.module.named_parameters()}
 
 
 def train_and_save(rank: int, folder: Path, case: str, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -649,15 +629,9 @@ def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:
 
 
 def on_ranks(args: argparse.Namespace) -> None:
-    """Run `args.work(rank, args)` on `args.ranks` processes, and wait for all."""
-    port = free_port()
-    prepare()
-    # Fork the ranks, so that torch and DeepSpeed are imported only once.
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank_main, args=(rank, port, args)) for rank in range(args.ranks)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    failed = [process.exitcode for process in ranks if process.exitcode]
-    assert not failed, failed
+    """Run `args.work(rank, args)` on `args.ranks` processes.
+
+    Raises:
+        RankError: a rank raised an error.
+    """
+    results(args.work, args.ranks, args, node=getattr(args, "node", None))

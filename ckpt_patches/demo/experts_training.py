@@ -10,6 +10,8 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
 
+from ckpt_patches.demo.deepspeed_training import cut, flat_groups
+
 RANKS, HIDDEN, EXPERTS, STEPS, MORE = 4, 6, 4, 8, 2
 
 
@@ -76,11 +78,7 @@ def state(run: Any, ep: int) -> dict[str, dict[str, torch.Tensor]]:
     first = groups._get_expert_parallel_rank(f"ep_size_{ep}") * (EXPERTS // ep)
     optimizer = run.optimizer
     found = {numbered(name, first): {"weight": parameter.detach().clone()} for parameter, name in names.items()}
-    if hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
-        masters, groups_of = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
-    else:
-        masters, groups_of = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
-    for index, (master, parameters) in enumerate(zip(masters, groups_of, strict=True)):
+    for index, (master, parameters) in enumerate(flat_groups(run)):
         sharing = optimizer.real_dp_process_group[index]
         for key, own in {"fp32": master.detach(), **optimizer.optimizer.state[master]}.items():
             if key == "step":
@@ -89,11 +87,8 @@ def state(run: Any, ep: int) -> dict[str, dict[str, torch.Tensor]]:
                 continue
             parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(sharing))]
             torch.distributed.all_gather(parts, own.contiguous(), group=sharing)
-            flat = torch.cat(parts)
-            for parameter in parameters:
-                part = flat[: parameter.numel()].view(parameter.shape).clone()
+            for parameter, part in cut(torch.cat(parts), parameters):
                 found[numbered(names[parameter], first)][key] = part
-                flat = flat[parameter.numel() :]
     return found
 
 

@@ -83,7 +83,7 @@ def live(run: Any) -> dict[str, Any]:
     """Full weights, main parameters and states from the optimizer's memory; steps and settings by group."""
     names = dt.names_of(run)
     found: dict[str, Any] = {f"{name}.weight": weight for name, weight in dt.weights(run).items()}
-    for number, (flat, params) in enumerate(_flats(run)):
+    for number, (flat, params) in enumerate(dt.flat_groups(run)):
         own = {"fp32": flat.detach(), **run.optimizer.optimizer.state.get(flat, {})}
         for key in sorted(set().union(*dt.gathered(set(own)))):
             values = dt.gathered(own.get(key))
@@ -98,20 +98,13 @@ def live(run: Any) -> dict[str, Any]:
     return found
 
 
-def _flats(run: Any) -> list[tuple[torch.Tensor, list[Any]]]:
-    if hasattr(run.optimizer, "fp32_partitioned_groups_flat"):
-        return list(zip(run.optimizer.fp32_partitioned_groups_flat, run.optimizer.fp16_groups, strict=True))
-    return dt.flat_groups(run)
-
-
 def _cut(partitions: list[torch.Tensor], params: list[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
     """Each parameter's full tensor, from all ranks' partitions."""
-    at, flat = 0, torch.cat(partitions)
+    if not any(hasattr(param, "ds_id") for param in params):
+        yield from dt.cut(torch.cat(partitions), params)
+        return
+    at = 0
     for param in params:
-        if not hasattr(param, "ds_id"):
-            yield param, flat[at : at + param.numel()].view(param.shape).clone()
-            at += param.numel()
-            continue
         each = param.partition_numel()
         whole = torch.cat([partition[at : at + each] for partition in partitions])[: param.ds_numel]
         yield param, whole.view(param.ds_shape).clone()
@@ -120,11 +113,9 @@ def _cut(partitions: list[torch.Tensor], params: list[Any]) -> Iterator[tuple[An
 
 def _of_wholes(run: Any, group: int, own: torch.Tensor, names: dict[Any, str]) -> dict[str, torch.Tensor]:
     """Muon's momentum at stages 1 and 2: the full momentum of each matrix with a part in the partition."""
-    at, mine = 0, {}
-    for param in run.optimizer.params_in_partition[group]:
-        mine[f"{names[param]}.{MOMENTUM}"] = own[at : at + param.numel()].view(param.shape).clone()
-        at += param.numel()
-    assert at == own.numel(), (at, own.numel())
+    params = run.optimizer.params_in_partition[group]
+    assert sum(param.numel() for param in params) == own.numel()
+    mine = {f"{names[param]}.{MOMENTUM}": part for param, part in dt.cut(own, params)}
     found: dict[str, torch.Tensor] = {}
     for of_rank in dt.gathered(mine):
         for name, momentum in of_rank.items():

@@ -183,20 +183,13 @@ def _wrapped_in(part: object) -> list[object]:
         return [part.__func__]
     if isinstance(part, functools.partial | functools.partialmethod):
         return [part.func]
-    held = [_get(part, "__wrapped__")]
+    held = [running.get(part, "__wrapped__")]
     for cell in part.__closure__ or () if isinstance(part, FunctionType) else ():
         try:
             held.append(cell.cell_contents)
         except ValueError:  # still empty
             continue
     return [thing for thing in held if not isinstance(thing, type)]
-
-
-def _get(thing: object, name: str) -> Any:
-    try:
-        return getattr(thing, name, None)
-    except Exception:
-        return None
 
 
 def _who(module: object, function: str, now: object) -> str:
@@ -208,4 +201,4 @@ def _who(module: object, function: str, now: object) -> str:
         if isinstance(part, FunctionType):
             code = part.__code__
             return f"{part.__module__} ({os.path.abspath(code.co_filename)}:{code.co_firstlineno})"
-    return f"{_get(now, '__module__') or type(now).__module__} ({type(now).__name__})"
+    return f"{running.get(now, '__module__') or type(now).__module__} ({type(now).__name__})"

@@ -63,7 +63,7 @@ def is_ours(module: str) -> bool:
     """Whether our loader has loaded a target in sys.modules, or is about to."""
     if _file_in(module) is not None or _is_a(_loader_of(module), RunsEditedCode):
         return True
-    return _get(_spec_of(module), "_initializing") is True and _patched_in(_loader_of(module)) is not None
+    return get(_spec_of(module), "_initializing") is True and _patched_in(_loader_of(module)) is not None
 
 
 def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
@@ -280,7 +280,7 @@ def _who_else_would_load(module: str, path: str) -> str:
 
 def _patched_in(loader: "Any") -> RunsEditedCode | None:
     """Our loader, by itself or inside another one: tracing tools wrap our loader and call it."""
-    inner = loader if _is_a(loader, RunsEditedCode) else _get(loader, "loader")
+    inner = loader if _is_a(loader, RunsEditedCode) else get(loader, "loader")
     return inner if _is_a(inner, RunsEditedCode) else None
 
 
@@ -323,14 +323,14 @@ def _spec_of(module: str) -> "Any":
 
 
 def _loader_of(module: str) -> "Any":
-    return _get(_spec_of(module), "loader")
+    return get(_spec_of(module), "loader")
 
 
 def _origin(module: str) -> str:
-    return str(_get(_spec_of(module), "origin") or _attribute(sys.modules.get(module), "__file__") or "?")
+    return str(get(_spec_of(module), "origin") or _attribute(sys.modules.get(module), "__file__") or "?")
 
 
-def _get(thing: object, name: str) -> "Any":
+def get(thing: object, name: str) -> "Any":
     try:
         return getattr(thing, name, None)
     except Exception:

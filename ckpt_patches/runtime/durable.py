@@ -35,13 +35,13 @@ def write_durably(path: Path, data: bytes, like: Path | None = None) -> None:
         raise
 
 
-def replace_durably(path: Path, data: bytes) -> None:
+def replace_durably(path: Path, data: bytes, temporary: Path | None = None) -> None:
     """Write and sync a file under a temporary name, then rename it; an existing file stays until then.
 
     Raises:
         OSError: the error names the file or its folder; no temporary file is left.
     """
-    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}-{os.urandom(4).hex()}")
+    temporary = temporary or path.with_name(f".{path.name[:100]}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         write_durably(temporary, data)
         os.replace(temporary, path)

@@ -4,14 +4,13 @@ import fcntl
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.runtime.durable import make_folder, sync_folder, write_durably
+from ckpt_patches.runtime.durable import make_folder, replace_durably, sync_folder
 from ckpt_patches.runtime.units import in_bytes
 
 TEMPORARY = ".unfinished-"  # the prefix of names of incomplete files
@@ -176,10 +175,7 @@ def reported(path: str | Path) -> Iterator[None]:
 
 def write_at_once(path: Path, data: bytes) -> None:
     """Write and sync a file under a temporary name, then rename it."""
-    temporary = path.with_name(f"{TEMPORARY}{os.urandom(4).hex()}-{path.name}")
-    write_durably(temporary, data)
-    os.replace(temporary, path)
-    sync_folder(path.parent)
+    replace_durably(path, data, path.with_name(f"{TEMPORARY}{os.urandom(4).hex()}-{path.name}"))
 
 
 def _lock(descriptor: int, folder: Path, work: str) -> None:
@@ -192,26 +188,13 @@ def _lock(descriptor: int, folder: Path, work: str) -> None:
 
 
 def _sync_folders(folders: Sequence[str]) -> None:
-    """Sync the entries of some folders; the files in them are already synced.
+    """Sync the entries of some folders; the files in them are already synced. Syncs at the same time share the disk's
+    work.
 
     Raises:
         OSError: one folder could not be synced; others may not be synced either.
     """
-    errors: list[OSError] = []
+    from concurrent.futures import ThreadPoolExecutor
 
-    def sync(share: Sequence[str]) -> None:
-        try:
-            for folder in share:
-                sync_folder(Path(folder))
-        except OSError as error:  # a thread would print and drop it
-            errors.append(error)
-
-    # Syncs at the same time share the disk's work.
-    others = [threading.Thread(target=sync, args=(folders[index::TOGETHER],)) for index in range(1, TOGETHER)]
-    for thread in others:
-        thread.start()
-    sync(folders[::TOGETHER])
-    for thread in others:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        list(pool.map(sync_folder, map(Path, folders)))

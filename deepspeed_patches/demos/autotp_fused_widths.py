@@ -95,14 +95,10 @@ def whole(run: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 def own(run: Any) -> dict[str, dict[str, torch.Tensor]]:
     """This rank's main parameters and moments, from its flat tensors."""
-    optimizer, names = run.optimizer, dt.names_of(run)
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        groups = list(zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True))
-    else:
-        groups = dt.flat_groups(run)
+    names = dt.names_of(run)
     found: dict[str, dict[str, torch.Tensor]] = {}
-    for master, parameters in groups:
-        for key, flat in {"fp32": master.detach(), **optimizer.optimizer.state[master]}.items():
+    for master, parameters in dt.flat_groups(run):
+        for key, flat in {"fp32": master.detach(), **run.optimizer.optimizer.state[master]}.items():
             if key not in ("fp32", *dt.MOMENTS):
                 continue
             at = 0

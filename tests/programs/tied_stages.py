@@ -81,10 +81,8 @@ def live(run: Any) -> dict[str, torch.Tensor]:
         for key in ("fp32", *dt.MOMENTS):
             parts = [torch.empty_like(own[key]) for _ in range(torch.distributed.get_world_size(group))]
             torch.distributed.all_gather(parts, own[key].contiguous(), group=group)
-            flat = torch.cat(parts)
-            for parameter in parameters:
-                states[f"{names[parameter]}.{key}"] = flat[: parameter.numel()].view(parameter.shape).clone()
-                flat = flat[parameter.numel() :]
+            for parameter, part in dt.cut(torch.cat(parts), parameters):
+                states[f"{names[parameter]}.{key}"] = part
     return states
 
 

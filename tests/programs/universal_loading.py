@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 
@@ -31,9 +30,7 @@ from ckpt_patches.demo.deepspeed_training import (
     engine_of,
     flat_groups,
     gathered,
-    numbers,
     on_ranks,
-    reduce_as_on_a_gpu,
     same,
     save,
     train,
@@ -177,8 +174,6 @@ def main() -> None:
     args = parser.parse_args()
     args.ranks = RANKS
     name_release()
-    if (0, 12) <= numbers(deepspeed.__version__) < (0, 13):
-        reduce_as_on_a_gpu()
     args.folder.mkdir(exist_ok=True)
     # Several resumes can use one folder at the same time.
     args.result = args.folder / ("write.json" if args.work is write else f"resume-{os.getpid()}.json")
