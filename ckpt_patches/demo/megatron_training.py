@@ -407,13 +407,18 @@ def set_weights(model: Model, values: dict[str, torch.Tensor]) -> None:
         )  # in torch 2.15 a change of `p` itself would stop gradients of its shards
 
 
+def show_result(worker: Callable[[int, Path], str], ranks: int, right: str, **more: Any) -> None:
+    """A demonstration: what `worker(rank, folder)` finds wrong on the first rank; see `show`."""
+    show(lambda folder: str(results(worker, ranks, folder / "checkpoint")[0]), right, **more)
+
+
 def show_resume(name: str, make: Make, *, steps: int, raises: str | tuple[str, ...] = (), inner: str = "fused") -> None:
     """A demonstration: two ranks save in a format and resume; an error that starts with `raises` is the bug."""
 
-    def run(folder: Path) -> str:
-        return str(results(resume, 2, name, folder / "checkpoint", make, steps, inner)[0])
+    def worker(rank: int, folder: Path) -> str:
+        return resume(rank, name, folder, make, steps, inner)
 
-    show(run, "saved; resumes bit for bit", raises=raises)
+    show_result(worker, 2, "saved; resumes bit for bit", raises=raises)
 
 
 def resume(rank: int, name: str, folder: Path, make: Make, steps: int, inner: str = "fused") -> str:
@@ -431,11 +436,55 @@ def resume(rank: int, name: str, folder: Path, make: Make, steps: int, inner: st
     for iteration in range(steps, steps + 2):
         step(model, optimizer, iteration)
         step(resumed, of_resumed, iteration)
-    expected, found = everything(model, optimizer), everything(resumed, of_resumed)
-    different = [key for key in expected if not torch.equal(expected[key], found[key])]
+    return how_many_differ(everything(model, optimizer), everything(resumed, of_resumed))
+
+
+def how_many_differ(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str:
+    """How many states differ, in words, or "" if none."""
+    different = [name for name, state in expected.items() if not torch.equal(state, found[name])]
     return f"{len(different)} of {len(expected)} states differ, and no error" if different else ""
 
 
 def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     """Whether all tensors are equal, bit for bit."""
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def weights_lost(model: Model, optimizer: Optimizer) -> list[str]:
+    """Load a model's weights. Returns those that a step at learning rate 0 changes."""
+    set_weights(model, {name: torch.full_like(weight, 0.75) for name, weight in weights(model).items()})
+    optimizer.reload_model_params()
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = 0.0, 0.0
+    step(model, optimizer, 1)
+    return [name for name, weight in weights(model).items() if not bool(weight.eq(0.75).all())]
+
+
+def one_weight(tensor: torch.Tensor) -> dict[str, Any]:
+    """The sharded state dict of one weight."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    return {"weight": ShardedTensor.from_rank_offsets("weight", tensor)}
+
+
+def scheduler(rate: float, *, style: str = "constant", override: bool = False) -> Any:
+    """The learning-rate scheduler of an optimizer of torch's."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    least = rate if style == "constant" else 0.0
+    group = {"params": [torch.nn.Parameter(torch.ones(4))], "max_lr": rate, "min_lr": least, "wd_mult": 1.0}
+    return OptimizerParamScheduler(
+        torch.optim.AdamW([group]),
+        init_lr=0.0,
+        max_lr=rate,
+        min_lr=least,
+        lr_warmup_steps=0,
+        lr_decay_steps=80,
+        lr_decay_style=style,
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=80,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=override,
+    )

@@ -29,7 +29,9 @@ def save_and_step(rank: int, checkpoint: Path) -> int:
     options: dict[str, Any] = {"async_sharded_save": True}
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # since 0.17
         options["async_strategy"] = "mcore"
-    request = dist_checkpointing.save(state(tensor), str(checkpoint), ("torch_dist", 1), **options)
+    request = dist_checkpointing.save(
+        mt.one_weight(tensor), str(checkpoint), ("torch_dist", 1), **options
+    )
     calls = AsyncCallsQueue(persistent=True)
     calls.schedule_async_request(
         request._replace(async_fn=partial(call_after, stepped, request.async_fn))
@@ -38,14 +40,8 @@ def save_and_step(rank: int, checkpoint: Path) -> int:
     stepped.touch()
     calls.maybe_finalize_async_calls(blocking=True)
     calls.close()
-    loaded = dist_checkpointing.load(state(torch.empty(NUMEL)), str(checkpoint))
+    loaded = dist_checkpointing.load(mt.one_weight(torch.empty(NUMEL)), str(checkpoint))
     return int(loaded["weight"].sum())
-
-
-def state(tensor: torch.Tensor) -> dict[str, Any]:
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    return {"weight": ShardedTensor.from_rank_offsets("weight", tensor)}
 
 
 if __name__ == "__main__":

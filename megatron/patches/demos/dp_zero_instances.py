@@ -7,13 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo import show
 
 RANKS, INSTANCES = 4, 2
-
-
-def run(folder: Path) -> str:
-    return str(mt.results(resume, RANKS, folder / "checkpoint")[0])
 
 
 def resume(rank: int, folder: Path) -> str:
@@ -27,8 +22,9 @@ def resume(rank: int, folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    show(
-        run,
+    mt.show_result(
+        resume,
+        RANKS,
         "saved; resumes bit for bit",
         raises="TypeError: 'NoneType' object is not subscriptable",
     )

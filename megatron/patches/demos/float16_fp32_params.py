@@ -9,11 +9,6 @@ from pathlib import Path
 import torch
 
 from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo import show
-
-
-def run(folder: Path) -> str:
-    return str(mt.results(resume, 1, folder / "checkpoint")[0])
 
 
 def resume(rank: int, folder: Path) -> str:
@@ -33,8 +28,7 @@ def resume(rank: int, folder: Path) -> str:
     expected, found = (
         {**mt.weights(m), **states(o)} for m, o in ((model, optimizer), (resumed, of_resumed))
     )
-    different = [key for key in expected if not torch.equal(expected[key], found[key])]
-    return f"{len(different)} of {len(expected)} states differ, and no error" if different else ""
+    return mt.how_many_differ(expected, found)
 
 
 def states(optimizer: mt.Optimizer) -> dict[str, torch.Tensor]:
@@ -49,8 +43,9 @@ def states(optimizer: mt.Optimizer) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    show(
-        run,
+    mt.show_result(
+        resume,
+        1,
         "saved; resumes bit for bit",
         raises=("AssertionError", "ValueError: Param id", "KeyError"),
     )

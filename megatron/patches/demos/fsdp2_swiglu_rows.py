@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ckpt_patches.demo import megatron_training as mt
 from ckpt_patches.demo import show
@@ -65,9 +64,7 @@ def save(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for form in FORMS:
         checkpoint = folder / f"saved{form}"
-        if rank == 0:
-            checkpoint.mkdir()
-        dist.barrier()
+        mt.make_folder(checkpoint)
         state = state_dict()
         if form:
             file_as_up_to_0_18(state)

@@ -10,11 +10,6 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo import show
-
-
-def run(folder: Path) -> str:
-    return str(mt.results(resume, 1, folder)[0])
 
 
 def resume(rank: int, folder: Path) -> str:
@@ -44,16 +39,17 @@ def resume(rank: int, folder: Path) -> str:
 
 def state(machine: Any, force: bool = False) -> dict[str, Any]:
     """The state dict as in Megatron-LM, with one weight."""
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    weight = ShardedTensor.from_rank_offsets("weight", torch.ones(4))
     of_machine = machine.state_dict(None, "torch_dist", force=force)
-    return {"weight": weight, **({"rerun_state_machine": of_machine} if of_machine else {})}
+    return {
+        **mt.one_weight(torch.ones(4)),
+        **({"rerun_state_machine": of_machine} if of_machine else {}),
+    }
 
 
 if __name__ == "__main__":
-    show(
-        run,
+    mt.show_result(
+        resume,
+        1,
         "saved; the step is known after a load",
         raises="RuntimeError: Missing key in checkpoint state_dict: rerun_state_machine_state",
     )

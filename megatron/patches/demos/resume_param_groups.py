@@ -4,16 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo import show
 
 FORMAT = "fully_reshardable"
 PLAIN = {"lr": 1e-3, "min_lr": 1e-4}
 DECOUPLED = {**PLAIN, "decoupled_lr": 5e-4, "decoupled_min_lr": 5e-5}
 OTHER = {"lr": 5e-4, "min_lr": 1e-5}
-
-
-def run(folder: Path) -> str:
-    return str(mt.results(resumes, 1, folder)[0])
 
 
 def resumes(rank: int, folder: Path) -> str:
@@ -54,4 +49,4 @@ def rates(model: Any, optimizer: Any) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    show(run, "each group resumes with its own settings", raises="KeyError")
+    mt.show_result(resumes, 1, "each group resumes with its own settings", raises="KeyError")
