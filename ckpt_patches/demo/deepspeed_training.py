@@ -369,6 +369,18 @@ def model_parallel(run: Any, *, universal: bool) -> Iterator[None]:
         run.optimizer.mpu = None
 
 
+def show_result(
+    worker: Callable[[int, Path], str],
+    ranks: int,
+    right: str,
+    *,
+    node: int | None = None,
+    raises: str | tuple[str, ...] = (),
+) -> None:
+    """A demonstration: what `worker(rank, folder)` finds wrong on the first rank; see `results` and `demo.show`."""
+    demo.show(lambda folder: str(results(worker, ranks, folder, node=node)[0]), right, raises=raises)
+
+
 def show_resume(
     case: str,
     *,
@@ -383,10 +395,10 @@ def show_resume(
     An error that starts with `raises` is the bug. `settings` are the initial settings of the resumed run's groups.
     """
 
-    def run(folder: Path) -> str:
-        return str(results(resume, ranks, folder, case, ranks, universal, settings, node=node)[0])
+    def worker(rank: int, folder: Path) -> str:
+        return resume(rank, folder, case, ranks, universal, settings)
 
-    demo.show(run, "saved; resumes bit for bit", raises=raises)
+    show_result(worker, ranks, "saved; resumes bit for bit", node=node, raises=raises)
 
 
 def resume(rank: int, folder: Path, case: str, ranks: int, universal: bool, settings: dict[str, Any]) -> str:

@@ -258,9 +258,6 @@ class Event:
         return 0.001
 
 
-_S = None
-
-
 def _typed(name, dtype):
     class Meta(type):
         def __instancecheck__(cls, o):
@@ -315,11 +312,8 @@ def _patch_cuda():
             getattr(base, "register", lambda ours: None)(ours)
     c.ExternalStream = Stream
     c.stream = lambda s: contextlib.nullcontext()
-    c.StreamContext = lambda s: contextlib.nullcontext()
     c.device = lambda *a, **k: contextlib.nullcontext()
-    c.device_of = _ctx
     c.empty_cache = lambda: None
-    c.ipc_collect = lambda: None
     c.is_current_stream_capturing = lambda: False
     if accelerator := getattr(torch, "accelerator", None):  # torch's optimizers ask it since 2.15
         accelerator.current_stream = c.current_stream
@@ -329,7 +323,6 @@ def _patch_cuda():
         "max_memory_allocated",
         "memory_reserved",
         "max_memory_reserved",
-        "memory_cached",
         "utilization",
         "temperature",
         "power_draw",
@@ -338,12 +331,10 @@ def _patch_cuda():
     ):
         setattr(c, n, lambda *a, **k: 0)
     c.reset_peak_memory_stats = lambda *a, **k: None
-    c.reset_max_memory_allocated = lambda *a, **k: None
     import collections
 
     c.memory_stats = lambda *a, **k: collections.defaultdict(int)
     c.mem_get_info = lambda *a, **k: (80 << 30, 80 << 30)
-    c.memory_summary = lambda *a, **k: ""
     c.get_device_capability = lambda *a, **k: (9, 0)
     c.get_device_name = lambda *a, **k: "fake_gpu"
     c.get_device_properties = lambda *a, **k: types.SimpleNamespace(
@@ -352,11 +343,8 @@ def _patch_cuda():
     c.is_bf16_supported = lambda *a, **k: True
     c.get_rng_state = lambda *a, **k: torch.random.get_rng_state()
     c.set_rng_state = lambda s, *a, **k: torch.random.set_rng_state(s.cpu() if isinstance(s, T) else s)
-    c.get_rng_state_all = lambda: [c.get_rng_state()]
-    c.set_rng_state_all = lambda ss: [c.set_rng_state(s) for s in ss][:0]
     c.manual_seed = lambda s: torch.default_generator.manual_seed(int(s)) and None
     c.manual_seed_all = lambda s: torch.default_generator.manual_seed(int(s)) and None
-    c.initial_seed = lambda: torch.initial_seed()
     c.random.get_rng_state = c.get_rng_state
     c.random.set_rng_state = c.set_rng_state
     c.random.manual_seed = c.manual_seed
@@ -367,18 +355,11 @@ def _patch_cuda():
     c.nvtx.range_push = lambda *a, **k: 0
     c.nvtx.range_pop = lambda *a, **k: 0
     c.nvtx.range = _ctx
-    c.nvtx.mark = lambda *a, **k: 0
     for n, dt in {
         "FloatTensor": torch.float32,
         "HalfTensor": torch.float16,
         "BFloat16Tensor": torch.bfloat16,
-        "DoubleTensor": torch.float64,
-        "IntTensor": torch.int32,
         "LongTensor": torch.int64,
-        "ByteTensor": torch.uint8,
-        "BoolTensor": torch.bool,
-        "CharTensor": torch.int8,
-        "ShortTensor": torch.int16,
     }.items():
         setattr(c, n, _typed(n, dt))
     torch.compile = lambda m=None, *a, **k: m if m is not None else (lambda f: f)

@@ -13,6 +13,7 @@ import torch
 
 from ckpt_patches.demo import fake_gpu
 from ckpt_patches.demo.gpu import REAL_GPU
+from ckpt_patches.demo.stub_fused_adam import joined, split
 
 
 def install() -> None:
@@ -93,14 +94,10 @@ def _distributed_adam(size: int, skip: Any, lists: Any, scale: Any, *how: Any) -
 
 
 def _adam_with_remainders(size: int, skip: Any, lists: Any, scale: Any, *how: Any) -> None:
-    """A main parameter is a weight's 16 bits plus a remainder's; a negative remainder means a weight rounded up."""
+    """Adam whose main parameters are weights and remainders."""
     for weight, remainder, first, second, gradient, out in zip(*lists, strict=True):
-        high = weight.view(torch.int16).int() - (remainder < 0).int()
-        master = ((high << 16) | (remainder.int() & 0xFFFF)).view(torch.float32)
-        value = _adam_value(master, gradient.float() * scale, first, second, *how)
-        bits = value.view(torch.int32)
-        remainder.copy_(bits.to(torch.int16))
-        out.copy_(((bits >> 16) + (remainder < 0).int()).to(torch.int16).view(torch.bfloat16))
+        master = joined(weight, remainder)
+        split(_adam_value(master, gradient.float() * scale, first, second, *how), out, remainder)
 
 
 def _adam_value(

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from ckpt_patches.demo import deepspeed_training as dt
-from ckpt_patches.demo import show
 
 RANKS, NODE = 4, 2
 
@@ -22,10 +21,6 @@ class Adapted(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.adapter(torch.tanh(self.base(x)))
         return output
-
-
-def run(folder: Path) -> str:
-    return str(dt.results(resume, RANKS, folder, node=NODE)[0])
 
 
 def resume(rank: int, folder: Path) -> str:
@@ -58,4 +53,4 @@ def engine(seed: int, universal: bool = False, frozen: bool = True) -> Any:
 
 if __name__ == "__main__":
     dt.allow_pickles()
-    show(run, "resumes bit for bit")
+    dt.show_result(resume, RANKS, "resumes bit for bit", node=NODE)

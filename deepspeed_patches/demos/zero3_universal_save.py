@@ -3,17 +3,11 @@
 from pathlib import Path
 
 from ckpt_patches.demo import deepspeed_training as dt
-from ckpt_patches.demo import show
 
 CASE, RANKS = "stage3-1", 2
 
 
-def run(folder: Path) -> str:
-    different = dt.results(save_again, RANKS, folder)[0]
-    return f"{different} states differ, and no error" if different else ""
-
-
-def save_again(rank: int, folder: Path) -> int:
+def save_again(rank: int, folder: Path) -> str:
     dt.train_and_save(rank, folder, CASE, RANKS)
     dt.convert(folder)
     resumed = dt.engine_of(CASE, RANKS, universal=True, seed=1)
@@ -26,8 +20,9 @@ def save_again(rank: int, folder: Path) -> int:
         dt.load(last, folder / "again", dt.TAG)
     except AssertionError as error:
         raise AssertionError("no model states of this rank in the checkpoint") from error
-    return len(dt.on_any_rank(dt.differences(dt.snapshot(last), saved)))
+    different = dt.on_any_rank(dt.differences(dt.snapshot(last), saved))
+    return f"{len(different)} states differ, and no error" if different else ""
 
 
 if __name__ == "__main__":
-    show(run, "saved; resumes bit for bit", raises="AssertionError")
+    dt.show_result(save_again, RANKS, "saved; resumes bit for bit", raises="AssertionError")

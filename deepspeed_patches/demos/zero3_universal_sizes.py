@@ -5,17 +5,11 @@ from pathlib import Path
 import torch
 
 from ckpt_patches.demo import deepspeed_training as dt
-from ckpt_patches.demo import show
 
 RANKS, CASE, LARGER = 2, "stage3-1", 9
 
 
-def run(folder: Path) -> str:
-    found = dt.results(save_and_load, RANKS, folder)[0]
-    return f"{found} masters of parameters whose size is the same differ, and no error" if found else ""
-
-
-def save_and_load(rank: int, folder: Path) -> int:
+def save_and_load(rank: int, folder: Path) -> str:
     run = dt.engine_of(CASE, RANKS, universal=False, seed=0)
     dt.train(run, rank, RANKS, first=0)
     dt.save(run, folder)
@@ -27,11 +21,12 @@ def save_and_load(rank: int, folder: Path) -> int:
         dt.load(resumed, folder, dt.UNIVERSAL)
     except ValueError as error:
         if "another size" in str(error):
-            return 0
+            return ""
         raise
     found = dt.snapshot(resumed)
     masters = [name for name in saved if name.endswith(".fp32") and not name.startswith("scale")]
-    return sum(not dt.same(found[name], saved[name]) for name in masters)
+    wrong = sum(not dt.same(found[name], saved[name]) for name in masters)
+    return f"{wrong} masters of parameters whose size is the same differ, and no error" if wrong else ""
 
 
 class Larger(dt.Tiny):
@@ -43,4 +38,4 @@ class Larger(dt.Tiny):
 
 
 if __name__ == "__main__":
-    show(run, "refused, with the parameter's name and sizes")
+    dt.show_result(save_and_load, RANKS, "refused, with the parameter's name and sizes")

@@ -8,19 +8,13 @@ from typing import Any
 import torch
 
 from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo import show
 from ckpt_patches.demo.ranks import call_after
 
 NUMEL = 5000
 
 
-def run(folder: Path) -> str:
-    found = mt.results(save_and_step, 1, folder / "checkpoint")[0]
-    return f"{found} of {NUMEL} elements are those of the next step, and no error" if found else ""
-
-
-def save_and_step(rank: int, checkpoint: Path) -> int:
-    """The number of wrong elements of a CPU tensor that a persistent worker writes only after the next step."""
+def save_and_step(rank: int, checkpoint: Path) -> str:
+    """Save a CPU tensor that a persistent worker writes only after the next step."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
@@ -41,8 +35,9 @@ def save_and_step(rank: int, checkpoint: Path) -> int:
     calls.maybe_finalize_async_calls(blocking=True)
     calls.close()
     loaded = dist_checkpointing.load(mt.one_weight(torch.empty(NUMEL)), str(checkpoint))
-    return int(loaded["weight"].sum())
+    wrong = int(loaded["weight"].sum())
+    return f"{wrong} of {NUMEL} elements are those of the next step, and no error" if wrong else ""
 
 
 if __name__ == "__main__":
-    show(run, f"all {NUMEL} elements are those of the save")
+    mt.show_result(save_and_step, 1, f"all {NUMEL} elements are those of the save")

@@ -6,20 +6,15 @@ The next step, at learning rate 0, must not change them.
 from pathlib import Path
 
 from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo import show
 
 
-def run(folder: Path) -> str:
-    lost = mt.results(weights_lost, 2)[0]
-    return f"{lost} of 4 weights are those from before the load, and no error" if lost else ""
-
-
-def weights_lost(rank: int) -> int:
+def load_and_step(rank: int, folder: Path) -> str:
     mt.use_inner_optimizer("fused")
     model, optimizer = mt.build(precision_aware=True)
     mt.step(model, optimizer, 0)
-    return len(mt.weights_lost(model, optimizer))
+    lost = len(mt.weights_lost(model, optimizer))
+    return f"{lost} of 4 weights are those from before the load, and no error" if lost else ""
 
 
 if __name__ == "__main__":
-    show(run, "the weights are kept")
+    mt.show_result(load_and_step, 2, "the weights are kept")
