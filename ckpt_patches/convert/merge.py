@@ -21,7 +21,7 @@ class Merge:
     """Merges tensor-parallel slices, each parameter by its rule."""
 
     def __init__(self, checkpoint: Checkpoint, traits: Traits, strict: bool) -> None:
-        self.checkpoint, self.traits, self.strict = checkpoint, traits, strict
+        self.traits, self.strict = traits, strict
         self.rules = Rules(checkpoint.info, traits)
 
     def outputs(

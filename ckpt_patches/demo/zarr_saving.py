@@ -58,10 +58,9 @@ def flattened_shard(
     dp: int,
     tp: int,
     shape: tuple[int, int],
-    fill: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """This rank's equal part of its tensor-parallel rank's shard, filled with rank + 1, or with `fill`."""
+    """This rank's equal part of its tensor-parallel rank's shard, filled with rank + 1."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     rows, columns = shape
@@ -69,7 +68,7 @@ def flattened_shard(
     numel = rows * columns // dp
     return ShardedTensor(
         key,
-        torch.full((numel,), float(rank + 1) if fill is None else fill, dtype=dtype),
+        torch.full((numel,), float(rank + 1), dtype=dtype),
         dtype,
         shape,
         (rows * tp, columns),

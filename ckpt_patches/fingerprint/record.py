@@ -26,7 +26,7 @@ class State(NamedTuple):
     sample: Mapping[int, int] = {}  # bits of some elements, by place
 
     def added_to(self, before: "State | None") -> "State":
-        """The sum with other elements of the state; None: there are none yet."""
+        """The sum with the elements before these, if any."""
         if before is None:
             return self
         value = (before.value + self.value) % (1 << 64)
