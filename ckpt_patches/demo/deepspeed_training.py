@@ -7,12 +7,13 @@ comparable.
 
 import argparse
 import contextlib
+import functools
 import gc
 import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ def gather_and_wait(*args: Any, **kwargs: Any) -> Any:
         work.wait()
     return work
 
+
+Make = Callable[..., Any]  # a run, given `universal` (whether it loads such a checkpoint) and `seed`
+States = Callable[[Any], dict[str, Any]]  # of a run
 
 HIDDEN = 3
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -302,8 +306,8 @@ def gathered(value: Any) -> list[Any]:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    assert found.keys() == expected.keys(), (sorted(found), sorted(expected))
-    return [name for name, value in expected.items() if not same(found[name], value)]
+    """The names of values that are not the same, or only in one of the two."""
+    return [name for name in {**expected, **found} if not same(found.get(name), expected.get(name))]
 
 
 def reduce_as_on_a_gpu() -> None:
@@ -337,7 +341,9 @@ class OneTensorParallelRank:
 
 
 def same(one: Any, other: Any) -> bool:
-    return bool(one.equal(other) if isinstance(other, torch.Tensor) else one == other)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return bool(one.equal(other))
+    return type(one) is type(other) and bool(one == other)
 
 
 def on_any_rank(names: list[str]) -> list[str]:
@@ -382,42 +388,39 @@ def show_result(
 
 
 def show_resume(
-    case: str,
-    *,
-    ranks: int = 2,
-    node: int | None = None,
-    universal: bool = False,
-    raises: str | tuple[str, ...] = (),
-    **settings: Any,
+    case: str, *, ranks: int = 2, node: int | None = None, universal: bool = False, raises: str | tuple[str, ...] = ()
 ) -> None:
     """A demonstration: save and resume, with `universal` from a universal checkpoint.
 
-    An error that starts with `raises` is the bug. `settings` are the initial settings of the resumed run's groups.
+    An error that starts with `raises` is the bug.
     """
 
     def worker(rank: int, folder: Path) -> str:
-        return resume(rank, folder, case, ranks, universal, settings)
+        make = functools.partial(engine_of, case, ranks)
+        return resume(rank, folder, ranks, make, [UNIVERSAL if universal else TAG])
 
     show_result(worker, ranks, "saved; resumes bit for bit", node=node, raises=raises)
 
 
-def resume(rank: int, folder: Path, case: str, ranks: int, universal: bool, settings: dict[str, Any]) -> str:
-    """Train, save, load into a new run with other weights, and take two steps in both runs.
+def resume(rank: int, folder: Path, ranks: int, make: Make, tags: Sequence[str], states: States = snapshot) -> str:
+    """Train, save, load each tag into a new run with other weights, and take two steps in both runs.
 
-    Returns how many states differ after the load and after the steps, in words, or "" if none.
+    Returns how many `states` differ after the load and after the steps, in words, or "" if none.
     """
-    saved, end = train_and_save(rank, folder, case, ranks)
-    if universal:
-        convert(folder)
-    resumed = engine_of(case, ranks, universal, seed=1, **settings)
-    load(resumed, folder, UNIVERSAL if universal else TAG)
-    loaded = on_any_rank(differences(snapshot(resumed), saved))
-    train(resumed, rank, ranks, first=STEPS)
-    trained = on_any_rank(differences(snapshot(resumed), end))
-    if not loaded and not trained:
-        return ""
-    counts = f"{len(loaded)} of {len(saved)} states differ after the load, {len(trained)} after {STEPS} steps more"
-    return f"{counts}, and no error"
+    run = make(universal=False, seed=0)
+    saved, end = save_and_go_on(run, rank, folder, ranks, states)
+    for tag in tags:
+        if tag == UNIVERSAL:
+            convert(folder)
+        resumed = make(universal=tag == UNIVERSAL, seed=1)
+        load(resumed, folder, tag)
+        loaded = on_any_rank(differences(states(resumed), saved))
+        train(resumed, rank, ranks, first=STEPS)
+        trained = on_any_rank(differences(states(resumed), end))
+        if loaded or trained:
+            counts = f"{len(loaded)} of {len(saved)} states differ after the load, {len(trained)} after {STEPS} steps"
+            return f"{counts} more, and no error"
+    return ""
 
 
 def show_weights_alone(*cases: str, raises: str | tuple[str, ...] = (), **options: bool) -> None:
@@ -505,13 +508,19 @@ def weights(run: Any) -> dict[str, torch.Tensor]:
 def train_and_save(rank: int, folder: Path, case: str, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train and save. Returns the state at the save, and the state STEPS steps later."""
     run = engine_of(case, ranks, universal=False, seed=0)
+    return save_and_go_on(run, rank, folder, ranks, snapshot)
+
+
+def save_and_go_on(
+    run: Any, rank: int, folder: Path, ranks: int, states: States
+) -> tuple[dict[str, Any], dict[str, Any]]:
     train(run, rank, ranks, first=0)
     for group in groups_of(run):
         group["lr"] /= 2  # as a scheduler would, so that it differs from the next run's initial value
     save(run, folder)
-    saved = snapshot(run)
+    saved = states(run)
     train(run, rank, ranks, first=STEPS)
-    return saved, snapshot(run)
+    return saved, states(run)
 
 
 def convert(folder: Path, *more: str) -> None:

@@ -1,5 +1,6 @@
 """Small training runs with the real DeepSpeed and optimizers other than Adam, with their own states."""
 
+import functools
 import gc
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from ckpt_patches import demo
 from ckpt_patches.demo import deepspeed_training as dt
 
 MOMENTUM = "momentum_buffer"
+RANKS = 2
 
 
 class Lion(torch.optim.Optimizer):
@@ -154,15 +156,9 @@ def _load(rank: int, folder: Path, case: str, ranks: int, tag: str) -> list[str]
     run = engine(name, ranks, int(stage), universal=tag == dt.UNIVERSAL, seed=1)
     dt.load(run, folder, tag)
     truth, found = torch.load(folder / dt.TRUTH, weights_only=False), live(run)
-    wrong = _different(found, truth)
+    wrong = dt.on_any_rank(dt.differences(found, truth))
     dt.train(run, rank, ranks, first=dt.STEPS)
     return wrong
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return bool(torch.equal(one, other))
-    return type(one) is type(other) and bool(str(one) == str(other))
 
 
 def show_resume(
@@ -174,38 +170,13 @@ def show_resume(
     """
     dt.allow_pickles()
 
+    def worker(rank: int, folder: Path, case: str) -> str:
+        name, _, stage = case.partition("-")
+        make = functools.partial(engine, name, RANKS, int(stage), **of_zero)
+        return dt.resume(rank, folder, RANKS, make, tags, live)
+
     def run(folder: Path) -> str:
-        ranks, each = 2, demo.cases(every)
-        found = {case: dt.results(resume, ranks, folder / case, case, ranks, tags, of_zero)[0] for case in each}
+        found = {case: dt.results(worker, RANKS, folder / case, case)[0] for case in demo.cases(every)}
         return "; ".join(f"{case}: {wrong}" for case, wrong in found.items() if wrong)
 
     demo.show(run, "saved; resumes bit for bit", raises=raises)
-
-
-def resume(rank: int, folder: Path, case: str, ranks: int, tags: Sequence[str], of_zero: dict[str, Any]) -> str:
-    """Train, save, load into a run with other weights, and take two steps in both. Returns what differs, or ""."""
-    name, _, stage = case.partition("-")
-    run = engine(name, ranks, int(stage), **of_zero)
-    dt.train(run, rank, ranks, first=0)
-    dt.save(run, folder)
-    saved = live(run)
-    losses = dt.train(run, rank, ranks, first=dt.STEPS)
-    for tag in tags:
-        if tag == dt.UNIVERSAL:
-            dt.convert(folder)
-        resumed = engine(name, ranks, int(stage), universal=tag == dt.UNIVERSAL, seed=1, **of_zero)
-        dt.load(resumed, folder, tag)
-        loaded = _different(live(resumed), saved)
-        found = dt.train(resumed, rank, ranks, first=dt.STEPS)
-        trained = _different(live(resumed), live(run))
-        if loaded or trained or found != losses:
-            return (
-                f"{len(loaded)} of {len(saved)} states differ after the load, {len(trained)} after {dt.STEPS} steps "
-                f"more, whose last loss is {found[-1]:.5f} in place of {losses[-1]:.5f}; no error"
-            )
-    return ""
-
-
-def _different(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    keys = sorted(expected.keys() | found.keys())
-    return dt.on_any_rank([key for key in keys if not _same(found.get(key), expected.get(key))])

@@ -29,9 +29,9 @@ def version_in(root: str | Path, package: str) -> str:
     if package.startswith("megatron."):
         found = _core_version(Path(root))
     elif package == DEEPSPEED:
-        found = _deepspeed_version(Path(root))
+        found = _assigned_version(Path(root), "deepspeed/git_version_info_installed.py", "version")
     elif package == TORCH:
-        found = _torch_version(Path(root))
+        found = _assigned_version(Path(root), "torch/version.py", "__version__")  # "2.9.0+cpu"
     else:
         found = ""
     return found or _recorded_version(Path(root), DISTRIBUTIONS[package]) or "?"
@@ -71,15 +71,9 @@ def _core_version(root: Path) -> str:
     return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"
 
 
-def _deepspeed_version(root: Path) -> str:
-    """An installed package has git_version_info_installed.py, a checkout has version.txt."""
-    found = re.search(r"^version\s*=\s*['\"]([^'\"]+)", _read(root / "deepspeed/git_version_info_installed.py"), re.M)
-    return found[1] if found else _read(root / "version.txt").strip()
-
-
-def _torch_version(root: Path) -> str:
-    """An installed package has version.py, with a local version such as `+cpu`; a checkout has version.txt."""
-    found = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", _read(root / "torch/version.py"), re.M)
+def _assigned_version(root: Path, file: str, name: str) -> str:
+    """The version that a file of an installed package assigns to a name; a checkout has version.txt."""
+    found = re.search(rf"^{name}\s*=\s*['\"]([^'\"]+)", _read(root / file), re.M)
     return found[1] if found else _read(root / "version.txt").strip()
 
 

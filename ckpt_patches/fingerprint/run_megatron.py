@@ -97,10 +97,7 @@ def proven(method: Method) -> Method:
 
     @functools.wraps(method)
     def with_proof(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        given = None
-        if isinstance(state_dict, dict) and NOTE in state_dict:
-            given = state_dict[NOTE]
-            state_dict = {key: value for key, value in state_dict.items() if key != NOTE}
+        given, state_dict = _taken(state_dict, NOTE)
         result = _inside(method, self, state_dict, *args, **kwargs)
         if _is_outermost() and isinstance(given, Given):
             live = megatron_state.live(self, getattr(self, "_ckpt_patches_places", {}))
@@ -163,10 +160,7 @@ def proven_apart(method: Method) -> Method:
 
     @functools.wraps(method)
     def with_proof(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        record = None
-        if isinstance(state_dict, dict) and KEY in state_dict:
-            record = state_dict[KEY]
-            state_dict = {key: value for key, value in state_dict.items() if key != KEY}
+        record, state_dict = _taken(state_dict, KEY)
         result = _inside(method, self, state_dict, *args, **kwargs)
         if _is_outermost() and not getattr(self, "is_stub_optimizer", False):
             group = self.data_parallel_group
@@ -234,6 +228,13 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         value = value[key]
     return value
+
+
+def _taken(state_dict: Any, key: str) -> tuple[Any, Any]:
+    """The value of a key, or None, and the state dict without it."""
+    if not isinstance(state_dict, dict) or key not in state_dict:
+        return None, state_dict
+    return state_dict[key], {name: value for name, value in state_dict.items() if name != key}
 
 
 def _put(state_dict: Any, path: tuple[Any, ...], given: Given) -> None:
