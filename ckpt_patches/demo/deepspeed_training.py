@@ -169,13 +169,20 @@ def loss(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 def initialize(kind: str, ranks: int, model: Any, groups: list[dict[str, Any]], universal: bool) -> Any:
     gc.freeze()  # DeepSpeed's setup collects garbage up to twenty times; skip imported objects
-    config = {
-        "train_micro_batch_size_per_gpu": SAMPLES // ranks,
+    settings = config(SAMPLES // ranks, universal, KINDS[kind])
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=settings)[0]
+
+
+def config(samples: int, universal: bool, *parts: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of DeepSpeed, for micro-batches of so many samples, with these parts."""
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": samples,
         "zero_allow_untested_optimizer": True,
         "checkpoint": {"load_universal": universal},
-        **KINDS[kind],
     }
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=config)[0]
+    for part in parts:
+        found |= part
+    return found
 
 
 def train(run: Any, rank: int, ranks: int, first: int) -> list[float]:

@@ -10,7 +10,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
 
-from ckpt_patches.demo.deepspeed_training import cut, flat_groups
+from ckpt_patches.demo.deepspeed_training import BF16, FP32_GRADIENTS, config, cut, flat_groups, zero
 
 RANKS, HIDDEN, EXPERTS, STEPS, MORE = 4, 6, 4, 8, 2
 
@@ -45,15 +45,8 @@ def engine(ep: int, stage: int, universal: bool, most: int = 10**6) -> Any:
     model = Model(ep)
     parameters = {"params": list(model.parameters()), "name": "all"}
     by_group = split_params_into_different_moe_groups_for_optimizer(parameters, most)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage or 1, "reduce_bucket_size": 1000},
-        "zero_allow_untested_optimizer": True,
-        "checkpoint": {"load_universal": universal},
-        **({} if stage else {"data_types": {"grad_accum_dtype": "fp32"}}),
-    }
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(by_group, lr=1e-2), config=config)[0]
+    settings = config(4, universal, BF16, zero(stage or 1), {} if stage else FP32_GRADIENTS)
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(by_group, lr=1e-2), config=settings)[0]
 
 
 def train(run: Any, rank: int, steps: range) -> list[float]:

@@ -65,13 +65,7 @@ def engine(name: str, ranks: int, stage: int, *, universal: bool = False, seed: 
     torch._dynamo.config.disable = True  # Muon uses torch.compile
     torch.manual_seed(seed)
     model = dt.Tiny()
-    config = {
-        "train_micro_batch_size_per_gpu": dt.SAMPLES // ranks,
-        "zero_allow_untested_optimizer": True,
-        "checkpoint": {"load_universal": universal},
-        **dt.BF16,
-        **dt.zero(stage, **of_zero),
-    }
+    config = dt.config(dt.SAMPLES // ranks, universal, dt.BF16, dt.zero(stage, **of_zero))
     if name == "Muon":
         fused_adam.FusedAdamBuilder = NoCompiler  # then Muon updates vectors with its own Adam
         config["zero_optimization"]["reduce_scatter"] = False

@@ -70,17 +70,13 @@ def engine(stage: int, universal: bool, seed: int) -> Any:
     model = Model()
     fused = {"patterns": [r".*qkv\.weight$"], "partition_type": "column", "shape": [FUSED, -1], "partition_dim": 0}
     rows = {"patterns": [r".*out\.weight$"], "partition_type": "row"}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "tensor_parallel": {
-            "autotp_size": RANKS,
-            "partition_config": {"use_default_specs": False, "layer_specs": [fused, rows]},
-        },
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "checkpoint": {"load_universal": universal},
-        **dt.BF16,
-        **dt.zero(stage),
+    parallel = {
+        "autotp_size": RANKS,
+        "partition_config": {"use_default_specs": False, "layer_specs": [fused, rows]},
     }
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    parts = {"tensor_parallel": parallel, "optimizer": optimizer}
+    config = dt.config(2, universal, parts, dt.BF16, dt.zero(stage))
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 

@@ -51,15 +51,8 @@ def engine(weight_decay: float, *, universal: bool) -> Any:
     model = deepspeed.PipelineModule(
         layers, num_stages=STAGES, loss_fn=dt.loss, partition_method="uniform", activation_checkpoint_interval=0
     )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "zero_allow_untested_optimizer": True,
-        "checkpoint": {"load_universal": universal},
-        **(dt.FP16 if dt.numbers(deepspeed.__version__) < (0, 14) else dt.BF16),  # 0.12 pipelines refuse bf16
-        **dt.zero(1),
-        "steps_per_print": 10,
-    }
+    dtype = dt.FP16 if dt.numbers(deepspeed.__version__) < (0, 14) else dt.BF16  # 0.12 pipelines refuse bf16
+    config = dt.config(1, universal, dtype, dt.zero(1), {"gradient_accumulation_steps": 2, "steps_per_print": 10})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=weight_decay)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 

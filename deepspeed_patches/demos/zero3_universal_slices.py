@@ -28,7 +28,7 @@ def train_and_save(rank: int, folder: Path) -> list[float]:
     run: Any = deepspeed.initialize(
         model=(model := torch.nn.Linear(dt.HIDDEN, 2, bias=False)),
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
-        config={"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, **dt.BF16, **dt.zero(3)},
+        config=dt.config(1, False, dt.BF16, dt.zero(3)),
         mpu=PipelineParallelGrid(topology=topology),
     )[0]
     run.backward(run(torch.ones(1, dt.HIDDEN, dtype=torch.bfloat16)).float().pow(2).mean())

@@ -53,14 +53,7 @@ def engine(seed: int, *, universal: bool = False, tensor_parallel: int = 1) -> A
     model = PipelineModule(
         layers, **stages, loss_fn=dt.loss, partition_method="uniform", activation_checkpoint_interval=0
     )
-    config = {
-        "train_micro_batch_size_per_gpu": SAMPLES,
-        "gradient_accumulation_steps": BATCHES,
-        "zero_allow_untested_optimizer": True,
-        "checkpoint": {"load_universal": universal},
-        **dt.BF16,
-        **dt.zero(1),
-    }
+    config = dt.config(SAMPLES, universal, dt.BF16, dt.zero(1), {"gradient_accumulation_steps": BATCHES})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
