@@ -156,12 +156,8 @@ class FG(TorchFunctionMode):
             return None
         if func is T.share_memory_ and is_gpu(args[0]):
             return args[0]
-        if func is T.cuda:
-            t = args[0]
-            return _land(t, t, "cuda")
-        if func is T.cpu:
-            t = args[0]
-            return _land(t, t, "cpu")
+        if func is T.cuda or func is T.cpu:
+            return _land(args[0], args[0], name)
         if func is T.type and not kwargs and len(args) == 1:
             r = func(*args)
             return r.replace("torch.", "torch.cuda.") if is_gpu(args[0]) else r
@@ -282,10 +278,7 @@ def _ctx(*a, **k):
 
 def _patch_cuda():
     c = torch.cuda
-    default = Stream.__new__(Stream)
-    default.cuda_stream = 0
-    default.stream_id = 0
-    default.device_index = 0
+    default = Stream()
     default.device = torch.device("cuda", 0)
     c.is_available = lambda: True
     c.is_initialized = lambda: True

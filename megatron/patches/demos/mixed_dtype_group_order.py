@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ckpt_patches.demo import megatron_training as mt
 from ckpt_patches.demo import show
 
+FORMAT = "fully_reshardable"
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
@@ -44,14 +45,9 @@ def trained(start: int) -> tuple[mt.Model, mt.Optimizer]:
     return model, optimizer
 
 
-def sharding_type(optimizer: mt.Optimizer) -> str:
-    newer = hasattr(mt.inner(optimizer), "sharded_param_state_fully_reshardable")
-    return "fully_reshardable" if newer else "fully_sharded_model_space"
-
-
 def save(rank: int, folder: Path) -> None:
     model, optimizer = trained(0)
-    mt.save(sharding_type(optimizer), model, optimizer, folder / "checkpoint")
+    mt.save(FORMAT, model, optimizer, folder / "checkpoint")
     states = live_states(model, optimizer)
     if rank == 0:
         torch.save(states, folder / "states.pt")
@@ -59,7 +55,7 @@ def save(rank: int, folder: Path) -> None:
 
 def load(rank: int, folder: Path) -> list[str]:
     model, optimizer = trained(3)
-    mt.load(sharding_type(optimizer), model, optimizer, folder / "checkpoint")
+    mt.load(FORMAT, model, optimizer, folder / "checkpoint")
     saved, found = torch.load(folder / "states.pt"), live_states(model, optimizer)
     return [key for key, state in saved.items() if not torch.equal(state, found[key])]
 
