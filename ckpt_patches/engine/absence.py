@@ -7,6 +7,7 @@ only module that uses version numbers to judge code, and it can only add warning
 import re
 from collections.abc import Iterator, Sequence
 
+from ckpt_patches.engine.fix import numbers
 from ckpt_patches.engine.outcomes import OUTCOMES
 from ckpt_patches.engine.releases import RECORDED, without_build
 
@@ -60,9 +61,9 @@ def compared_with(package: str, version: str) -> tuple[str, ...]:
     if version in releases:
         return (version,)
     found = re.match(r"\d+(\.\d+)*", version)
-    here = _numbers(found[0]) if found else (999,)
-    before = [release for release in releases if _numbers(release) < here]
-    after = [release for release in releases if _numbers(release) >= here]
+    here = numbers(found[0]) if found else (999,)
+    before = [release for release in releases if numbers(release) < here]
+    after = [release for release in releases if numbers(release) >= here]
     return (*after[:1], *before[-1:])
 
 
@@ -80,7 +81,3 @@ def _changes(fix: str) -> Iterator[tuple[str, str]]:
     """Pairs of a release and what a fix's edits find from that release on."""
     words = OUTCOMES.get(fix, "").split()
     return zip(words[::2], words[1::2], strict=True)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
