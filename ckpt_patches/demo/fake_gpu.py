@@ -407,14 +407,11 @@ def _patch_dist():
 
     AVG = d.ReduceOp.AVG
 
-    def size(group):
-        return d.get_world_size(group)
-
     def wrap_ar(f):
         @functools.wraps(f)
         def g(tensor, op=d.ReduceOp.SUM, group=None, async_op=False):
             if op == AVG:
-                tensor.div_(size(group))
+                tensor.div_(d.get_world_size(group))
                 op = d.ReduceOp.SUM
             return f(tensor, op, group, async_op)
 
@@ -424,7 +421,7 @@ def _patch_dist():
         @functools.wraps(f)
         def g(output, input, op=d.ReduceOp.SUM, group=None, async_op=False):
             if op == AVG:
-                input = input / size(group)
+                input = input / d.get_world_size(group)
                 op = d.ReduceOp.SUM
             return f(output, input, op, group, async_op)
 
