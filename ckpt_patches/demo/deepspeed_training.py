@@ -27,6 +27,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from ckpt_patches import demo
 from ckpt_patches.demo.gpu import REAL_GPU, share_gpu
 from ckpt_patches.demo.ranks import RankError, free_port
+from ckpt_patches.demo.ranks import gathered as gathered
 from ckpt_patches.demo.ranks import results as run_ranks
 
 _all_gather_into_tensor = torch.distributed.all_gather_into_tensor
@@ -303,13 +304,6 @@ def flat_groups(run: Any) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
 
 def names_of(run: Any) -> dict[torch.Tensor, str]:
     return {parameter: name for name, parameter in run.module.named_parameters()}
-
-
-def gathered(value: Any) -> list[Any]:
-    """The values of all ranks, in rank order."""
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from ckpt_patches.demo import fake_gpu, show
 from ckpt_patches.demo.gpu import REAL_GPU, share_gpu
 from ckpt_patches.demo.keeper import fork_keeper
 from ckpt_patches.demo.ranks import free_port
+from ckpt_patches.demo.ranks import gathered as gathered
 from ckpt_patches.demo.ranks import results as run_ranks
 
 if not REAL_GPU:
@@ -372,13 +373,6 @@ def everything(model: Model, optimizer: Optimizer) -> dict[str, torch.Tensor]:
 def weights(model: Model) -> dict[str, torch.Tensor]:
     """A copy of every parameter, in fp32, by name."""
     return {name: p.detach().float().clone() for name, p in model.named_parameters()}
-
-
-def gathered(value: Any) -> list[Any]:
-    """The values of all ranks, in rank order."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def optimizer_state(model: Model, optimizer: Optimizer, group: Any = None) -> dict[str, torch.Tensor]:

@@ -54,6 +54,15 @@ def _cause(folder: Path) -> str:
     return next((text for text in errors if "onnection" not in text), errors[0] if errors else "")
 
 
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks, in rank order."""
+    from torch import distributed
+
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
+
+
 def free_port() -> int:
     """A TCP port of this machine that is free, and that Linux does not assign to connections."""
     while True:
