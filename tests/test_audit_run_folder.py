@@ -106,6 +106,23 @@ def test_symlinked_folders_are_followed_once(
     assert audited(zero_run, capsys)[:2] == (1, {ZERO: WHOLE, "global_step4": DAMAGED})
 
 
+def test_a_link_out_of_the_folder_is_not_recommended(
+    zero_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run links the checkpoint that it was fine-tuned from, and a folder of other runs; a tracker can name a link."""
+    others = tmp_path / "others"
+    shutil.copytree(zero_run / ZERO, others / "run" / "global_step9")
+    (zero_run / "pretrained").symlink_to(others / "run" / "global_step9")
+    (zero_run / "others").symlink_to(others)
+    status, verdicts, last = audited(zero_run, capsys)
+    assert (status, verdicts) == (0, {ZERO: WHOLE, "pretrained": WHOLE})
+    assert last.startswith(f"resume from: {zero_run / ZERO} ")
+    assert last.endswith("; not considered, as it is a link to another folder: pretrained")
+    shutil.rmtree(zero_run / ZERO)
+    (zero_run / "latest").write_text("pretrained")
+    assert audited(zero_run, capsys)[2].startswith(f"resume from: {zero_run / 'pretrained'} ")
+
+
 def test_no_checkpoint_to_resume_from(zero_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     next((zero_run / ZERO).glob("*optim_states.pt")).write_bytes(b"damaged")
     status, verdicts, last = audited(zero_run, capsys)

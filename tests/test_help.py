@@ -146,6 +146,11 @@ def test_a_usage_error_is_one_line(arguments: str, error: str, program: str) -> 
     assert one_line(command(*arguments.split())) == f"ckpt-patches: {error} ({program} --help)"
 
 
+def test_an_empty_path_is_not_the_current_folder() -> None:
+    said = "ckpt-patches: expected an argument, found an empty one: is a variable not set? (ckpt-patches --help)"
+    assert one_line(command("audit", "")) == said
+
+
 # explain
 
 

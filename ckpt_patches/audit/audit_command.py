@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime import commands
 from ckpt_patches.runtime.options import MANY, add_distributed, add_workers, described
+from ckpt_patches.runtime.shown import printable, printable_lines
 
 if TYPE_CHECKING:
     from ckpt_patches.audit.audit import Report
@@ -119,7 +120,7 @@ def _repair_together(options: argparse.Namespace, ranks: "Ranks", workers: int) 
         assert result
         found: Any = repair_report.as_json if options.json else repair_report.as_text
         text = found(options.output, result)
-        print(json.dumps(text, indent=1) if options.json else text)
+        print(json.dumps(text, indent=1) if options.json else printable_lines(text))
         sys.stdout.flush()  # torchrun stops all ranks when one exits with a nonzero status
         return 1 if result.left else 0
 
@@ -160,7 +161,7 @@ def _end(options: argparse.Namespace, reports: "list[Report]") -> int:
         print(json.dumps(text_report.as_json(reports, runs), indent=1))
     elif not options.json_lines:
         for run in runs:
-            print(run.as_text())
+            print(printable(run.as_text()))
     _write_pictures(options, reports)
     sys.stdout.flush()  # torchrun stops all ranks when one exits with a nonzero status
     statuses = {EXIT_STATUS[found.verdict] for found in reports}

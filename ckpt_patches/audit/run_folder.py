@@ -42,11 +42,19 @@ def save_of(checkpoint: Path) -> Path:
 
 
 def saves(path: Path) -> Iterator[Path]:
-    """The saves in a folder: itself, those below it, and missing ones that trackers name. Visits each folder once."""
-    return _saves(path, set())
+    """The saves in a folder: itself, those below it, and missing ones that trackers name. Visits each folder once.
+
+    Of the folders outside to which links lead, it visits none below them.
+    """
+    return _saves(path, path, set())
 
 
-def _saves(path: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
+def leaves(path: Path, folder: Path) -> bool:
+    """Whether links in a path lead out of a folder."""
+    return not path.resolve().is_relative_to(folder.resolve())
+
+
+def _saves(path: Path, root: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
     try:
         stat = path.stat()
         reader = reader_of(path)
@@ -61,11 +69,11 @@ def _saves(path: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
         seen.add((stat.st_dev, stat.st_ino))
     if is_save:
         yield path
-    if is_last:
+    if is_last or leaves(path, root):
         return
     # Symlinks come last, so that each folder is reported under its own name.
     for folder in sorted(folders, key=Path.is_symlink):
-        yield from _saves(folder, seen)
+        yield from _saves(folder, root, seen)
     yield from sorted(missing for tracker in trackers(path) if (missing := _not_there(tracker)))
 
 

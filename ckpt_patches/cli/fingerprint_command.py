@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.commands import needed_by
 from ckpt_patches.runtime.options import add_trust, described
+from ckpt_patches.runtime.shown import printable
 
 if TYPE_CHECKING:
     from ckpt_patches.fingerprint.offline import Checked
@@ -124,7 +125,7 @@ def _print_left_out(path: Path, left_out: dict[str, str]) -> None:
     for why, count in Counter(left_out.values()).items():
         example = next(name for name, its in left_out.items() if its == why)
         tensors = f"{count} tensors have" if count > 1 else "1 tensor has"
-        print(f"{path}: {tensors} no fingerprint, as {example}: {why}", file=sys.stderr)
+        print(printable(f"{path}: {tensors} no fingerprint, as {example}: {why}"), file=sys.stderr)
 
 
 def _print(found: "list[Fingerprint]", checked: "Checked | None", *, as_json: bool) -> None:
@@ -133,16 +134,17 @@ def _print(found: "list[Fingerprint]", checked: "Checked | None", *, as_json: bo
         recorded = None if checked is None else _as_json(checked)
         print(json.dumps({"schema": SCHEMA, "fingerprints": rows, "recorded": recorded}, indent=1))
         return
-    width = max((len(one.parameter) for one in found), default=0)
-    for one in found:
-        print(f"{one.hexadecimal}  {one.parameter:{width}}  {one.state:10}  {one.numel:>14,} elements")
+    names = [printable(one.parameter) for one in found]
+    width = max(map(len, names), default=0)
+    for one, name in zip(found, names, strict=True):
+        print(f"{one.hexadecimal}  {name:{width}}  {printable(one.state):10}  {one.numel:>14,} elements")
     if checked is None:
         return
     for each in checked.differences:
-        print(f"{each.parameter}  {each.state}  not as recorded: {each.what}")
+        print(printable(f"{each.parameter}  {each.state}  not as recorded: {each.what}"))
     for what, why in checked.unchecked.items():
-        print(f"{what}  not compared: {why}")
-    print(checked.sentence())
+        print(printable(f"{what}  not compared: {why}"))
+    print(printable(checked.sentence()))
 
 
 def _as_json(checked: "Checked") -> dict[str, object]:
@@ -161,7 +163,7 @@ def _compare(options: argparse.Namespace, one: "list[Fingerprint]", other: "list
         print(json.dumps(_comparison(one, found), indent=1))
     elif found:
         for each in found:
-            print(f"{each.parameter}  {each.state}  {each.what}")
+            print(printable(f"{each.parameter}  {each.state}  {each.what}"))
         print(f"{len(found)} of {len(one)} states differ: {options.path} and {options.against}")
     else:
         parameters = len({each.parameter for each in one})

@@ -2,10 +2,24 @@
 
 import errno
 import os
+import stat
 from collections import OrderedDict
 from types import TracebackType
 
 MOST = 64  # open files at a time
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """The descriptor of a file. The builtin `open` takes three times as long, and there are thousands of files.
+
+    Raises:
+        OSError: the file cannot be opened, or is a pipe, a device or a folder, of which a read may not end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "expected a regular file, found a pipe, a device or a folder", os.fspath(path))
 
 
 class RangedFiles:
@@ -58,7 +72,7 @@ class RangedFiles:
             return self._open[path]
         if len(self._open) >= self._most:
             self._close_oldest()
-        self._open[path] = os.open(path, os.O_RDONLY)
+        self._open[path] = open_regular(path)
         return self._open[path]
 
     def _close_oldest(self) -> None:

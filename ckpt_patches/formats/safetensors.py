@@ -9,12 +9,14 @@ https://huggingface.co/docs/safetensors/index#format
 
 import json
 import math
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.ranged import open_regular
 from ckpt_patches.runtime.shown import shown
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".index.json"
@@ -59,7 +61,7 @@ def read(path: Path) -> dict[str, Tensor]:
         BadHeaderError: the file is truncated, corrupt, or not a safetensors file.
     """
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise BadHeaderError(f"{path} is truncated: its header does not end in it")

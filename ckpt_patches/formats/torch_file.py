@@ -14,7 +14,6 @@ import math
 import operator
 import os
 import pickle
-import stat
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 from ckpt_patches.errors import TRUST, UserError
 from ckpt_patches.formats import dtypes, pickles, stored_zip
 from ckpt_patches.formats.dtypes import ITEM_SIZE, STORAGES, UNTYPED
+from ckpt_patches.formats.ranged import open_regular
 
 QUANTIZED = "torch._utils._rebuild_qtensor"
 # First bytes of a file in torch's format before 1.6: a pickle of torch's magic number.
@@ -529,11 +529,8 @@ def _open_zip(descriptor: int, path: Path, span: tuple[int, int]) -> stored_zip.
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Yield a regular file's descriptor. `open` takes three times as long, and there are thousands of files."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    descriptor = open_regular(path)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise BadFileError(f"{path}: expected a regular file, found a pipe, a device or a folder")
         yield descriptor
     finally:
         os.close(descriptor)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_patches.runtime import commands
 from ckpt_patches.runtime.options import MANY, add_distributed, add_no_sync, add_trust, add_workers, described
+from ckpt_patches.runtime.shown import printable_lines
 from ckpt_patches.runtime.units import in_bytes
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         _, planned = migrate.prepare(
             options.path, options.step, trust=options.trust_checkpoint, damaged_as_is=options.damaged_as_is
         )
-        print(_plan_as_json(planned) if options.json else _plan_as_text(planned))
+        print(_plan_as_json(planned) if options.json else printable_lines(_plan_as_text(planned)))
         return 0
     from ckpt_patches.runtime.distributed import joined
 
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     with joined(options.distributed, say) as ranks:
         summary = migrate.migrate(options.path, options.output, chosen, ranks=ranks, warn=say)
     if ranks.rank == 0:
-        print(_summary_as_json(summary) if options.json else _summary_as_text(summary))
+        print(_summary_as_json(summary) if options.json else printable_lines(_summary_as_text(summary)))
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from ckpt_patches.errors import UserError, WorkerDefect, one_line
 from ckpt_patches.runtime.distributed import OtherRankError
+from ckpt_patches.runtime.shown import printable_lines
 
 Options = TypeVar("Options")
 
@@ -45,7 +46,7 @@ def run(program: str, work: Callable[[], int], *, interrupted: str = "interrupte
 
 
 def say(program: str, message: str) -> None:
-    print(f"{program}: {message}", file=sys.stderr)
+    print(f"{program}: {printable_lines(message)}", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog.partition(' ')[0]}: {' '.join(message.splitlines())} ({self.prog} --help)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse unknown arguments here: argparse leaves them to the main parser, which lacks a command's options."""
+        """Refuse unknown arguments here: argparse leaves them to the main parser, which lacks a command's options.
+
+        And empty ones: an empty path would be the current folder.
+        """
+        if "" in (args if args is not None else sys.argv):
+            self.error("expected an argument, found an empty one: is a variable not set?")
         found, left = super().parse_known_args(args, namespace)
         for argument in left:
             name = argument.partition("=")[0]

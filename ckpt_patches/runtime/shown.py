@@ -1,4 +1,4 @@
-"""Format values of a checkpoint for messages, with bounded length and depth."""
+"""Format values and names of a checkpoint for people, with bounded length and depth."""
 
 import reprlib
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxtuple, _SHORT.maxlist, _SHORT.maxdict = 3, 6, 6, 6
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
+LONGEST = 5000  # characters of a line; paths are shorter
 
 
 def shown(value: Any) -> str:
@@ -16,3 +17,21 @@ def shown(value: Any) -> str:
         return _SHORT.repr(value)[:200]
     except Exception as error:  # a value that a file has built can fail in any way
         return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+
+
+def shortened(text: str) -> str:
+    """A text of any length, or its begin and end."""
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}…{text[-LONGEST // 2 :]}"
+
+
+def printable(text: str) -> str:
+    """One line from an untrusted text: other characters can move the cursor or change the direction of text."""
+    short = shortened(text)
+    if short.isprintable():
+        return short
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in short)
+
+
+def printable_lines(text: str) -> str:
+    """The lines of a text, each `printable`."""
+    return "\n".join(map(printable, text.split("\n")))

@@ -2,7 +2,7 @@
 
 import html
 
-from ckpt_patches.audit.report.plot_layout import printable
+from ckpt_patches.runtime.shown import printable
 
 EMPTY = ("meta",)  # elements without an end tag
 

@@ -10,6 +10,7 @@ from ckpt_patches.audit.audit import Report
 from ckpt_patches.audit.damages import DAMAGE, KINDS, NOTE, UNREADABLE, Finding
 from ckpt_patches.audit.readers.checkpoint import Shard
 from ckpt_patches.audit.report.text_report import about, in_range
+from ckpt_patches.runtime.shown import printable
 
 MOST_BARS = 40  # per checkpoint; more are not legible
 MOST_BOUNDARIES = 128  # per bar; more would be a gray area
@@ -92,11 +93,6 @@ def legend(panels: Iterable[Panel]) -> list[tuple[str, str]]:
     """The kinds that are drawn, in the order of `damages.KINDS`, with their colors."""
     drawn = {mark.finding.kind.name for panel in panels for bar in panel.bars for mark in bar.marks}
     return [(kind, colour(kind)) for kind in KINDS if kind in drawn]
-
-
-def printable(name: str) -> str:
-    """Escape unprintable characters of an untrusted name: they can move the cursor or change text direction."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
 
 
 def explained(finding: Finding) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_patches.audit.audit import TO_RESUME_FROM, Report
 from ckpt_patches.audit.readers.checkpoint import ALONE
-from ckpt_patches.audit.run_folder import Tracker, save_of, trackers
+from ckpt_patches.audit.run_folder import Tracker, leaves, save_of, trackers
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class RunReport:
     path: Path
     newest: Report | None  # complete checkpoint, or None
     named: tuple[Named, ...]
+    elsewhere: tuple[Path, ...] = ()  # links to complete checkpoints that can be of another run
 
     def as_text(self) -> str:
         """The report in one line."""
@@ -36,6 +37,8 @@ class RunReport:
             save = save_of(self.newest.checkpoint.path)
             begin = f"resume from: {save}" + (f" (step {step})" if step is not None else "")
         named = [self._of(one) for one in self.named] or ["no tracker names a checkpoint"]
+        if self.elsewhere:
+            named.append(f"not considered, as it is a link to another folder: {self.elsewhere[0].name}")
         return "; ".join((begin, *named))
 
     def _of(self, named: Named) -> str:
@@ -70,8 +73,16 @@ def run_report(path: Path, reports: Iterable[Report]) -> RunReport | None:
     complete = [report for report in own if save_of(report.checkpoint.path) not in damaged]
     if any(not _is_alone(report) for report in own):  # a run does not resume from an exported model
         complete = [report for report in complete if not _is_alone(report)]
-    named = (Named(tracker, _verdict(tracker, own)) for folder in _folders(path, own) for tracker in trackers(folder))
-    return RunReport(path, max(complete, key=_order, default=None), tuple(named))
+    found = [tracker for folder in _folders(path, own) for tracker in trackers(folder)]
+    named = tuple(Named(tracker, _verdict(tracker, own)) for tracker in found)
+    promised = [tracker.names for tracker in found if tracker.names is not None]
+    inside, elsewhere = [], []
+    for report in complete:
+        save = save_of(report.checkpoint.path)
+        is_linked = leaves(save, path) and not any(_same(save, one) for one in promised)
+        (elsewhere if is_linked else inside).append(report)
+    newest = max(inside, key=_order, default=None)
+    return RunReport(path, newest, named, tuple(save_of(report.checkpoint.path) for report in elsewhere))
 
 
 def _is_alone(report: Report) -> bool:

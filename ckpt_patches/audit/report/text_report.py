@@ -5,6 +5,7 @@ from typing import Any
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, WHOLE, Report
 from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.report.run_report import RunReport
+from ckpt_patches.runtime.shown import printable, shortened
 from ckpt_patches.runtime.terminal import paint
 from ckpt_patches.runtime.units import in_bytes
 
@@ -43,10 +44,10 @@ def _finding(finding: Finding) -> dict[str, Any]:
     return {
         "name": finding.kind.name,
         "severity": finding.kind.severity,
-        "array": finding.array,
-        "shard": finding.shard,
+        "array": shortened(finding.array),
+        "shard": shortened(finding.shard),
         "range": None if finding.begin is None else [finding.begin, finding.end],
-        "detail": finding.detail,
+        "detail": shortened(finding.detail),
     }
 
 
@@ -55,7 +56,7 @@ def as_text(report: Report, *, notes: bool) -> str:
     verdict = paint(report.verdict, COLORS.get(report.verdict, "yellow"))
     if report.verdict == REPAIRED:
         verdict += f", {report.repaired} elements are not the run's own"
-    lines = [f"{report.checkpoint.path}: {verdict} ({about(report)})"]
+    lines = [f"{printable(str(report.checkpoint.path))}: {verdict} ({about(report)})"]
     shown = [finding for finding in report.findings if notes or finding.kind.severity != NOTE]
     rows = [row for name in dict.fromkeys(f.kind.name for f in shown) for row in _rows(name, shown)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -82,7 +83,8 @@ def about(report: Report) -> str:
 def _rows(name: str, findings: list[Finding]) -> list[tuple[str, ...]]:
     own = [finding for finding in findings if finding.kind.name == name]
     rows: list[tuple[str, ...]] = [
-        (f.kind.severity, name, f.array, f.shard, in_range(f), f.detail) for f in own[:MOST_LINES]
+        (f.kind.severity, name, printable(f.array), printable(f.shard), in_range(f), printable(f.detail))
+        for f in own[:MOST_LINES]
     ]
     if len(own) > MOST_LINES:
         rows.append(("", name, f"and {len(own) - MOST_LINES} more", "", "", ""))
