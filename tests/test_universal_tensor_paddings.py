@@ -97,19 +97,6 @@ def test_resumes_on_another_number_of_ranks(
     assert resumed["losses"] == pytest.approx(losses(source), rel=0.01)  # bf16 has a precision of 8 bits
 
 
-@pytest.mark.parametrize("version", ["0.12.6", NEW_WRITER])
-def test_stripping(version: str) -> None:
-    """A padding up to the partition's size is dropped; a larger one drops all elements (hypothesis)."""
-    checked = run_json("strip_paddings", tree=tree("deepspeed", version), delivery="hook")
-    assert min(checked.values()) > 50
-
-
-def test_stripping_upstream() -> None:
-    done = run("strip_paddings", tree=tree("deepspeed", NEW_WRITER), check=False)
-    assert done.returncode == 1
-    assert CRASH in done.stderr
-
-
 # The edits themselves
 
 STRIP_AT_MOST = "raw_length = max(0, state_value.numel() - group_paddings[key])"
