@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 import explored
 from ckpt_patches.demo import megatron_lm
 from ckpt_patches.demo.ranks import call_after
-from explore_megatron_model import LAYERS, SEQUENCES, Options, build, initialize, scheduler, step
 from explored import FIRST, LAST, Part, SaveFailed, State, is_nothing
+from gpt_training import LAYERS, SEQUENCES, Options, build, initialize, scheduler, step
 
 MORE = 2  # the number of steps after the load
 LAYOUT = ("tp", "pp", "ep", "cp")

@@ -15,17 +15,16 @@ A `whole` optimizer is not distributed: each rank has all of its state. With `no
 
 import argparse
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import gpt_training
 from ckpt_patches.demo import megatron_training as mt
 from program_arguments import parsed
 
-VOCABULARY, SEEN, LENGTH, HIDDEN = 64, 40, 8, 16
 STEPS_BEFORE, STEPS_AFTER = 3, 2
 
 
@@ -39,124 +38,39 @@ def main() -> None:
     mt.spawn(save if options.what == "save" else resume, ranks, options, **parallel)
 
 
+# The options of `gpt_training` that are the same in every run.
+PLAIN = {
+    "cp": 1, "instances": 1, "algorithm": "adam", "min_lr": None, "offload": None, "bucket": 0, "clipping": True,
+    "gated": True,
+    **dict.fromkeys(
+        (
+            "overlap", "precision_aware", "decoupled_rate", "mup", "fp32_norms", "untied", "biases", "frozen",
+            "zero_initialized", "overflow", "learned_positions", "fsdp2",
+        ),
+        False,
+    ),
+}  # fmt: skip
+
+
 def build(options: argparse.Namespace) -> tuple[Any, Any]:
     """The model under Megatron's DDP, and its optimizer."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core import parallel_state
 
-    mt.use_inner_optimizer(options.inner)
-    on_cpu()
-    if options.ep > 1:
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(options.tp, options.pp, expert_model_parallel_size=options.ep)
-    tensor_parallel.random.initialize_rng_tracker()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    dtype = torch.float32 if options.fp32 else torch.bfloat16
-    experts = (
-        {"num_moe_experts": options.of_each, "moe_router_topk": 2, "moe_grouped_gemm": False} if options.experts else {}
-    )
-    if options.experts and options.tp > 1:
-        experts["sequence_parallel"] = True
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        ffn_hidden_size=24,
-        bf16=not options.fp32,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        expert_model_parallel_size=options.ep,
-        tensor_model_parallel_size=options.tp,
-        pipeline_model_parallel_size=options.pp,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        persist_layer_norm=False,
-        **experts,
-    )
-    spec = get_gpt_layer_local_spec(num_experts=experts.get("num_moe_experts"), moe_grouped_gemm=False)
-    torch.manual_seed(1)
-    random.seed(1)
-    model = GPTModel(
-        config,
-        spec,
-        VOCABULARY,
-        LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=True,
-        position_embedding_type="rope",
-    )
-    model = model.to(dtype).cuda()
-    distributed = options.optimizer == "distributed"
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
-    model = DistributedDataParallel(config, ddp, model)
-    chosen = OptimizerConfig(
-        optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=not options.fp32, params_dtype=dtype, clip_grad=1.0,
-        use_distributed_optimizer=distributed,
-    )  # fmt: skip
-    return model, get_megatron_optimizer(chosen, [model])
-
-
-class OnCpu:
-    """A stub of the module torch: it has torch's functions, but tensors for the GPU are created on the CPU.
-
-    The GPU stub is not active within a backward pass, where the ranks of experts exchange tokens.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        return self if name == "cuda" else getattr(torch, name)
-
-
-def on_cpu() -> None:
-    """Replace what experts need from a GPU and Transformer Engine; 0.14 also looks up a function of the latter."""
-    from megatron.core.tensor_parallel import mappings
-    from megatron.core.transformer.moe import moe_utils
-
-    vars(moe_utils).setdefault("te_general_gemm", None)
-    own = OnCpu()
-    vars(own)["current_device"] = lambda: torch.device("cpu")
-    vars(mappings)["torch"] = own
+    chosen = {
+        **PLAIN,
+        **{name: getattr(options, name) for name in ("tp", "pp", "inner", "optimizer")},
+        "ep": options.ep if options.experts else 0,
+        "experts": options.of_each,
+        "dtype": "fp32" if options.fp32 else "bf16",
+    }
+    parallel_state.destroy_model_parallel()
+    gpt_training.initialize(chosen)
+    return gpt_training.build(chosen, seed=0)
 
 
 def step(model: Any, optimizer: Any, number: int) -> None:
-    """One step; all data-parallel ranks have the same tokens."""
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    model.zero_grad_buffer()
-    optimizer.zero_grad()
-    generator = torch.Generator().manual_seed(100 + number)
-    tokens = torch.randint(0, SEEN, (2, LENGTH), generator=generator).cuda()
-    positions = torch.arange(LENGTH).repeat(2, 1).cuda()
-    mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1).view(1, 1, LENGTH, LENGTH).cuda()
-
-    def forward(_: Any, own: Any) -> tuple[torch.Tensor, Any]:
-        return own(tokens, positions, mask, labels=tokens.roll(-1, 1)), lambda out: (out.float().mean(), {})
-
-    config = model.module.config
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=None,
-        model=[model],
-        num_microbatches=1,
-        seq_length=LENGTH,
-        micro_batch_size=2,
-        forward_only=False,
-    )
-    optimizer.step()
+    """One step; all data-parallel ranks have the same tokens, so that other numbers of ranks take the same step."""
+    gpt_training.step(model, optimizer, number, shared=2)
 
 
 def everything(model: Any, optimizer: Any, kind: str) -> dict[str, torch.Tensor]:

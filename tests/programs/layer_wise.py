@@ -18,6 +18,7 @@ import torch.distributed as dist
 import gpt_resume
 from ckpt_patches.demo import megatron_training as mt
 from ckpt_patches.demo import stub_fused_adam
+from gpt_training import gathered
 from program_arguments import parsed
 
 STEPS = 3
@@ -29,20 +30,6 @@ def main() -> None:
     dist.all_gather = gathered
     work = save if options.what == "save" else resume
     mt.spawn(work, options.tp * options.dp, options, tensor_parallel=options.tp)
-
-
-def gathered(
-    outputs: list[torch.Tensor], own: torch.Tensor, group: Any = None, *, as_it_is: Any = dist.all_gather, **more: Any
-) -> Any:
-    """Gather tensors of different sizes, as NCCL does and Gloo does not."""
-    if len({one.numel() for one in outputs}) == 1:
-        return as_it_is(outputs, own, group=group, **more)
-    for number, output in enumerate(outputs):
-        rank = dist.get_global_rank(group, number)
-        if rank == dist.get_rank():
-            output.copy_(own)
-        dist.broadcast(output, rank, group=group)
-    return None
 
 
 def build(options: argparse.Namespace) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import layer_wise
 from ckpt_patches.demo import megatron_lm
 from ckpt_patches.demo import megatron_training as mt
+from gpt_training import gathered
 from program_arguments import parsed
 
 RANKS = 2
@@ -26,7 +27,7 @@ RANKS = 2
 def main() -> None:
     options = parsed({"out": Path}, cp=2, lost=False)
     megatron_lm.import_training()
-    dist.all_gather = layer_wise.gathered
+    dist.all_gather = gathered
     errors, wrong = zip(*mt.results(resume, RANKS, options), strict=True)
     files = sorted(path.name for path in options.out.rglob("layer_wise*"))
     print(json.dumps({"errors": errors, "files": files, "wrong": wrong}), flush=True)

@@ -1,4 +1,4 @@
-"""The models, optimizers and schedulers of the explorer's trainings with megatron-core."""
+"""Small GPTs with their optimizers and schedulers, for trainings with the real megatron-core on CPU ranks."""
 
 import importlib
 import random
@@ -10,9 +10,6 @@ from unittest import mock
 from ckpt_patches.demo import megatron_training as mt  # isort: skip  the GPU stub must load first
 import torch
 import torch.distributed as dist
-
-from gpt_resume import on_cpu
-from layer_wise import gathered
 
 Options = dict[str, Any]
 VOCABULARY, SEEN, LENGTH, HIDDEN, LAYERS, EXPERTS = 64, 40, 8, 16, 2, 4
@@ -42,6 +39,41 @@ def initialize(layout: Options) -> None:
     on_cpu()
     tensor_parallel.random.initialize_rng_tracker()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+class OnCpu:
+    """A stub of the module torch: it has torch's functions, but tensors for the GPU are created on the CPU.
+
+    The GPU stub is not active within a backward pass, where the ranks of experts exchange tokens.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return self if name == "cuda" else getattr(torch, name)
+
+
+def on_cpu() -> None:
+    """Replace what experts need from a GPU and Transformer Engine; 0.14 also looks up a function of the latter."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import moe_utils
+
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    own = OnCpu()
+    vars(own)["current_device"] = lambda: torch.device("cpu")
+    vars(mappings)["torch"] = own
+
+
+def gathered(
+    outputs: list[torch.Tensor], own: torch.Tensor, group: Any = None, *, as_it_is: Any = dist.all_gather, **more: Any
+) -> Any:
+    """Gather tensors of different sizes, as NCCL does and Gloo does not."""
+    if len({one.numel() for one in outputs}) == 1:
+        return as_it_is(outputs, own, group=group, **more)
+    for number, output in enumerate(outputs):
+        rank = dist.get_global_rank(group, number)
+        if rank == dist.get_rank():
+            output.copy_(own)
+        dist.broadcast(output, rank, group=group)
+    return None
 
 
 def build(options: Options, seed: int) -> tuple[Any, Any]:
@@ -84,7 +116,7 @@ def settings(options: Options) -> Options:
     found: Options = {
         "optimizer": options["algorithm"],
         "lr": rate(options),
-        "min_lr": RATE / 10,
+        "min_lr": options.get("min_lr", RATE / 10),
         "weight_decay": DECAY,
         "clip_grad": 1.0 if options["clipping"] else 0.0,
         "use_distributed_optimizer": options["optimizer"] == "distributed",
@@ -186,7 +218,7 @@ def transformer_config(options: Options, dtype: torch.dtype) -> Any:
 
     more: Options = {}
     if options["ep"]:
-        more = {"num_moe_experts": EXPERTS, "moe_router_topk": 2, "moe_grouped_gemm": False}
+        more = {"num_moe_experts": options.get("experts", EXPERTS), "moe_router_topk": 2, "moe_grouped_gemm": False}
         more["sequence_parallel"] = options["tp"] > 1
     if options["gated"]:
         more |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
@@ -214,8 +246,11 @@ def transformer_config(options: Options, dtype: torch.dtype) -> Any:
     )
 
 
-def step(model: Any, optimizer: Any, number: int) -> float:
-    """Take one step and return the mean loss of all data-parallel ranks. The tokens depend only on `number`."""
+def step(model: Any, optimizer: Any, number: int, *, shared: int = 0) -> float:
+    """Take one step and return the mean loss of all data-parallel ranks. The tokens depend only on `number`.
+
+    The ranks divide the sequences, or all of them have `shared` ones.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -224,7 +259,8 @@ def step(model: Any, optimizer: Any, number: int) -> float:
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(100 + number)
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    tokens = torch.randint(0, SEEN, (SEQUENCES, LENGTH), generator=generator).chunk(ranks)[rank].cuda()
+    sequences = torch.randint(0, SEEN, (shared or SEQUENCES, LENGTH), generator=generator)
+    tokens = (sequences if shared else sequences.chunk(ranks)[rank]).cuda()
     positions = torch.arange(LENGTH).repeat(len(tokens), 1).cuda()
     mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1).view(1, 1, LENGTH, LENGTH).cuda()
     losses = [torch.zeros(())]
