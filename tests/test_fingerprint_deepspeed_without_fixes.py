@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any, NamedTuple
 
 import pytest
@@ -48,16 +47,18 @@ BUGS = [
 ]
 
 
-def output(bug: Bug, *arguments: str | Path) -> CompletedProcess[str]:
-    env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": bug.fix}
-    options = ("--ranks", str(bug.ranks), "--node", str(bug.ranks // bug.nodes))
-    on: dict[str, Any] = {"tree": tree("deepspeed", bug.release), "delivery": "hook", "env": env}
-    return run(PROGRAM, *arguments, *options, **on)
+def output(program: str, *arguments: str | Path, release: str, skip: str = "", check: bool = False) -> str:
+    """The output of a program on a release, with fingerprints, and with all fixes but one."""
+    env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": skip}
+    done = run(program, *arguments, tree=tree("deepspeed", release), delivery="hook", env=env, check=check)
+    return done.stdout + done.stderr
 
 
 def resumed(bug: Bug, folder: Path) -> str:
     """The output of a run that resumes another run's checkpoint, both without the fix."""
-    output(bug, "train", folder, bug.case)
+    options = ("--ranks", str(bug.ranks), "--node", str(bug.ranks // bug.nodes))
+    on: dict[str, Any] = {"release": bug.release, "skip": bug.fix, "check": True}
+    output(PROGRAM, "train", folder, bug.case, *options, **on)
     case = folder / bug.case
     if bug.tag:
         others = tuple(fix for fix in FIXES if fix != bug.fix)
@@ -65,8 +66,7 @@ def resumed(bug: Bug, folder: Path) -> str:
         assert found == {bug.case: ""}
         (folder / "made" / bug.case).rename(case / bug.tag)
     tag = ("--tag", bug.tag) if bug.tag else ()
-    done = output(bug, "resume", case, *tag)
-    return done.stdout + done.stderr
+    return output(PROGRAM, "resume", case, *tag, *options, **on)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.fix)
@@ -86,18 +86,11 @@ def test_other_rates_are_said(tmp_path: Path) -> None:
 
 def test_moments_of_the_first_group_alone(tmp_path: Path) -> None:
     """The bug is detected after a step; before one, such a load fails."""
-
-    def program(*arguments: str | Path, skip: str) -> CompletedProcess[str]:
-        env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": skip}
-        on: dict[str, Any] = {"tree": tree("deepspeed", "0.14.0"), "delivery": "hook", "env": env}
-        return run("universal_loading", *arguments, "--small", **on, check=False)
-
-    assert program("write", tmp_path, "stage1", skip="").returncode == 0
-    resume = ("resume", tmp_path, "stage1", "--steps", "1")
-    right, wrong = (program(*resume, skip=skip) for skip in ("", "universal_all_moments"))
-    assert right.returncode == 0, right.stderr[-2000:]
-    assert "resume proven: " in right.stdout + right.stderr
-    assert CAUGHT in wrong.stdout + wrong.stderr
+    case, release = (tmp_path, "stage1", "--small"), "0.14.0"
+    output("universal_loading", "write", *case, release=release, check=True)
+    resume = ("resume", *case, "--steps", "1")
+    assert "resume proven: " in output("universal_loading", *resume, release=release, check=True)
+    assert CAUGHT in output("universal_loading", *resume, release=release, skip="universal_all_moments")
 
 
 def test_ranks_in_the_order_of_their_names_are_caught_by_the_files(tmp_path: Path) -> None:
@@ -115,37 +108,28 @@ def test_ranks_in_the_order_of_their_names_are_caught_by_the_files(tmp_path: Pat
 
 def test_a_second_universal_load_that_leaves_the_masters_as_they_are(tmp_path: Path) -> None:
     """The second load is detected. The result of `safe_get_full_fp32_param` is not part of the state."""
-
-    def program(*arguments: str | Path, skip: str) -> str:
-        env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": skip}
-        on: dict[str, Any] = {"tree": tree(*newest_affected("zero3_fragment_bounds")), "delivery": "hook", "env": env}
-        done = run("universal_loading", *arguments, **on, check=False)
-        return done.stdout + done.stderr
-
-    program("write", tmp_path, "stage1", skip="")
-    assert program("resume", tmp_path, "stage1", skip="").count("resume proven: ") == 2
-    wrong = program("resume", tmp_path, "stage1", skip="universal_fragment_rebind")
+    release = newest_affected("zero3_fragment_bounds")[1]
+    output("universal_loading", "write", tmp_path, "stage1", release=release)
+    resume = ("universal_loading", "resume", tmp_path, "stage1")
+    assert output(*resume, release=release).count("resume proven: ") == 2
+    wrong = output(*resume, release=release, skip="universal_fragment_rebind")
     assert (wrong.count("resume proven: "), CAUGHT in wrong) == (1, True)
 
 
 def test_experts_of_another_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Another rank's experts are detected if one rank saved and two load."""
-
-    def program(*arguments: str | Path, skip: str = "") -> str:
-        env = {"CKPT_PATCHES_FINGERPRINT": "1", "CKPT_PATCHES_SKIP": skip}
-        on: dict[str, Any] = {"tree": tree("deepspeed", newest("deepspeed")), "delivery": "hook", "env": env}
-        done = run("experts", tmp_path / skip, "1", *arguments, **on, check=False)
-        return done.stdout + done.stderr
-
-    program("--ep", "1")
+    release = newest("deepspeed")
+    output("experts", tmp_path, "1", "--ep", "1", release=release)
     source, universal = tmp_path / "global_step8", tmp_path / "universal"
     options = ["--input_folder", str(source), "--output_folder", str(universal), "--inject_missing_state"]
     assert command_line.main(["to-universal", *options]) == 0
     captured = capfd.readouterr()
     assert "compared 39 states" in captured.out + captured.err
     for ep in ("1", "2", "4"):
-        assert "resume proven: 13 parameters, 39 states, " in program("--ep", ep, "--universal", universal)
-    wrong = program("--ep", "2", "--universal", universal, skip="universal_experts")
+        load = ("experts", tmp_path, "1", "--ep", ep, "--universal", universal)
+        assert "resume proven: 13 parameters, 39 states, " in output(*load, release=release)
+    load = ("experts", tmp_path / "wrong", "1", "--ep", "2", "--universal", universal)
+    wrong = output(*load, release=release, skip="universal_experts")
     assert CAUGHT in wrong
     assert "12 another's" in wrong
 

@@ -47,12 +47,10 @@ def output_of_resume(
     ranks: int = 2,
     nodes: int = 1,
     tag: str = "",
-    spoil: int | None = None,
     states: bool = True,
 ) -> str:
-    """The output of such a resume; its last line has the results. `spoil` is a rank to damage."""
-    options = [*(("--tag", tag) if tag else ()), *(("--spoil", str(spoil)) if spoil is not None else ())]
-    options += [] if states else ["--no-states"]
+    """The output of such a resume; its last line has the results."""
+    options = [*(("--tag", tag) if tag else ()), *([] if states else ["--no-states"])]
     return _run("resume", *folders, *options, version=version, delivery=delivery, ranks=ranks, nodes=nodes)
 
 

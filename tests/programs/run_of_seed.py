@@ -9,17 +9,12 @@ import torch
 
 from ckpt_patches.demo.deepspeed_training import results
 from program_arguments import parsed
-from zero_healthy import HIDDEN, drawn, engine
-
-DRAWN = dict.fromkeys(("zero_rate", "warm_up", "frozen", "unused", "tied", "zero_initialized", "mask"), False)
+from zero_healthy import HIDDEN, PLAIN, engine
 
 
 def train(rank: int, out: str, seed: int, steps: list[int], rate: float, stage: int) -> None:
-    import random
-
     torch.manual_seed(seed)
-    own = {"stage": stage, "dtype": "bf16", "optimizer": "AdamW", "groups": 2, "sub_groups": False, "accumulation": 1}
-    run = engine({**drawn(random.Random(0)), **DRAWN, **own, "round_robin": False}, rate)
+    run = engine({**PLAIN, "stage": stage}, rate)
     data = torch.Generator().manual_seed(1000 * seed + rank)
     for step in range(1, max(steps) + 1):
         inputs = torch.randn(8, HIDDEN, generator=data)

@@ -1,15 +1,15 @@
 """Train and resume at every ZeRO stage with the real DeepSpeed on CPU ranks; print the results, as JSON by case.
 
     zero_resuming.py train FOLDER CASE... --ranks N
-    zero_resuming.py resume FOLDER/CASE... --ranks M [--tag universal] [--spoil RANK] [--save NAME]
+    zero_resuming.py resume FOLDER/CASE... --ranks M [--tag universal] [--save NAME]
 
 With `--save NAME` the run saves at its end in the folder of that name in FOLDER/CASE, with the loaded client state.
-With `--node N` there are N ranks per node. `--spoil` changes a weight of that rank after the load, which must be
-detected. `--no-states` loads everything except the optimizer's states. A case is a kind and the number of param groups:
-`stage1-2`. `train` saves in FOLDER/CASE/global_step2, takes two more steps, and writes the run's state at the save and
-at the end beside it. `resume` loads that into a new run with other weights, reports the differences on any rank, and
-takes the same two steps; its output is by the folders as given. If a rank fails, the case has its "error", and the
-differences if it had loaded by then. If only settings of param groups differ, the two steps use the right ones.
+With `--node N` there are N ranks per node. `--no-states` loads everything except the optimizer's states. A case is a
+kind and the number of param groups: `stage1-2`. `train` saves in FOLDER/CASE/global_step2, takes two more steps, and
+writes the run's state at the save and at the end beside it. `resume` loads that into a new run with other weights,
+reports the differences on any rank, and takes the same two steps; its output is by the folders as given. If a rank
+fails, the case has its "error", and the differences if it had loaded by then. If only settings of param groups differ,
+the two steps use the right ones.
 """
 
 import argparse
@@ -72,8 +72,6 @@ def resume(rank: int, args: argparse.Namespace) -> dict[str, Any]:
     truth = torch.load(args.folder / "truth.pt", weights_only=False)
     run = engine_of(args.folder.name, args.ranks, universal=args.tag != TAG, seed=1)
     client_state = load(run, args.folder, args.tag, **args.asked)
-    if rank == args.spoil:
-        next(run.module.parameters()).data.view(-1)[0] += 1
     states = snapshot(run)
     different = on_any_rank(differences(states, truth["saved"]))
     if different and all(is_settings(name) for name in different):  # to see what else is wrong
@@ -138,7 +136,6 @@ def main() -> None:
     training.add_argument("folder", type=Path)
     resuming.set_defaults(do=resume, folder=Path())
     resuming.add_argument("--tag", default=TAG)
-    resuming.add_argument("--spoil", type=int, metavar="RANK")
     resuming.add_argument("--save", metavar="NAME")
     without = {"load_optimizer_states": False}
     resuming.add_argument("--no-states", dest="asked", action="store_const", const=without, default={})
