@@ -48,6 +48,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a template without moments": ({"idiom": "raw"}, "embed.weight exp_avg: the run has no such state"),
     "an element of a weight": ({"idiom": "weight"}, " master: other values"),
     "an element of a moment": ({"load": {"mesh": "ddp"}, "idiom": "moment"}, " exp_avg: other values"),
+    "a moment that one of the ranks has not": (
+        {"load": {"mesh": "ddp"}, "idiom": "no_moment"},
+        "embed.weight exp_avg: missing on 1 rank with the parameter",
+    ),
     "an element of FSDP1": ({"load": {"mesh": "fsdp1"}, "idiom": "weight"}, " master: other values"),
     "a buffer": ({"idiom": "buffer"}, "buffer positions: value"),
     "steps": ({"idiom": "step"}, "norm.bias: step 4, saved as 3"),
@@ -244,3 +248,70 @@ def test_a_strided_shard_is_of_each_chunk() -> None:
     """For W and V of SwiGLU in one tensor, rank 1 of two has the second half of each."""
     assert indices((8, 2), [_StridedShard(0, split_factor=2)], (2,), (1,)) == [[2, 3, 6, 7], [0, 1]]
     assert indices((8,), [_StridedShard(0, split_factor=2), Shard(0)], (2, 2), (1, 0)) == [[2, 3]]
+
+
+# Optimizers that keep other things than tensors, or keep them elsewhere
+
+
+def trained_by(make: Any, *, closure: bool = False) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = make(model.parameters())
+    for _ in range(3):
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            found: torch.Tensor = model(torch.ones(2, 4)).square().mean()
+            found.backward()
+            return found
+
+        loss()
+        optimizer.step(loss) if closure else optimizer.step()
+    return model, optimizer
+
+
+OPTIMIZERS = {
+    "eps of None": torch.optim.Adafactor,
+    "betas that are tensors": lambda params: torch.optim.Adam(
+        params, lr=torch.tensor(0.1), betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False, capturable=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_settings_of_an_optimizer_are_proven(name: str) -> None:
+    model, optimizer = trained_by(OPTIMIZERS[name])
+    record = fingerprint.of_training(model, optimizer)
+    fingerprint.prove(model, optimizer, record)
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    with pytest.raises(fingerprint.FingerprintError, match="weight_decay"):
+        fingerprint.prove(model, optimizer, record)
+
+
+def test_numbers_among_states_are_compared_and_lists_are_listed(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = trained_by(torch.optim.LBFGS, closure=True)
+    record = fingerprint.of_training(model, optimizer)
+    fingerprint.prove(model, optimizer, record)
+    assert "old_dirs: a state of type list" in caplog.text
+    next(iter(optimizer.state.values()))["n_iter"] += 1
+    with pytest.raises(fingerprint.FingerprintError, match="state n_iter"):
+        fingerprint.prove(model, optimizer, record)
+
+
+def test_what_cannot_be_read_is_listed(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = trained_by(torch.optim.SGD)
+    model.register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
+    model.register_parameter("nowhere", nn.Parameter(torch.empty(3, device="meta")))
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    fingerprint.prove(model, optimizer, fingerprint.of_training(model, optimizer))
+    assert "resume proven: 4 parameters" in caplog.text
+    assert "not proven: buffer sparse" in caplog.text
+    assert "not proven: nowhere" in caplog.text
+
+
+@pytest.mark.parametrize("part", ["settings", "others", "partial"])
+def test_a_malformed_record_is_an_error_of_ours(part: str) -> None:
+    model, optimizer = trained_by(torch.optim.SGD)
+    record = {**json.loads(fingerprint.of_training(model, optimizer)), part: {"0.weight": 5}}
+    with pytest.raises(fingerprint.FingerprintError):
+        fingerprint.prove(model, optimizer, json.dumps(record))

@@ -53,8 +53,8 @@ def prove(
         recorded: the result of `of_training` at the save; None if the checkpoint has no record.
 
     Raises:
-        FingerprintError: on all ranks, if a state or a setting differs from the saved one, or nothing could be
-            compared with the record. With CKPT_PATCHES_FINGERPRINT=warn it is logged instead.
+        FingerprintError: on all ranks, if a state or a setting differs from the saved one, or no state of the record
+            could be compared. With CKPT_PATCHES_FINGERPRINT=warn it is logged instead.
     """
     from ckpt_patches.fingerprint import proof, training_state
     from ckpt_patches.fingerprint.record import from_text

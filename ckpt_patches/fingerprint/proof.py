@@ -8,6 +8,7 @@ exchange more only if a state is wrong.
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -118,7 +119,17 @@ def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
     nowhere = set[str].intersection(*(of_rank.lacks for of_rank in odd))  # each pipeline stage has its own buffers
     left_out = {**dict.fromkeys(sorted(nowhere), "this run has nothing of it"), **left_out}
     others = sorted(record.others.keys() - nowhere)
-    return judge(record, totals, hints=by_key, settings=settings, left_out=left_out, shared=shared, others=others)
+    lacking = Counter(key for of_rank in odd for key in of_rank.lacking)
+    return judge(
+        record,
+        totals,
+        hints=by_key,
+        settings=settings,
+        left_out=left_out,
+        shared=shared,
+        others=others,
+        lacking=lacking,
+    )
 
 
 class Odd(NamedTuple):
@@ -130,16 +141,22 @@ class Odd(NamedTuple):
     left_out: dict[str, str]
     shared: dict[Key, Key]
     lacks: set[str]  # names of non-parameter values that this rank lacks
+    lacking: set[Key]  # states of parameters that it holds, and that all ranks with the parameter had
 
 
 def _odd(live: Live, record: Record, found: Mapping[Key, Total]) -> Odd:
     known = {key: (one.whole, one.dtype) for key, one in found.items() if key in record.states}
     kinds = {key: kind for key, kind in known.items() if kind != (record.states[key].numel, record.states[key].dtype)}
     besides = {key: one for key, one in found.items() if key not in record.states}
-    settings = records.setting_differences(record.settings, live.settings, (*SETTINGS, RATE))
+    numbers = {name for its in record.settings.values() for name in its if name.startswith(records.STATE)}
+    settings = records.setting_differences(record.settings, live.settings, (*SETTINGS, RATE, *sorted(numbers)))
     settings += records.other_differences(record.others, live.others)
     lacks = record.others.keys() - live.others.keys()
-    return Odd(kinds, besides, settings, dict(live.left_out), dict(live.shared), lacks)
+    lacking: set[Key] = set()
+    if record.partial is not None:
+        held = {key: one.whole for key, one in found.items()}
+        lacking = records.lacking(held, {key: state.numel for key, state in record.states.items()}) - record.partial
+    return Odd(kinds, besides, settings, dict(live.left_out), dict(live.shared), lacks, lacking)
 
 
 def _each_once(differences: Iterable[SettingDifference]) -> list[SettingDifference]:

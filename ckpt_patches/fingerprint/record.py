@@ -13,6 +13,7 @@ SAMPLE = 8  # elements from the middle of a state, recorded to locate it if it h
 # A parameter's settings that must be equal, and the rate, which is for information: a schedule changes it.
 SETTINGS = ("weight_decay", "betas", "eps", "step")
 RATE = "lr"
+STATE = "state "  # prefix of the name of a setting that is a number among a parameter's states
 
 Settings = Mapping[str, Any]
 
@@ -42,6 +43,8 @@ class Record:
     left_out: Mapping[str, str] = field(default_factory=dict)
     buckets: Mapping[str, Any] = field(default_factory=dict)  # parameter offsets in Megatron's buckets, see `Layout`
     others: Mapping[str, Settings] = field(default_factory=dict)  # values that are not a parameter's
+    # States of which a rank had the parameter and not the state; None: not recorded
+    partial: frozenset[tuple[str, str]] | None = None
 
     def as_plain(self) -> dict[str, Any]:
         """The form for a checkpoint."""
@@ -52,7 +55,8 @@ class Record:
         settings = {parameter: dict(its) for parameter, its in sorted(self.settings.items())}
         of_all = {"settings": settings, "left_out": dict(self.left_out), "buckets": dict(self.buckets)}
         others = {what: dict(its) for what, its in sorted(self.others.items())}
-        return {"format": FORMAT, "states": states, **of_all, "others": others}
+        partial = {} if self.partial is None else {"partial": sorted(map(list, self.partial))}
+        return {"format": FORMAT, "states": states, **of_all, "others": others, **partial}
 
 
 def of_step(plain: Any, step: Any) -> Any:
@@ -84,8 +88,9 @@ def from_plain(value: Any) -> Record:
             for parameter, of_one in value["states"].items()
             for name, (numel, number, dtype, sample) in of_one.items()
         }
-        others = dict(value.get("others", {}))
-        return Record(states, dict(value["settings"]), dict(value["left_out"]), dict(value["buckets"]), others)
+        settings, others = ({str(k): dict(its) for k, its in value.get(n, {}).items()} for n in ("settings", "others"))
+        partial = frozenset((str(p), str(s)) for p, s in value["partial"]) if "partial" in value else None
+        return Record(states, settings, dict(value["left_out"]), dict(value["buckets"]), others, partial)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NotARecord(f"expected a record of fingerprints, found {type(value).__name__} ({error!r})") from None
 
@@ -107,6 +112,15 @@ def from_text(text: Any) -> Any:
 def digest(value: Any, size: int = 16) -> str:
     """A digest, of `size` bytes, of a value's text."""
     return hashlib.blake2b(repr(value).encode(), digest_size=size).hexdigest()
+
+
+def lacking(held: Mapping[tuple[str, str], int], states: Mapping[tuple[str, str], int]) -> set[tuple[str, str]]:
+    """The states that a rank lacks of the parameters that it holds, given the elements of each full state.
+
+    Only of those with as many elements as the parameter: other ones can be divided among ranks in another way.
+    """
+    own = {parameter: numel for (parameter, state), numel in held.items() if state in ("master", "weight")}
+    return {key for key, numel in states.items() if own.get(key[0]) == numel and key not in held}
 
 
 def sample_place(numel: int) -> int:
@@ -165,12 +179,12 @@ class SettingDifference(NamedTuple):
 def setting_differences(
     saved: Mapping[str, Settings], found: Mapping[str, Settings], names: Sequence[str] = SETTINGS
 ) -> list[SettingDifference]:
-    """The differences in common settings of common parameters; a missing step is one, as the run would start over."""
+    """The differences in common settings of common parameters. A missing step or state is one: the run starts over."""
     return [
         SettingDifference(parameter, name, its[name], found[parameter].get(name))
         for parameter, its in sorted(saved.items())
         for name in names
-        if parameter in found and name in its and (name in found[parameter] or name == "step")
+        if parameter in found and name in its and (name in found[parameter] or name == "step" or name.startswith(STATE))
         if _plain(its[name]) != _plain(found[parameter].get(name))
     ]
 
@@ -187,17 +201,18 @@ def other_differences(saved: Mapping[str, Settings], found: Mapping[str, Setting
 
 def plain_values(state: Mapping[Any, Any]) -> Settings:
     """The values in a scheduler's state that are numbers, strings or lists of these; the rest is code."""
-    return {str(name): value for name, value in state.items() if _is_plain(value)}
+    return {str(name): value for name, value in state.items() if is_plain(value)}
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a string, None, or a list of these."""
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
 
 
 def _plain(value: Any) -> Any:
     """A normalized value, because formats store pairs as lists and integers as floats."""
     if isinstance(value, list | tuple):
-        return tuple(map(float, value))
-    return None if value is None else float(value)
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, int | float) else value

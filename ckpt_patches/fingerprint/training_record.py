@@ -43,6 +43,7 @@ class OfRank(NamedTuple):
     samples: dict[Key, Mapping[int, int]]
     parts: dict[Place, State]  # of states whose replicas the sums cannot resolve
     rest: Record | None  # settings and others; None if they equal the first rank's
+    lacking: set[Key]  # states of the parameters that it holds
 
 
 def recorded(own: Live, group: Any = None) -> str:
@@ -69,6 +70,7 @@ def recorded(own: Live, group: Any = None) -> str:
         {p[:2]: state.sample for p, state in parts.items() if main[p] and state.sample and p[:2] not in unclear},
         {p: state for p, state in parts.items() if p[:2] in unclear},
         None if rank and digests[rank] == digests[0] else rest,
+        record.lacking({one.key: one.whole for one in held}, {key: one.whole for key, one in kinds.items()}),
     )
     of_ranks = to_first(sent, group)
     clear = {key: total for key, total in totals.items() if key not in unclear}
@@ -132,7 +134,8 @@ def _together(of_ranks: Sequence[OfRank], totals: Mapping[Key, Sequence[int]], k
         else:
             differ.add(key)
     left_out = {**rest.left_out, **{" ".join(key): DIFFER for key in sorted(differ)}}
-    return Record(states, rest.settings, left_out, others=rest.others)
+    partial = frozenset().union(*(one.lacking for one in of_ranks))
+    return Record(states, rest.settings, left_out, others=rest.others, partial=partial)
 
 
 def _part_by_part(of_ranks: Sequence[Mapping[Place, State]]) -> tuple[dict[Key, State], set[Key]]:

@@ -12,7 +12,7 @@ from torch import nn
 from ckpt_patches.fingerprint import deepspeed_others, flat_parameters
 from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory
-from ckpt_patches.fingerprint.record import Settings, settings_of
+from ckpt_patches.fingerprint.record import STATE, Settings, is_plain, settings_of
 from ckpt_patches.fingerprint.shards import Indices, indices, runs
 from ckpt_patches.fingerprint.states import FLOATS, FROZEN, MASTERS_OF_TORCH
 from ckpt_patches.fingerprint.verdict import BUFFER
@@ -41,7 +41,8 @@ def live(model: nn.Module, optimizers: Any) -> Live:
         for name, part in owned:
             if part is not None and not part.numel:  # another rank has its elements and step
                 continue
-            settings[name] = settings_of({key: _number(value) for key, value in group.items()}, states)
+            settings[name], its = _settings(group, states)
+            left_out.update({f"{name} {what}": why for what, why in its.items()})
             tensors += [(name, state, part.of(tensor) if part else tensor) for state, tensor in _states(param, states)]
     frozen = [(name, FROZEN, param) for name, param in _frozen(model, names, flats, stepped)]
     known = []
@@ -56,7 +57,13 @@ def live(model: nn.Module, optimizers: Any) -> Live:
             yield from _parts(name, state, tensor)
 
     memory = [((name, state), local(tensor)) for name, state, tensor in known if state != FROZEN]
-    others = {f"{BUFFER}{name}": {"value": value} for name, value in _buffers(model)}
+    others: dict[str, Settings] = {}
+    for name, buffer in deepspeed_others.buffers(model):
+        what = f"{BUFFER}{clean_name(model, name)}"
+        try:
+            others[what] = {"value": _digest(buffer)}
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            left_out[what] = f"its elements cannot be read: {type(error).__name__}"
     return Live(parts, settings, left_out, in_one_memory(memory), others=others)
 
 
@@ -84,8 +91,20 @@ def _stepped(optimizers: Any) -> Iterator[tuple[Any, Mapping[str, Any], Mapping[
                 yield param, group, optimizer.state.get(param, {})
 
 
-def _number(value: Any) -> Any:
-    """The value of a setting; a learning rate can be a tensor."""
+def _settings(group: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
+    """A parameter's settings, with the numbers among its states; and what has no fingerprint, and why."""
+    found = dict(settings_of({key: _numbers(value) for key, value in group.items()}, states))
+    numbers = {name: value for name, value in states.items() if name != "step" and not isinstance(value, torch.Tensor)}
+    found |= {f"{STATE}{name}": value for name, value in numbers.items() if type(value) in (bool, int, float)}
+    left_out = {name: "a setting that is no number" for name, value in found.items() if not is_plain(value)}
+    left_out |= {n: f"a state of type {type(v).__name__}" for n, v in numbers.items() if f"{STATE}{n}" not in found}
+    return {name: value for name, value in found.items() if name not in left_out}, left_out
+
+
+def _numbers(value: Any) -> Any:
+    """The value of a setting; a learning rate or a pair of betas can be of tensors."""
+    if isinstance(value, list | tuple):
+        return [_numbers(one) for one in value]
     return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
@@ -109,10 +128,10 @@ def _frozen(
                 yield names[id(param)], param.detach()
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
-    for name, buffer in deepspeed_others.buffers(model):
-        if not hasattr(buffer, "placements"):
-            yield clean_name(model, name), deepspeed_others.digest(buffer)
+def _digest(buffer: Any) -> str:
+    if any(not placement.is_replicate() for placement in getattr(buffer, "placements", ())):
+        raise NotImplementedError("its elements are divided among ranks")
+    return deepspeed_others.digest(local(buffer))
 
 
 def local(tensor: Any) -> torch.Tensor:
@@ -125,6 +144,8 @@ def local(tensor: Any) -> torch.Tensor:
 
 def _why_not(tensor: Any) -> str:
     """Why a tensor has no fingerprint; empty if it has one."""
+    if local(tensor).is_meta or local(tensor).layout is not torch.strided:
+        return "elements that are not in memory one after another"
     dtype = str(local(tensor).dtype).removeprefix("torch.")
     if dtype not in FLOATS:
         return f"elements of {dtype}, expected {', '.join(FLOATS)}"
@@ -151,9 +172,11 @@ def _parts(name: str, state: str, tensor: Any) -> Iterator[Part]:
         yield from [Part(name, state, box, tensor.first, tensor.values, True)] if len(tensor.values) else []
         return
     values, shape = local(tensor), tuple(tensor.shape)
+    if not values.numel():
+        return
     if not hasattr(tensor, "placements"):
         yield Part(name, state, Box((0,) * len(shape), shape, shape), 0, values.reshape(-1), True)
-    elif tensor.device_mesh.get_coordinate() is not None and values.numel():
+    elif tensor.device_mesh.get_coordinate() is not None:
         at = tensor.device_mesh.get_coordinate()
         main = not any(index for index, own in zip(at, tensor.placements, strict=True) if own.is_replicate())
         for own, offsets in runs(_indices(tensor)):

@@ -104,6 +104,7 @@ def judge(
     left_out: Mapping[str, str] | None = None,
     shared: Mapping[Key, Key] | None = None,
     others: Sequence[str] = (),
+    lacking: Mapping[Key, int] | None = None,
 ) -> Verdict:
     """The verdict from a record and the ranks' observations.
 
@@ -115,6 +116,7 @@ def judge(
         left_out: live state without a fingerprint, and the reasons.
         shared: states that share memory with another one.
         others: names of the compared non-parameter values.
+        lacking: on how many ranks with the parameter a state is missing that all of them had.
     """
     proven, differences, nbytes = [], [], 0
     unproven = {**record.left_out, **(left_out or {})}
@@ -130,6 +132,9 @@ def judge(
         why = _why_not_comparable(state, total)
         if why:
             unproven[f"{key[0]} {key[1]}"] = why
+        elif lacking and key in lacking:
+            ranks = f"{lacking[key]} rank{'' if lacking[key] == 1 else 's'}"
+            differences.append(Difference(*key, MISSING, f"missing on {ranks} with the parameter"))
         elif _is(state, total):
             proven.append(key)
             nbytes += state.numel * (2 if total.dtype in NARROW else 4)

@@ -61,7 +61,7 @@ def load(case: Case, idiom: str, path: Path) -> str:
 
 
 def changed(idiom: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Change one element on one rank, the buffer, or the step."""
+    """Change one element on one rank, the buffer, or the step, or drop a moment on one rank."""
     model = getattr(model, "module", model)
     if idiom == "buffer":
         model.positions[0] = 9.0
@@ -71,6 +71,9 @@ def changed(idiom: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
         ]
         parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
         next(part for part in parts if part.numel()).view(-1)[-1] += 1.0
+    if idiom == "no_moment" and dist.get_rank() == 1:
+        for states in optimizer.state.values():
+            del states["exp_avg"]
     if idiom == "step":
         for states in optimizer.state.values():
             states["step"] += 1
