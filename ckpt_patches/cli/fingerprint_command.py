@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SCHEMA = 1  # of the JSON; increased when a key is renamed, removed or changes its meaning
 AFTER = """If the run recorded fingerprints at the save (CKPT_PATCHES_FINGERPRINT=1), the files are compared with them.
 
-exit status: 0 all checksums are equal to those compared with, 1 some differ, 2 a checkpoint cannot be read"""
+exit status: 0 equal to those compared with, 1 some differ or none could be compared, 2 a checkpoint cannot be read"""
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         _print(found, checked, as_json=options.json)
         if checked is None:
             print(f"{options.path}: no recorded fingerprints, nothing was compared", file=sys.stderr)
-        return 1 if checked is not None and checked.differences else 0
+        return 1 if checked is not None and (checked.differences or checked.missed) else 0
     return _compare(options, found, _read(options.against, options.trust_checkpoint)[0])
 
 
@@ -85,12 +85,12 @@ def _of_deepspeed(path: Path, found: "list[Fingerprint]") -> "tuple[list[Fingerp
 
 
 def _of_torch(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
-    from ckpt_patches.fingerprint import dcp_files, offline
+    from ckpt_patches.fingerprint import dcp_files
 
     index = dcp_files.read(path)
     _print_left_out(path, dcp_files.left_out(index))
-    found, plain = list(dcp_files.fingerprints(path, index)), dcp_files.recorded(path, index)
-    return found, None if plain is None else offline.check(plain, found)
+    hashes, plain = dcp_files.hashes(path, index), dcp_files.recorded(path, index)
+    return dcp_files.fingerprints(index, hashes), None if plain is None else dcp_files.check(index, plain, hashes)
 
 
 def _of_megatron(path: Path) -> "tuple[list[Fingerprint], Checked | None]":

@@ -1,15 +1,15 @@
 """The fingerprints of checkpoints that training scripts write with torch.distributed.checkpoint. Needs no torch."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.fingerprint import megatron_files
-from ckpt_patches.fingerprint.record import KEY, from_text
+from ckpt_patches.fingerprint import megatron_files, offline
+from ckpt_patches.fingerprint.record import KEY, NotARecord, from_plain, from_text
 from ckpt_patches.fingerprint.states import FLOATS, MASTERS_OF_TORCH, Fingerprint
 from ckpt_patches.formats import dcp, torch_dist
 from ckpt_patches.formats.ranged import RangedFiles
 
+Hashes = dict[str, tuple[int, int]]  # elements and hash, by a tensor's name in the index
 Names = dict[str, tuple[str, str]]  # by a tensor's name in the index: its parameter and state
 
 
@@ -43,17 +43,48 @@ def recorded(path: Path, index: torch_dist.Index) -> Any:
         return from_text(torch_dist.read_place(files, path, index.objects[name]).value)
 
 
-def fingerprints(path: Path, index: torch_dist.Index) -> Iterator[Fingerprint]:
-    """The fingerprints of all tensors of floats, except steps.
+def hashes(path: Path, index: torch_dist.Index) -> Hashes:
+    """The number of elements and the hash of all tensors of floats, except steps.
 
     Raises:
         UserError: the checkpoint is damaged, or a chunk is missing.
     """
     named = names(index)
     with RangedFiles() as files:
-        for name, tensor in sorted(index.tensors.items()):
-            if name in named:
-                yield Fingerprint(*named[name], *megatron_files.of_torch_dist(files, path, tensor))
+        every = sorted(index.tensors.items())
+        return {name: megatron_files.of_torch_dist(files, path, tensor) for name, tensor in every if name in named}
+
+
+def fingerprints(index: torch_dist.Index, hashed: Hashes) -> list[Fingerprint]:
+    """The fingerprints of the hashed tensors that are in an index."""
+    named = names(index)
+    return [Fingerprint(*named[name], *hashed[name]) for name in sorted(named)]
+
+
+def check(index: torch_dist.Index, plain: Any, hashed: Hashes) -> offline.Checked:
+    """Compare the states in the files with the record.
+
+    Optimizers without any state do not show which tensors are their weights: the record's names do.
+    """
+    found, optimizers = fingerprints(index, hashed), dcp.optimizers(index.tensors, index.objects)
+    if any(own.weights for own in optimizers):
+        return offline.check(plain, found)
+    try:
+        recorded_states = from_plain(plain).states
+    except NotARecord:
+        return offline.check(plain, found)
+    parameters = {parameter for parameter, _ in recorded_states}
+    of_model, _ = dcp.model_prefix("", parameters, [one.parameter for one in found if one.state == "model"])
+    is_without = bool(optimizers) and not any(own.states for own in optimizers)
+
+    def named(one: Fingerprint) -> Fingerprint:
+        name = one.parameter.removeprefix(of_model or "")
+        if one.state != "model" or name not in parameters:
+            return one
+        state = next((s for s in ("weight", "master") if is_without and (name, s) in recorded_states), one.state)
+        return one._replace(parameter=name, state=state)
+
+    return offline.check(plain, map(named, found))
 
 
 def left_out(index: torch_dist.Index) -> dict[str, str]:

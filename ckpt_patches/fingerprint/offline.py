@@ -16,6 +16,8 @@ CHAINED = re.compile(r"^chained_\d+\.")  # prefix of tensor names if there are s
 # An expert by its number on its rank; with a single expert-parallel rank, this is the global number.
 LOCAL_EXPERT = re.compile(r"\bdeepspeed_experts\.(\d+)\.")
 
+OF_MODEL = ("master", "weight", FROZEN)  # states that are parameters themselves
+
 
 class Checked(NamedTuple):
     """The result of a comparison."""
@@ -23,6 +25,7 @@ class Checked(NamedTuple):
     compared: int  # number of states
     differences: list[Difference]
     unchecked: dict[str, str]  # by name, the reason
+    missed: bool = False  # whether no state of an optimizer could be compared, though there is a record
 
     def sentence(self) -> str:
         """The result in one line."""
@@ -44,7 +47,8 @@ class OfRank(NamedTuple):
         """Compare its files with its record. The label is added to names, as ranks have equal parameter names."""
         own = check(self.plain, self.found)
         differences = [one._replace(parameter=f"{self.label}{one.parameter}") for one in own.differences]
-        return Checked(own.compared, differences, {f"{self.label}{what}": why for what, why in own.unchecked.items()})
+        unchecked = {f"{self.label}{what}": why for what, why in own.unchecked.items()}
+        return own._replace(differences=differences, unchecked=unchecked)
 
 
 def of_torch(path: Path) -> Iterator[OfRank]:
@@ -69,7 +73,7 @@ def together(checked: Sequence[Checked]) -> Checked:
     """Merge the results of several ranks."""
     differences = [one for own in checked for one in own.differences]
     unchecked = {what: why for own in checked for what, why in own.unchecked.items()}
-    return Checked(sum(own.compared for own in checked), differences, unchecked)
+    return Checked(sum(own.compared for own in checked), differences, unchecked, any(own.missed for own in checked))
 
 
 def of_buckets(plain: Any, flats: Callable[[], Iterable[buckets.Flat]]) -> Iterator[Fingerprint]:
@@ -96,7 +100,7 @@ def check(plain: Any, found: Iterable[Fingerprint]) -> Checked:
     try:
         record = from_plain(plain)
     except NotARecord as error:
-        return Checked(0, [], {"the record": str(error)})
+        return Checked(0, [], {"the record": str(error)}, missed=True)
     return _checked(record, {(_recorded_name(one.parameter), one.state): one for one in found})
 
 
@@ -106,7 +110,7 @@ def _recorded_name(parameter: str) -> str:
 
 
 def _checked(record: Record, found: Mapping[tuple[str, str], Fingerprint]) -> Checked:
-    compared, differences, unchecked = 0, [], dict(record.left_out)
+    compared, differences, unchecked = list[tuple[str, str]](), [], dict(record.left_out)
     of_optimizer = {key for key in found if key[1] != "model"}
     known = {parameter for parameter, _ in of_optimizer}
     # An unrecorded name in the files may be a recorded state under another name, which is then not missing.
@@ -122,13 +126,15 @@ def _checked(record: Record, found: Mapping[tuple[str, str], Fingerprint]) -> Ch
             what = f"{its.numel:,} elements in the files, {state.numel:,} in the run"
             differences.append(Difference(*key, what))
         else:
-            compared += 1
+            compared.append(key)
             if its.value != state.value:
                 differences.append(Difference(*key, _what(record, key, its)))
     for key in found.keys() - record.states.keys():
         if key[1] != "model":
             unchecked[" ".join(key)] = "the run recorded nothing of it"
-    return Checked(compared, differences, unchecked)
+    is_of_optimizer = any(state not in OF_MODEL for _, state in record.states)
+    is_compared = any(state not in OF_MODEL or not is_of_optimizer for _, state in compared)
+    return Checked(len(compared), differences, unchecked, bool(record.states) and not (is_compared or differences))
 
 
 def _model_as_master(

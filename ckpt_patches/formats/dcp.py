@@ -140,7 +140,7 @@ def _optimizer(prefix: str, names: list[str], others: list[str]) -> Optimizer:
         for name in own
         if name.startswith(f"{prefix}{STATE}")
     }
-    of_model, several = _model_prefix(prefix, {rest.rpartition(".")[0] for rest in rests}, others)
+    of_model, several = model_prefix(prefix, {rest.rpartition(".")[0] for rest in rests}, others)
     known = set() if of_model is None else {n.removeprefix(of_model) for n in others if n.startswith(of_model)}
     states: dict[str, dict[str, str]] = {}
     for rest, name in rests.items():
@@ -171,7 +171,7 @@ def _parameter(rest: str, known: set[str]) -> str:
     return parameter or whole
 
 
-def _model_prefix(prefix: str, parameters: set[str], names: list[str]) -> tuple[str | None, tuple[str, ...]]:
+def model_prefix(prefix: str, parameters: set[str], names: list[str]) -> tuple[str | None, tuple[str, ...]]:
     """The prefix of an optimizer's weights, None if it has no weights; and all candidates if it is ambiguous."""
     found: Counter[str] = Counter()
     for parameter in itertools.islice(sorted(parameters, key=len, reverse=True), 16):

@@ -36,7 +36,8 @@ def findings(found: Checkpoint, path: Path, workers: int) -> Iterator[Finding]:
         kind = damages.REPAIRED if (parameter, state) in repaired else damages.NOT_AS_RECORDED
         yield Finding(kind, parameter, detail=f"{state}: {what}")
     examples = [f", as {what}: {why}" for what, why in checked.unchecked.items()]
-    yield Finding(damages.RECORDED, "the optimizer's state", detail=checked.sentence() + "".join(examples[:1]))
+    kind = damages.NOT_JUDGED if checked.missed else damages.RECORDED
+    yield Finding(kind, "the optimizer's state", detail=checked.sentence() + "".join(examples[:1]))
 
 
 def _checked(found: Checkpoint, path: Path, workers: int) -> offline.Checked | None:
@@ -49,7 +50,8 @@ def _checked(found: Checkpoint, path: Path, workers: int) -> offline.Checked | N
             files = universal_states if is_universal(path) else zero_fingerprints
             return None if plain is None else offline.check(plain, files.fingerprints(path, trust=True))
         if found.recorded is not None and dcp_files.is_dcp(path):
-            return offline.check(found.recorded, dcp_files.fingerprints(path, dcp_files.read(path)))
+            index = dcp_files.read(path)
+            return dcp_files.check(index, found.recorded, dcp_files.hashes(path, index))
     except UserError as error:  # another finding reports the damage
         return offline.Checked(0, [], {"the optimizer's state": str(error)})
     return None if found.recorded is None else offline.check(found.recorded, _of_files(found, path, workers))
