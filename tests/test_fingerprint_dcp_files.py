@@ -75,3 +75,36 @@ def test_an_unreadable_record_is_not_judged(record: Any, tmp_path: Path) -> None
     found = judged(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record}))
     assert found[0] == UNKNOWN
     assert found[1:] == ({"not_judged"}, 1)
+
+
+# Two models with equal parameter names, such as a generator and a discriminator
+
+
+def nested(change: str = "", *, with_records: bool = False) -> Model:
+    """A state dict of two models; `change` names one of which a moment is changed."""
+    found: Model = {}
+    for number, name in enumerate(("first", "second")):
+        model, optimizer, record = training(seed=number)
+        if name == change:
+            optimizer["state"]["0.weight"]["exp_avg"][0, 0] += 1
+        found[name] = {"model": model, "optimizer": optimizer, **({KEY: record} if with_records else {})}
+    return found
+
+
+def flat(change: str = "") -> Model:
+    return {f"{kind}_{name}": value for name, own in nested(change).items() for kind, value in own.items()}
+
+
+@pytest.mark.parametrize("form", [nested, flat])
+@pytest.mark.parametrize("change", ["first", "second"])
+def test_each_of_two_optimizers_is_compared(form: Callable[..., Model], change: str, tmp_path: Path) -> None:
+    one, same, other = (saved(tmp_path / str(n), form(own)) for n, own in enumerate(("", "", change)))
+    assert main(["fingerprint", str(one), "--against", str(same)]) == 0
+    assert main(["fingerprint", str(one), "--against", str(other)]) == 1
+
+
+@pytest.mark.parametrize("change", ["first", "second"])
+def test_each_of_two_records_is_compared(change: str, tmp_path: Path) -> None:
+    assert judged(saved(tmp_path / "as saved", nested(with_records=True))) == (WHOLE, set(), 0)
+    changed = saved(tmp_path / "changed", nested(change, with_records=True))
+    assert judged(changed) == (DAMAGED, {"not_as_recorded"}, 1)

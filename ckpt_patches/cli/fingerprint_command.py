@@ -89,8 +89,8 @@ def _of_torch(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
 
     index = dcp_files.read(path)
     _print_left_out(path, dcp_files.left_out(index))
-    hashes, plain = dcp_files.hashes(path, index), dcp_files.recorded(path, index)
-    return dcp_files.fingerprints(index, hashes), None if plain is None else dcp_files.check(index, plain, hashes)
+    hashes = dcp_files.hashes(path, index)
+    return dcp_files.fingerprints(index, hashes), dcp_files.check(path, index, hashes)
 
 
 def _of_megatron(path: Path) -> "tuple[list[Fingerprint], Checked | None]":

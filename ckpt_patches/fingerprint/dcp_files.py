@@ -1,7 +1,10 @@
 """The fingerprints of checkpoints that training scripts write with torch.distributed.checkpoint. Needs no torch."""
 
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt_patches.fingerprint import megatron_files, offline
 from ckpt_patches.fingerprint.record import KEY, NotARecord, from_plain, from_text
@@ -9,6 +12,7 @@ from ckpt_patches.fingerprint.states import FLOATS, MASTERS_OF_TORCH, Fingerprin
 from ckpt_patches.formats import dcp, torch_dist
 from ckpt_patches.formats.ranged import RangedFiles
 
+Entry = TypeVar("Entry")
 Hashes = dict[str, tuple[int, int]]  # elements and hash, by a tensor's name in the index
 Names = dict[str, tuple[str, str]]  # by a tensor's name in the index: its parameter and state
 
@@ -30,17 +34,24 @@ def read(path: Path) -> torch_dist.Index:
     return index
 
 
-def recorded(path: Path, index: torch_dist.Index) -> Any:
-    """The record of the run that saved, or None.
+def is_record(name: str) -> bool:
+    """Whether an entry is a record. Names in two indexes begin with their folder."""
+    return re.split("[./]", name)[-1] == KEY
+
+
+def recorded(path: Path, index: torch_dist.Index) -> dict[str, Any]:
+    """The different records of the runs that saved, by the prefix of their names.
 
     Raises:
-        BadFileError, NotReadError: the record's entry cannot be read.
+        BadFileError, NotReadError: a record's entry cannot be read.
     """
-    name = next((name for name in index.objects if name.rpartition(".")[2] == KEY), None)
-    if name is None:
-        return None
+    found: dict[str, Any] = {}
     with RangedFiles() as files:
-        return from_text(torch_dist.read_place(files, path, index.objects[name]).value)
+        for name in filter(is_record, sorted(index.objects)):
+            plain = from_text(torch_dist.read_place(files, path, index.objects[name]).value)
+            if plain not in found.values():
+                found[name.removesuffix(KEY)] = plain
+    return found
 
 
 def hashes(path: Path, index: torch_dist.Index) -> Hashes:
@@ -61,8 +72,30 @@ def fingerprints(index: torch_dist.Index, hashed: Hashes) -> list[Fingerprint]:
     return [Fingerprint(*named[name], *hashed[name]) for name in sorted(named)]
 
 
-def check(index: torch_dist.Index, plain: Any, hashed: Hashes) -> offline.Checked:
-    """Compare the states in the files with the record.
+def check(path: Path, index: torch_dist.Index, hashed: Hashes) -> offline.Checked | None:
+    """Compare the states in the files with the records, each with the entries beside it; None without a record.
+
+    Raises:
+        BadFileError, NotReadError: a record's entry cannot be read.
+    """
+    records = recorded(path, index)
+    every = [_check(_beside(index, prefix, records), plain, hashed) for prefix, plain in records.items()]
+    return offline.together(every) if every else None
+
+
+def _beside(index: torch_dist.Index, prefix: str, prefixes: Iterable[str]) -> torch_dist.Index:
+    """The entries with a record's prefix, except those of records further inside; all if no optimizer is there."""
+    inner = tuple(other for other in prefixes if other != prefix and other.startswith(prefix))
+
+    def own(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+        return {n: entry for n, entry in entries.items() if n.startswith(prefix) and not n.startswith(inner)}
+
+    found = torch_dist.Index(own(index.tensors), own(index.objects))
+    return found if dcp.optimizers(found.tensors, found.objects) else index
+
+
+def _check(index: torch_dist.Index, plain: Any, hashed: Hashes) -> offline.Checked:
+    """Compare the states of an index with one record.
 
     Optimizers without any state do not show which tensors are their weights: the record's names do.
     """
@@ -112,4 +145,7 @@ def names(index: torch_dist.Index) -> Names:
                 found[name] = name.removeprefix(of_model or ""), "model"
     floats = {name for name, tensor in index.tensors.items() if tensor.dtype in FLOATS}
     rest = {name: (name, "model") for name in floats}
-    return {name: place for name, place in {**rest, **found}.items() if name in floats and place[1] != "step"}
+    named = {name: place for name, place in {**rest, **found}.items() if name in floats and place[1] != "step"}
+    # Parameters of several models can have the same names: theirs are those in the index.
+    counts = Counter(named.values())
+    return {name: place if counts[place] == 1 else (name, place[1]) for name, place in named.items()}

@@ -51,7 +51,7 @@ def _checked(found: Checkpoint, path: Path, workers: int) -> offline.Checked | N
             return None if plain is None else offline.check(plain, files.fingerprints(path, trust=True))
         if found.recorded is not None and dcp_files.is_dcp(path):
             index = dcp_files.read(path)
-            return dcp_files.check(index, found.recorded, dcp_files.hashes(path, index))
+            return dcp_files.check(path, index, dcp_files.hashes(path, index))
     except UserError as error:  # another finding reports the damage
         return offline.Checked(0, [], {"the optimizer's state": str(error)})
     return None if found.recorded is None else offline.check(found.recorded, _of_files(found, path, workers))

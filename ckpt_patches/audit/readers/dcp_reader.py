@@ -28,7 +28,8 @@ from ckpt_patches.audit.readers.torch_dist_reader import (
     shards_of,
     wrong_entries,
 )
-from ckpt_patches.fingerprint.record import KEY, from_text
+from ckpt_patches.fingerprint.dcp_files import is_record
+from ckpt_patches.fingerprint.record import from_text
 from ckpt_patches.fingerprint.states import MASTERS_OF_TORCH
 from ckpt_patches.formats import dcp, optimizer_inventory, settings, torch_dist, torch_file
 from ckpt_patches.formats.dcp import Optimizer
@@ -62,7 +63,7 @@ def read(path: Path) -> Checkpoint:
     contents = _Contents(tensors, values, _steps(tensors, values, steps))
     set_step(found, [step for own in optimizers for step in _check(found, own, contents)], path.name)
     read_others(found)
-    found.recorded = next((from_text(v) for name, v in objects.items() if name.rpartition(".")[2] == KEY), None)
+    found.recorded = next((from_text(v) for name, v in objects.items() if is_record(name)), None)
     parameters = [roles for own in optimizers for roles in _roles(own, tensors)]
     taken = {chunked.tensor.name for roles in parameters for chunked in roles.values()}
     parameters += [{WEIGHT: chunked} for name, chunked in tensors.items() if name not in taken]
