@@ -25,7 +25,10 @@ OF_ADAM = ("betas", "eps", "weight_decay", "amsgrad", "bias_correction", "decoup
 OF_TORCH = ("momentum", "maximize", "foreach", "capturable", "differentiable", "fused")
 SHARED = {*OF_ADAM, *OF_TORCH}
 # States with as many elements as the parameter, unlike Adafactor's rows and columns and Shampoo's factors.
-OF_ELEMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "master_param")
+OF_ELEMENTS = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "master_param"),
+    *("grad_avg", "acc_delta", "prev", "ax"),  # of RMSprop, Adadelta, Rprop, ASGD
+)
 OF_MATRICES = ("row_var", "col_var", "_row", "_col")  # suffixes of Adafactor's names, in torch and Transformers
 
 

@@ -185,6 +185,9 @@ def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
     elif own.several:
         detail = f"tensors of several names could be their weights: {', '.join(map(shown, own.several[:5]))}"
         yield Finding(damages.NOT_JUDGED, f"{own.prefix}{dcp.STATE}".rstrip("."), detail=detail)
+    elif own.states and not own.weights:
+        detail = f"states of {len(own.states)} parameters, and no weight of any of them"
+        yield Finding(damages.UNUSUAL, f"{own.prefix}{dcp.STATE}".rstrip("."), detail=detail)
     for parameter, state in own.states.items() if own.weights else ():
         if parameter not in own.weights:
             detail = "it has states of an optimizer, and the model has no such weight"

@@ -1,0 +1,35 @@
+"""States of other optimizers than Adam, and states without weights, in torch.distributed.checkpoint."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
+from test_audit_dcp import names
+from test_fingerprint_dcp_files import saved, training
+
+CENTERED = partial(torch.optim.RMSprop, centered=True)
+STATES = [
+    (CENTERED, "grad_avg"),
+    (torch.optim.Adadelta, "acc_delta"),
+    (torch.optim.Rprop, "prev"),
+    (torch.optim.ASGD, "ax"),
+]
+
+
+@pytest.mark.parametrize(("kind", "state"), STATES, ids=[state for _, state in STATES])
+def test_a_state_of_another_shape_is_damage(kind: Any, state: str, tmp_path: Path) -> None:
+    model, optimizer, _ = training(kind)
+    assert audit(saved(tmp_path / "as saved", {"model": model, "optimizer": optimizer})).verdict == WHOLE
+    own = optimizer["state"]["0.weight"]
+    own[state] = own[state][:-1].clone()
+    report = audit(saved(tmp_path / "cut", {"model": model, "optimizer": optimizer}))
+    assert (report.verdict, names(report)) == (DAMAGED, {"contradiction"})
+
+
+def test_states_without_any_weight_are_unusual(tmp_path: Path) -> None:
+    report = audit(saved(tmp_path, {"optimizer": training()[1]}))
+    assert (report.verdict, names(report)) == (UNKNOWN, {"unusual"})
