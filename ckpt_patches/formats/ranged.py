@@ -16,10 +16,13 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         OSError: the file cannot be opened, or is a pipe, a device or a folder, of which a read may not end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "expected a regular file, found a pipe, a device or a folder", os.fspath(path))
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    raise OSError(errno.EINVAL, "expected a regular file, found a pipe or a device", os.fspath(path))
 
 
 class RangedFiles:
