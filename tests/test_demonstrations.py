@@ -85,7 +85,9 @@ worker = os.fork()
 if worker == 0:
     time.sleep(600)
     os._exit(0)
-pathlib.Path(__file__).with_suffix(".pid").write_text(str(worker))
+new = pathlib.Path(__file__).with_suffix(".new")
+new.write_text(str(worker))
+new.rename(new.with_suffix(".pid"))  # who finds the file finds the number in it
 {then}
 print('{{"bug": false, "found": "it"}}')
 """
