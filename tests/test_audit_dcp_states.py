@@ -33,3 +33,10 @@ def test_a_state_of_another_shape_is_damage(kind: Any, state: str, tmp_path: Pat
 def test_states_without_any_weight_are_unusual(tmp_path: Path) -> None:
     report = audit(saved(tmp_path, {"optimizer": training()[1]}))
     assert (report.verdict, names(report)) == (UNKNOWN, {"unusual"})
+
+
+@pytest.mark.parametrize(("folder", "verdict"), [("step-1000", UNKNOWN), ("step-1", WHOLE), ("saved", WHOLE)])
+def test_param_groups_without_states_have_taken_no_step(folder: str, verdict: str, tmp_path: Path) -> None:
+    model, optimizer, _ = training()
+    report = audit(saved(tmp_path / folder, {"model": model, "optimizer": {**optimizer, "state": {}}}))
+    assert report.verdict == verdict, report.findings

@@ -157,6 +157,8 @@ def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
         detail = "no param group, with its settings, is in the checkpoint"
         found.findings.append(Finding(damages.UNUSUAL, f"{own.prefix}{dcp.GROUPS}", detail=detail))
     found.findings += _of_weights(own, contents)
+    if not states and any("betas" in group and group.get("params") for group in groups):
+        return [0]  # Adam's states exist after its first step
     return [*steps.values(), *(group["step"] for group in groups if settings.is_step(group.get("step")))]
 
 
