@@ -60,8 +60,11 @@ def live(model: nn.Module, optimizers: Any) -> Live:
     others: dict[str, Settings] = {}
     for name, buffer in deepspeed_others.buffers(model):
         what = f"{BUFFER}{clean_name(model, name)}"
+        if any(not placement.is_replicate() for placement in getattr(buffer, "placements", ())):
+            left_out[what] = "its elements are divided among ranks"
+            continue
         try:
-            others[what] = {"value": _digest(buffer)}
+            others[what] = {"value": deepspeed_others.digest(local(buffer))}
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             left_out[what] = f"its elements cannot be read: {type(error).__name__}"
     return Live(parts, settings, left_out, in_one_memory(memory), others=others)
@@ -126,12 +129,6 @@ def _frozen(
                 yield from ((name, part.of(param.detach())) for name, part in flats[id(param)])
             else:
                 yield names[id(param)], param.detach()
-
-
-def _digest(buffer: Any) -> str:
-    if any(not placement.is_replicate() for placement in getattr(buffer, "placements", ())):
-        raise NotImplementedError("its elements are divided among ranks")
-    return deepspeed_others.digest(local(buffer))
 
 
 def local(tensor: Any) -> torch.Tensor:
