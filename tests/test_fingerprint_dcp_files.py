@@ -38,6 +38,19 @@ def saved(path: Path, state: Model) -> Path:
     return path
 
 
+def flattened(optimizer: Model) -> Model:
+    """The form of `flatten_optimizer_state_dict=True`: each parameter has its own settings."""
+    states = {f"state.{name}.{key}": value for name, own in optimizer["state"].items() for key, value in own.items()}
+    settings = {
+        f"param_groups.{name}.{key}": value
+        for group in optimizer["param_groups"]
+        for name in group["params"]
+        for key, value in group.items()
+        if key != "params"
+    }
+    return {**states, **settings}
+
+
 def judged(path: Path) -> tuple[str, set[str], int]:
     """The verdict, the findings' kinds, and the exit status of `fingerprint`."""
     report = audit(path)
@@ -75,6 +88,84 @@ def test_an_unreadable_record_is_not_judged(record: Any, tmp_path: Path) -> None
     found = judged(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record}))
     assert found[0] == UNKNOWN
     assert found[1:] == ({"not_judged"}, 1)
+
+
+# Settings and buffers
+
+
+def changed(what: str, model: Model, optimizer: Model) -> None:
+    if what == "step":
+        for states in optimizer["state"].values():
+            states["step"] += 1
+    elif what == "weight_decay":
+        optimizer["param_groups"][0]["weight_decay"] = 0.5
+    elif what == "betas":
+        optimizer["param_groups"][0]["betas"] = (0.9, 0.99)
+    else:
+        model[what][...] += 1
+
+
+@pytest.mark.parametrize("what", ["step", "weight_decay", "betas", "1.running_mean", "1.num_batches_tracked"])
+@pytest.mark.parametrize("form", [dict, flattened])
+def test_a_changed_setting_or_buffer_is_not_as_recorded(form: Callable[..., Model], what: str, tmp_path: Path) -> None:
+    model, optimizer, record = training()
+    same = saved(tmp_path / "same", {"model": model, "optimizer": form(optimizer), KEY: record})
+    assert judged(same) == (WHOLE, set(), 0)
+    changed(what, model, optimizer)
+    found = saved(tmp_path / "changed", {"model": model, "optimizer": form(optimizer), KEY: record})
+    assert judged(found) == (DAMAGED, {"not_as_recorded"}, 1)
+    is_buffer = what.startswith("1.")
+    assert main(["fingerprint", str(found), "--against", str(same)]) == (0 if what == "1.num_batches_tracked" else 1)
+    (finding,) = (one for one in audit(found).findings if one.kind.name == "not_as_recorded")
+    assert finding.detail.startswith("buffer" if is_buffer else what)
+    assert is_buffer or finding.detail.endswith("in the run (6 parameters)")
+
+
+class Counting(torch.optim.AdamW):
+    """With a number among the states of each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        for states in self.state.values():
+            states["count"] = states.get("count", 0) + 1
+        return found
+
+
+@pytest.mark.parametrize("form", [dict, flattened])
+def test_a_number_among_states_is_compared(form: Callable[..., Model], tmp_path: Path) -> None:
+    model, optimizer, record = training(Counting)
+    same = saved(tmp_path / "same", {"model": model, "optimizer": form(optimizer), KEY: record})
+    assert judged(same) == (WHOLE, set(), 0)
+    optimizer["state"]["2.bias"]["count"] += 1
+    found = saved(tmp_path / "changed", {"model": model, "optimizer": form(optimizer), KEY: record})
+    assert judged(found) == (DAMAGED, {"not_as_recorded"}, 1)
+
+
+def test_settings_that_are_not_in_the_files_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer, record = training()
+    optimizer["param_groups"][0].pop("eps")
+    del model["1.running_var"]
+    assert main(["fingerprint", str(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record}))]) == 0
+    said = capsys.readouterr().out
+    assert "eps of 6 parameters  not compared: not in the files" in said
+    assert "buffer 1.running_var  not compared: not in the files" in said
+
+
+def test_a_recorded_setting_nested_without_end_is_no_number(tmp_path: Path) -> None:
+    model, optimizer, record = training()
+    record = record.replace('"betas": [0.9, 0.999]', f'"betas": {"[" * 900}{"]" * 900}')
+    found = judged(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record}))
+    assert found == (DAMAGED, {"not_as_recorded"}, 1)
+
+
+def test_a_huge_number_is_shown_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer, record = training()
+    optimizer["param_groups"][0]["weight_decay"] = 10**4000
+    record = record.replace('"eps": 1e-08', f'"eps": {"9" * 4000}')
+    folder = saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record})
+    assert main(["fingerprint", str(folder)]) == 1
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 500
+    assert audit(folder).verdict == DAMAGED
 
 
 # Two models with equal parameter names, such as a generator and a discriminator

@@ -4,9 +4,10 @@ import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.commands import needed_by
@@ -15,12 +16,21 @@ from ckpt_patches.runtime.shown import printable
 
 if TYPE_CHECKING:
     from ckpt_patches.fingerprint.offline import Checked
-    from ckpt_patches.fingerprint.states import Difference, Fingerprint
+    from ckpt_patches.fingerprint.record import Settings
+    from ckpt_patches.fingerprint.states import Fingerprint
 
 SCHEMA = 1  # of the JSON; increased when a key is renamed, removed or changes its meaning
 AFTER = """If the run recorded fingerprints at the save (CKPT_PATCHES_FINGERPRINT=1), the files are compared with them.
 
 exit status: 0 equal to those compared with, 1 some differ or none could be compared, 2 a checkpoint cannot be read"""
+
+
+class _Read(NamedTuple):
+    """What is in a checkpoint's files."""
+
+    fingerprints: "list[Fingerprint]"
+    checked: "Checked | None"  # the comparison with what the run recorded; None if it did not
+    settings: "Callable[[], Mapping[str, Settings]] | None" = None  # reads them, by parameter, in formats that can
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -48,17 +58,16 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     with needed_by("a fingerprint"):
         import ckpt_patches.fingerprint.states  # noqa: F401
-    found, checked = _read(options.path, options.trust_checkpoint)
+    found, checked, _ = one = _read(options.path, options.trust_checkpoint)
     if options.against is None:
         _print(found, checked, as_json=options.json)
         if checked is None:
             print(f"{options.path}: no recorded fingerprints, nothing was compared", file=sys.stderr)
         return 1 if checked is not None and (checked.differences or checked.missed) else 0
-    return _compare(options, found, _read(options.against, options.trust_checkpoint)[0])
+    return _compare(options, one, _read(options.against, options.trust_checkpoint))
 
 
-def _read(path: Path, trust: bool) -> "tuple[list[Fingerprint], Checked | None]":
-    """The fingerprints of the files, and their comparison with those that the run recorded; None if it did not."""
+def _read(path: Path, trust: bool) -> _Read:
     from ckpt_patches.convert import zero_fingerprints
     from ckpt_patches.fingerprint import dcp_files, megatron_files, universal_states
     from ckpt_patches.formats import megatron_torch
@@ -77,23 +86,24 @@ def _read(path: Path, trust: bool) -> "tuple[list[Fingerprint], Checked | None]"
     return _of_deepspeed(path, list(zero_fingerprints.fingerprints(path, trust=trust)))
 
 
-def _of_deepspeed(path: Path, found: "list[Fingerprint]") -> "tuple[list[Fingerprint], Checked | None]":
+def _of_deepspeed(path: Path, found: "list[Fingerprint]") -> _Read:
     from ckpt_patches.fingerprint import offline, record_files
 
     plain = record_files.of_deepspeed(path)
-    return found, None if plain is None else offline.check(plain, found)
+    return _Read(found, None if plain is None else offline.check(plain, found))
 
 
-def _of_torch(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
-    from ckpt_patches.fingerprint import dcp_files
+def _of_torch(path: Path) -> _Read:
+    from ckpt_patches.fingerprint import dcp_files, dcp_values
 
     index = dcp_files.read(path)
     _print_left_out(path, dcp_files.left_out(index))
     hashes = dcp_files.hashes(path, index)
-    return dcp_files.fingerprints(index, hashes), dcp_files.check(path, index, hashes)
+    found, checked = dcp_files.fingerprints(index, hashes), dcp_files.check(path, index, hashes)
+    return _Read(found, checked, partial(dcp_values.settings, path, index))
 
 
-def _of_megatron(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
+def _of_megatron(path: Path) -> _Read:
     from ckpt_patches.fingerprint import buckets, megatron_files, offline, record_files
     from ckpt_patches.formats.megatron_names import is_bucket
 
@@ -104,10 +114,10 @@ def _of_megatron(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
     left_out = megatron_files.left_out(stored)
     _print_left_out(path, {name: why for name, why in left_out.items() if not (in_buckets and is_bucket(name))})
     found += in_buckets
-    return found, None if plain is None else offline.check(plain, found)
+    return _Read(found, None if plain is None else offline.check(plain, found))
 
 
-def _of_megatron_torch(path: Path) -> "tuple[list[Fingerprint], Checked | None]":
+def _of_megatron_torch(path: Path) -> _Read:
     """The optimizer's states only; the name of a parameter begins with its rank's folder."""
     from ckpt_patches.fingerprint import offline
 
@@ -118,7 +128,7 @@ def _of_megatron_torch(path: Path) -> "tuple[list[Fingerprint], Checked | None]"
             "the files themselves do not state where parameters begin in the buffers"
         )
     found = [own._replace(parameter=f"{one.label}{own.parameter}") for one in ranks for own in one.found]
-    return found, offline.together([one.checked() for one in ranks])
+    return _Read(found, offline.together([one.checked() for one in ranks]))
 
 
 def _print_left_out(path: Path, left_out: dict[str, str]) -> None:
@@ -151,21 +161,27 @@ def _as_json(checked: "Checked") -> dict[str, object]:
     return {**checked._asdict(), "differences": [each._asdict() for each in checked.differences]}
 
 
-def _comparison(one: "list[Fingerprint]", found: "list[Difference]") -> dict[str, object]:
-    return {"schema": SCHEMA, "compared": len(one), "differences": [each._asdict() for each in found]}
-
-
-def _compare(options: argparse.Namespace, one: "list[Fingerprint]", other: "list[Fingerprint]") -> int:
+def _compare(options: argparse.Namespace, one: _Read, other: _Read) -> int:
+    from ckpt_patches.fingerprint import dcp_values
     from ckpt_patches.fingerprint.states import differences
 
-    found = differences(one, other)
+    states = len(one.fingerprints)
+    found = differences(one.fingerprints, other.fingerprints)
+    settings, of_other = (one.settings(), other.settings()) if one.settings and other.settings else ({}, {})
+    found += dcp_values.differences(settings, of_other)
     if options.json:
-        print(json.dumps(_comparison(one, found), indent=1))
+        rows = [each._asdict() for each in found]
+        print(json.dumps({"schema": SCHEMA, "compared": states, "differences": rows}, indent=1))
     elif found:
         for each in found:
             print(printable(f"{each.parameter}  {each.state}  {each.what}"))
-        print(f"{len(found)} of {len(one)} states differ: {options.path} and {options.against}")
+        of_all = (
+            f"{len(found)} of {states} states differ" if not settings else f"{len(found)} states or settings differ"
+        )
+        print(f"{of_all}: {options.path} and {options.against}")
     else:
-        parameters = len({each.parameter for each in one})
-        print(f"equal: {len(one)} states of {parameters} parameters in {options.path} and {options.against}")
+        parameters = len({each.parameter for each in one.fingerprints})
+        count = sum(len(its) for parameter, its in settings.items() if parameter in of_other)
+        besides = f" and {count} settings" if count else ""
+        print(f"equal: {states} states{besides} of {parameters} parameters in {options.path} and {options.against}")
     return 1 if found else 0

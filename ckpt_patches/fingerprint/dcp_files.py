@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt_patches.fingerprint import megatron_files, offline
-from ckpt_patches.fingerprint.record import KEY, NotARecord, from_plain, from_text
+from ckpt_patches.fingerprint import dcp_values, megatron_files, offline
+from ckpt_patches.fingerprint.record import KEY, NotARecord, Record, from_plain, from_text
 from ckpt_patches.fingerprint.states import FLOATS, MASTERS_OF_TORCH, Fingerprint
 from ckpt_patches.formats import dcp, torch_dist
 from ckpt_patches.formats.ranged import RangedFiles
@@ -73,13 +73,13 @@ def fingerprints(index: torch_dist.Index, hashed: Hashes) -> list[Fingerprint]:
 
 
 def check(path: Path, index: torch_dist.Index, hashed: Hashes) -> offline.Checked | None:
-    """Compare the states in the files with the records, each with the entries beside it; None without a record.
+    """Compare what is in the files with the records, each with the entries beside it; None without a record.
 
     Raises:
-        BadFileError, NotReadError: a record's entry cannot be read.
+        BadFileError, NotReadError: a record, or another object, cannot be read.
     """
     records = recorded(path, index)
-    every = [_check(_beside(index, prefix, records), plain, hashed) for prefix, plain in records.items()]
+    every = [_check(path, _beside(index, prefix, records), plain, hashed) for prefix, plain in records.items()]
     return offline.together(every) if every else None
 
 
@@ -94,30 +94,37 @@ def _beside(index: torch_dist.Index, prefix: str, prefixes: Iterable[str]) -> to
     return found if dcp.optimizers(found.tensors, found.objects) else index
 
 
-def _check(index: torch_dist.Index, plain: Any, hashed: Hashes) -> offline.Checked:
-    """Compare the states of an index with one record.
+def _check(path: Path, index: torch_dist.Index, plain: Any, hashed: Hashes) -> offline.Checked:
+    """Compare the states, settings and buffers of an index with one record."""
+    try:
+        record = from_plain(plain)
+    except NotARecord:
+        return offline.check(plain, ())  # it has the reason
+    states = offline.check(plain, _named(index, record, fingerprints(index, hashed)))
+    both = offline.together([states, dcp_values.check(path, index, record)])
+    return both._replace(missed=states.missed)
+
+
+def _named(index: torch_dist.Index, record: Record, found: list[Fingerprint]) -> list[Fingerprint]:
+    """The fingerprints under the record's names.
 
     Optimizers without any state do not show which tensors are their weights: the record's names do.
     """
-    found, optimizers = fingerprints(index, hashed), dcp.optimizers(index.tensors, index.objects)
+    optimizers = dcp.optimizers(index.tensors, index.objects)
     if any(own.weights for own in optimizers):
-        return offline.check(plain, found)
-    try:
-        recorded_states = from_plain(plain).states
-    except NotARecord:
-        return offline.check(plain, found)
-    parameters = {parameter for parameter, _ in recorded_states}
-    of_model, _ = dcp.model_prefix("", parameters, [one.parameter for one in found if one.state == "model"])
+        return found
+    parameters = {parameter for parameter, _ in record.states}
+    of_model = dcp.weights_prefix(index.tensors, index.objects, parameters)
     is_without = bool(optimizers) and not any(own.states for own in optimizers)
 
     def named(one: Fingerprint) -> Fingerprint:
         name = one.parameter.removeprefix(of_model or "")
         if one.state != "model" or name not in parameters:
             return one
-        state = next((s for s in ("weight", "master") if is_without and (name, s) in recorded_states), one.state)
+        state = next((s for s in ("weight", "master") if is_without and (name, s) in record.states), one.state)
         return one._replace(parameter=name, state=state)
 
-    return offline.check(plain, map(named, found))
+    return list(map(named, found))
 
 
 def left_out(index: torch_dist.Index) -> dict[str, str]:

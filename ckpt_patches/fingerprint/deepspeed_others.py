@@ -1,12 +1,12 @@
 """DeepSpeed engine state besides parameters and optimizer states: buffers, scheduler, loss scale and counters."""
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ckpt_patches.fingerprint.record import Settings, plain_values
+from ckpt_patches.fingerprint.states import buffer_digest
 from ckpt_patches.fingerprint.verdict import BUFFER
 
 SCHEDULER = "learning-rate scheduler"
@@ -34,10 +34,8 @@ def buffers(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def digest(buffer: torch.Tensor) -> str:
     """A digest of a buffer's shape, dtype and bytes."""
-    digest = hashlib.blake2b(f"{buffer.dtype} {tuple(buffer.shape)}".encode(), digest_size=8)
-    if buffer.numel():
-        digest.update(memoryview(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-    return digest.hexdigest()
+    data = memoryview(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return buffer_digest(str(buffer.dtype).removeprefix("torch."), buffer.shape, [data] if buffer.numel() else [])
 
 
 def _loss_scale(optimizer: Any) -> Settings:

@@ -26,6 +26,7 @@ class Checked(NamedTuple):
     differences: list[Difference]
     unchecked: dict[str, str]  # by name, the reason
     missed: bool = False  # whether no state of an optimizer could be compared, though there is a record
+    values: int = 0  # number of compared settings and buffers
 
     def sentence(self) -> str:
         """The result in one line."""
@@ -33,7 +34,10 @@ class Checked(NamedTuple):
         if not self.compared:
             return f"no state could be compared with what the run recorded when it saved{rest}"
         wrong = f"{len(self.differences)} are not" if self.differences else "all are"
-        return f"compared {self.compared} states with what the run recorded when it saved: {wrong} the same{rest}"
+        besides = f" and {self.values} settings and buffers" if self.values else ""
+        return (
+            f"compared {self.compared} states{besides} with what the run recorded when it saved: {wrong} the same{rest}"
+        )
 
 
 class OfRank(NamedTuple):
@@ -70,10 +74,11 @@ def of_torch(path: Path) -> Iterator[OfRank]:
 
 
 def together(checked: Sequence[Checked]) -> Checked:
-    """Merge the results of several ranks."""
+    """Merge the results of several comparisons."""
     differences = [one for own in checked for one in own.differences]
     unchecked = {what: why for own in checked for what, why in own.unchecked.items()}
-    return Checked(sum(own.compared for own in checked), differences, unchecked, any(own.missed for own in checked))
+    is_missed, values = any(own.missed for own in checked), sum(own.values for own in checked)
+    return Checked(sum(own.compared for own in checked), differences, unchecked, is_missed, values)
 
 
 def of_buckets(plain: Any, flats: Callable[[], Iterable[buckets.Flat]]) -> Iterator[Fingerprint]:

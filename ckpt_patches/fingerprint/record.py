@@ -212,7 +212,5 @@ def is_plain(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A normalized value, because formats store pairs as lists and integers as floats."""
-    if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    return float(value) if isinstance(value, int | float) else value
+    """A pair as a tuple, because formats store it as a list."""
+    return tuple(value) if isinstance(value, list | tuple) else value

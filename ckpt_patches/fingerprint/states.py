@@ -1,5 +1,6 @@
 """Fingerprints of the states of parameters: computed from blocks of bytes, and compared between checkpoints."""
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +51,14 @@ def bits_of(data: memoryview, dtype: str) -> npt.NDArray[np.uint32]:
     if dtype == "float16":
         return np.frombuffer(data, "<f2").astype(np.float32).view(np.uint32)
     raise UserError(f"expected elements of float32, bfloat16 or float16, found {dtype}: they have no fingerprint")
+
+
+def buffer_digest(dtype: str, shape: Sequence[int], data: Iterable[memoryview]) -> str:
+    """A digest of a buffer's dtype (torch's name), shape and bytes."""
+    digest = hashlib.blake2b(f"torch.{dtype} {tuple(shape)}".encode(), digest_size=8)
+    for block in data:
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def of_blocks(blocks: Iterable[memoryview], dtype: str) -> int:

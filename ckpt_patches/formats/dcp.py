@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -162,6 +163,22 @@ def _group(rest: str, states: Mapping[str, object]) -> tuple[str, str]:
     return (number, own.partition(".")[0]) if group not in states and number.isdecimal() else (group, setting)
 
 
+def groups(own: Optimizer, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The param groups with their parameters' keys. Settings stored per parameter are merged into groups."""
+    if set(own.groups) == {""}:
+        listed = values[own.groups[""][""]] if "" in own.groups[""] else None
+        return [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
+    found: dict[str, dict[str, Any]] = {}
+    for key, names in own.groups.items():
+        group = {setting: values[name] for setting, name in names.items()}
+        if "params" in group:
+            found[key] = group
+        else:
+            same = found.setdefault(repr(sorted(group.items(), key=str)), {**group, "params": []})
+            same["params"].append(key)
+    return list(found.values())
+
+
 def _parameter(rest: str, known: set[str]) -> str:
     """The parameter of `<parameter>.<state>`. A state can be a nested dict: then the model's names decide."""
     whole = rest.rpartition(".")[0]
@@ -185,6 +202,16 @@ def model_prefix(prefix: str, parameters: set[str], names: list[str]) -> tuple[s
         of_models = [one for one in most if not one or one.rstrip(".").rpartition(".")[2] in OF_MODELS]
         return (of_models[0], ()) if len(of_models) == 1 else (None, tuple(most))
     return (most[0], ()) if most else (None, ())
+
+
+def weights_prefix(tensors: Iterable[str], objects: Iterable[str], parameters: set[str]) -> str | None:
+    """The prefix of the weights of these parameters; None if it has no weights, or is ambiguous."""
+    every = optimizers(tensors, objects)
+    for own in every:
+        for parameter in own.weights.keys() & parameters:
+            return own.weights[parameter].removesuffix(parameter)
+    rest = [name for name in tensors if not any(_is_of(own.prefix, name) for own in every)]
+    return model_prefix("", parameters, rest)[0]
 
 
 def _in_common(one: str, other: str) -> int:

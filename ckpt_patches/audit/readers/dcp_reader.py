@@ -140,7 +140,7 @@ def _element(dtype: str, extent: Extent) -> float | None:
 
 def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
     """Check the consistency of an optimizer's states, param groups and weights. Returns the steps that it states."""
-    groups = _groups(own, contents.values)
+    groups = dcp.groups(own, contents.values)
     found.groups += groups
     keys = {name: int(name) if own.is_numbered else name for name in own.states}
     states = {keys[name]: {key: contents.values[of] for key, of in state.items()} for name, state in own.states.items()}
@@ -160,22 +160,6 @@ def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
     if not states and any("betas" in group and group.get("params") for group in groups):
         return [0]  # Adam's states exist after its first step
     return [*steps.values(), *(group["step"] for group in groups if settings.is_step(group.get("step")))]
-
-
-def _groups(own: Optimizer, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The param groups with their parameters' keys. Settings stored per parameter are merged into groups."""
-    if set(own.groups) == {""}:
-        listed = values[own.groups[""][""]] if "" in own.groups[""] else None
-        return [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
-    found: dict[str, dict[str, Any]] = {}
-    for key, names in own.groups.items():
-        group = {setting: values[name] for setting, name in names.items()}
-        if "params" in group:
-            found[key] = group
-        else:
-            same = found.setdefault(repr(sorted(group.items(), key=str)), {**group, "params": []})
-            same["params"].append(key)
-    return list(found.values())
 
 
 def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
