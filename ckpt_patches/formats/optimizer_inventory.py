@@ -4,7 +4,7 @@ https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.state_dict.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,6 +160,23 @@ def _weights(optimizer: Optimizer) -> Iterator[Problem]:
     for shape, count in (shapes["masters"] - shapes["weights"]).items():
         detail = f"{count} main parameters of the shape {shown(tuple(shape))} have no weight in the model"
         yield Problem(ABSENT_WEIGHT, optimizer.where, detail)
+
+
+def without_weights(
+    where: str, states: Iterable[Mapping[Any, Any]], weights: Iterable[tuple[int, ...]]
+) -> Iterator[Problem]:
+    """Yield the shapes with fewer weights than states, where no file states which state belongs to which weight.
+
+    A rank's own part of a flat parameter has such a shape: the parts of the other ranks were not saved.
+    """
+    shapes: Counter[tuple[int, ...]] = Counter()
+    for state in states:
+        own = [state[key] for key in OF_ELEMENTS if isinstance(state.get(key), TensorHeader)]
+        shapes.update([own[0].shape] if own else [])
+    for shape, count in (shapes - Counter(weights)).items():
+        yield Problem(
+            UNUSUAL, where, f"{count} parameters with states of the shape {shape} have no weight in the model"
+        )
 
 
 def _steps(optimizer: Optimizer) -> Iterator[Problem]:

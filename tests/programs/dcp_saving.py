@@ -36,7 +36,7 @@ class Case:
 
     name: str  # of the folder
     mesh: str = "fsdp"  # fsdp, hsdp, fsdp_tp, dp_tp, tp, ddp, replicate, fsdp1, fsdp1_flat, none
-    save: str = "nested"  # nested, flat, raw, weights, folders, async, ranks
+    save: str = "nested"  # nested, flat, raw, local, weights, folders, async, ranks
     optimizer: str = "AdamW"
     dtype: str = "float32"
     steps: int = 3
@@ -155,6 +155,9 @@ def save_ranks(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, s
 def state_of(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if case.save == "raw":
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if case.save == "local":
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     options = StateDictOptions(flatten_optimizer_state_dict=case.save == "flat")
     weights, states = get_state_dict(model, optimizer, options=options)
     return dict(weights) if case.save == "weights" else {"model": weights, "optimizer": states, "step": case.steps}

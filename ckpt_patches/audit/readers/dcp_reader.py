@@ -1,7 +1,7 @@
 """Reader for torch.distributed.checkpoint, as training scripts write it: FSDP, HSDP, tensor parallelism, DDP."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,9 @@ def read(path: Path) -> Checkpoint:
     values = {**objects, **{name: _header(tensor) for name, tensor in index.tensors.items()}}
     optimizers = dcp.optimizers(index.tensors, index.objects)
     steps = {state["step"] for own in optimizers for state in own.states.values() if "step" in state}
-    contents = _Contents(tensors, values, _steps(tensors, values, steps))
+    of_optimizers = {name for own in optimizers for state in own.states.values() for name in state.values()}
+    others = [name for name in tensors if name not in of_optimizers]
+    contents = _Contents(tensors, values, _steps(tensors, values, steps), others)
     set_step(found, [step for own in optimizers for step in _check(found, own, contents)], path.name)
     read_others(found)
     found.recorded = next((from_text(v) for name, v in objects.items() if is_record(name)), None)
@@ -70,7 +72,7 @@ def read(path: Path) -> Checkpoint:
     for roles in filter(None, parameters):
         named = next(roles[role] for role in (WEIGHT, MASTER, *roles) if role in roles)
         found.shards += shards_of(found, named.tensor.name, roles)
-    _note_rest(found, optimizers, index.tensors)
+    _note_rest(found, optimizers, others)
     return found
 
 
@@ -113,6 +115,7 @@ class _Contents:
     tensors: Mapping[str, Chunked]
     values: Mapping[str, Any]  # values of objects, headers of tensors
     steps: Mapping[str, Any]  # by the tensor's or object's name; numbers if readable
+    others: Sequence[str]  # names of tensors that are no optimizer's
 
 
 def _steps(tensors: Mapping[str, Chunked], values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -164,16 +167,18 @@ def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
 
 def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
     """Check that each state has a weight, of the same shape."""
+    where = f"{own.prefix}{dcp.STATE}".rstrip(".")
     if own.is_numbered:
-        yield Finding(
-            damages.NUMBERED_STATES, f"{own.prefix}{dcp.STATE}".rstrip("."), detail=f"{len(own.states)} parameters"
-        )
+        yield Finding(damages.NUMBERED_STATES, where, detail=f"{len(own.states)} parameters")
+        states = [{key: contents.values[name] for key, name in state.items()} for state in own.states.values()]
+        shapes = [contents.tensors[name].tensor.size for name in contents.others]
+        yield from tensor_streams.findings(optimizer_inventory.without_weights(where, states, shapes) if shapes else ())
     elif own.several:
         detail = f"tensors of several names could be their weights: {', '.join(map(shown, own.several[:5]))}"
-        yield Finding(damages.NOT_JUDGED, f"{own.prefix}{dcp.STATE}".rstrip("."), detail=detail)
+        yield Finding(damages.NOT_JUDGED, where, detail=detail)
     elif own.states and not own.weights:
         detail = f"states of {len(own.states)} parameters, and no weight of any of them"
-        yield Finding(damages.UNUSUAL, f"{own.prefix}{dcp.STATE}".rstrip("."), detail=detail)
+        yield Finding(damages.UNUSUAL, where, detail=detail)
     for parameter, state in own.states.items() if own.weights else ():
         if parameter not in own.weights:
             detail = "it has states of an optimizer, and the model has no such weight"
@@ -226,14 +231,13 @@ def _is_zip(file: Path) -> bool:
         return opened.read(4) == b"PK\3\4"
 
 
-def _note_rest(found: Checkpoint, optimizers: list[Optimizer], tensors: Iterable[str]) -> None:
+def _note_rest(found: Checkpoint, optimizers: list[Optimizer], others: Iterable[str]) -> None:
     """Note the model's tensors without optimizer states: frozen ones, buffers, or all if there is no optimizer."""
-    of_optimizers = {name for own in optimizers for state in own.states.values() for name in state.values()}
     with_states = {name for own in optimizers for name in own.weights.values()}
-    rest = [name for name in tensors if name not in of_optimizers | with_states]
+    rest = [name for name in others if name not in with_states]
     found.knows_trained = bool(with_states)
     found.buffers |= set(rest) if with_states else set()
-    if not of_optimizers:
+    if not any(own.states for own in optimizers):
         found.format = WEIGHTS_ALONE
     if rest and not any(own.is_numbered or own.several for own in optimizers):
         found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{len(rest)} tensors"))

@@ -22,7 +22,7 @@ from ckpt_patches.audit.readers.checkpoint import (
 from ckpt_patches.audit.readers.dcp_reader import read_others, set_step
 from ckpt_patches.formats import optimizer_inventory, safetensors
 from ckpt_patches.formats.safetensors import INDEX_SUFFIX, SUFFIX, Tensor
-from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
+from ckpt_patches.formats.torch_file import TorchFile
 from ckpt_patches.runtime.shown import shown
 
 WITH_OPTIMIZER, WEIGHTS_ALONE = "safetensors and a torch optimizer", f"safetensors{ALONE}"
@@ -150,25 +150,14 @@ def _read_optimizer(found: Checkpoint, name: str, weights: list[tuple[str, Tenso
     groups, states = tensor_streams.groups_of(value), tensor_streams.states_of(value)
     steps = tensor_streams.steps_of(file.path, states)
     found.findings += tensor_streams.of_optimizer(file, groups, states, steps)
-    found.findings += _of_shapes(name, states, weights) if weights else ()
+    if weights:
+        shapes = (tensor.shape for _, tensor in weights)
+        found.findings += tensor_streams.findings(optimizer_inventory.without_weights(name, states.values(), shapes))
     found.groups += groups
     tokens = {tensor.shape: called for called, tensor in weights if any(word in called for word in VOCABULARY)}
     for number, state in states.items():
         found.shards += _of_moments(found, file, number, state, tokens)
     return [*steps.values(), *(group.get("step") for group in groups)]
-
-
-def _of_shapes(
-    name: str, states: Mapping[Any, Mapping[Any, Any]], weights: list[tuple[str, Tensor]]
-) -> Iterator[Finding]:
-    """Report shapes with fewer weights than states. No file states which state belongs to which weight."""
-    shapes: Counter[tuple[int, ...]] = Counter()
-    for state in states.values():
-        own = [state[key] for key in optimizer_inventory.OF_ELEMENTS if isinstance(state.get(key), TensorHeader)]
-        shapes.update([own[0].shape] if own else [])
-    for shape, count in (shapes - Counter(tensor.shape for _, tensor in weights)).items():
-        detail = f"{count} parameters with states of the shape {shape} have no weight in the model"
-        yield Finding(damages.UNUSUAL, name, detail=detail)
 
 
 def _of_moments(
