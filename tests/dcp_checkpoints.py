@@ -45,6 +45,8 @@ CASES: dict[str, Mapping[str, Any]] = {
     "lost_moment": {"damage": ("layers.1.up.weight", "exp_avg", 288, 576, 0)},
     "lost_square": {"damage": ("layers.1.up.weight", "exp_avg_sq", 288, 576, 0)},
     "lost_weight": {"damage": ("layers.1.up.weight", "weight", 288, 576, 0)},
+    "infinite": {"optimizer": "SGD", "damage": ("norm.weight", "weight", 3, 6, "inf")},
+    "minus_infinite": {"optimizer": "SGD", "damage": ("norm.weight", "weight", 3, 6, "-inf")},
     "negative": {"damage": ("layers.0.down.weight", "exp_avg_sq", 5, 6, -1)},
 }
 

@@ -41,6 +41,8 @@ WRONG = {
     "lost_square": "lost_moment",
     "lost_weight": "lost_master",
     "negative": "negative_square",
+    "infinite": "not_finite",
+    "minus_infinite": "not_finite",
     "fsdp1_raw": "contradiction",
 }
 
@@ -83,6 +85,14 @@ def test_weights_alone_are_called_so() -> None:
 
 def test_states_under_numbers_are_noted() -> None:
     assert {finding.kind.name for finding in audit(saved() / "raw").findings} >= {"numbered_states"}
+
+
+def test_a_best_loss_before_the_first_one_is_no_damage(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved() / "fsdp", tmp_path / "fsdp"))
+    callbacks = {"EarlyStopping": {"wait_count": 0, "best_score": torch.tensor(float("inf"))}}
+    torch.save({"callbacks": callbacks}, folder / "meta.pt")
+    report = audit(folder)
+    assert (report.verdict, names(report)) == (UNKNOWN, {"mask_or_damage"})
 
 
 # Files

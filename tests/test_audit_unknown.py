@@ -115,9 +115,11 @@ def test_a_weight_in_other_chunks_than_its_master_is_named(tmp_path: Path) -> No
 
 
 def test_what_torch_dist_keeps_beside_its_shards_is_judged(tmp_path: Path) -> None:
-    """An infinite loss scale, which fp16 runs save there, is damage."""
+    """Infinity in a loss scale is damage, but other values have it before they are first computed."""
     path = saved(tmp_path / "checkpoint", masters().bfloat16(), masters())
     change(path / "common.pt", lambda value: value["optimizer"].update(grad_scaler=torch.tensor([float("inf")])))
+    assert found_in(path) == (UNKNOWN, {"mask_or_damage"})
+    change(path / "common.pt", lambda value: value["optimizer"].update(grad_scaler=torch.tensor([float("nan")])))
     assert found_in(path) == (DAMAGED, {"not_finite"})
 
 

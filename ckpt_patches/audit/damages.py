@@ -90,7 +90,8 @@ MASK = _kind(
 MASK_OR_DAMAGE = _kind(
     "mask_or_damage",
     SUSPICION,
-    "-inf in a smaller part of such a tensor, or in one of which it is not known whether the run trains it",
+    "infinity elsewhere in such a tensor, as a best loss before the first one, or -inf in a tensor of which it is not "
+    "known whether the run trains it",
     "look at it with what wrote it",
 )
 ODD_IN_BUCKET = _kind(

@@ -174,9 +174,8 @@ def without_weights(
         own = [state[key] for key in OF_ELEMENTS if isinstance(state.get(key), TensorHeader)]
         shapes.update([own[0].shape] if own else [])
     for shape, count in (shapes - Counter(weights)).items():
-        yield Problem(
-            UNUSUAL, where, f"{count} parameters with states of the shape {shape} have no weight in the model"
-        )
+        detail = f"{count} parameters with states of the shape {shown(tuple(shape))} have no weight in the model"
+        yield Problem(UNUSUAL, where, detail)
 
 
 def _steps(optimizer: Optimizer) -> Iterator[Problem]:

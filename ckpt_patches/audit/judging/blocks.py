@@ -29,9 +29,10 @@ DENORMAL = 128  # the weight (without weights: the master) is denormal in fp32
 NOT_FINITE = {WEIGHT: 256, MASTER: 512, EXP_AVG: 1024, EXP_AVG_SQ: 2048}
 MASKED = 4096  # -inf in a tensor without moments, such as an attention mask
 NO_WEIGHT = 8192  # unrounded, and the weight is zero
+INFINITE = 16384  # +inf in a tensor without moments, such as the least value seen before the first one
 
 # Bits that can be damage in a single element.
-CERTAIN = (CONTRADICTED, UNROUNDED, NO_WEIGHT, NEGATIVE, *NOT_FINITE.values(), MASKED)
+CERTAIN = (CONTRADICTED, UNROUNDED, NO_WEIGHT, NEGATIVE, *NOT_FINITE.values(), MASKED, INFINITE)
 
 # exp_avg ~ (1 - beta1) g, exp_avg_sq ~ (1 - beta2) g^2: below this a square may have underflowed to zero.
 LARGE_AVG = np.float32(1e-15)
@@ -215,8 +216,8 @@ def codes(streams: Mapping[str, tuple[Block, str]], numel: int) -> Codes:
         if role in values:
             code[~np.isfinite(values[role])] |= np.uint16(bit)
     if streams.keys() <= {WEIGHT, MASTER} and streams.keys() == values.keys():  # no moments
-        masked = np.logical_and.reduce([np.isneginf(value) for value in values.values()])
-        code[masked] = np.uint16(MASKED)
+        for bit, infinity in ((MASKED, -np.inf), (INFINITE, np.inf)):
+            code[np.logical_and.reduce([value == infinity for value in values.values()])] = np.uint16(bit)
     zero = {role: _is_zero(values[role]) for role in values}
     for role, bit in ((MASTER, NO_MASTER), (EXP_AVG, NO_AVG), (EXP_AVG_SQ, NO_SQ)):
         if role in zero:

@@ -217,18 +217,18 @@ def not_finite(view: View) -> Iterator[Finding]:
         yield from _wrong(view, damages.NOT_FINITE, role, blocks.NOT_FINITE[role])
 
 
-def masked(view: View) -> Iterator[Finding]:
-    """-inf in a tensor without moments: a mask if it is in many places."""
-    if blocks.MASKED in view.tallies:
-        share = view.tallies[blocks.MASKED].elements / view.shard.numel
-        is_main = MASTER in view.shard.streams
-        is_untrained = (view.found.knows_trained and not is_main) or view.shard.parameter in view.found.buffers
-        if is_main and not is_untrained:
+def infinite(view: View) -> Iterator[Finding]:
+    """Infinity in a tensor without moments. In one that the run does not train it can be a mask or an initial value."""
+    is_main, numel = MASTER in view.shard.streams, view.shard.numel
+    is_untrained = (view.found.knows_trained and not is_main) or view.shard.parameter in view.found.buffers
+    for bit in (bit for bit in (blocks.MASKED, blocks.INFINITE) if bit in view.tallies):
+        is_minus = bit == blocks.MASKED
+        if is_untrained or (is_minus and not is_main):
+            is_mask = is_minus and numel >= LEAST_MASK and view.tallies[bit].elements >= LEAST_MASKED * numel
+            yield from _wrong(view, damages.MASK if is_untrained and is_mask else damages.MASK_OR_DAMAGE, WEIGHT, bit)
+        else:
             for role in view.shard.streams:
-                yield from _wrong(view, damages.NOT_FINITE, role, blocks.MASKED)
-            return
-        is_mask = is_untrained and view.shard.numel >= LEAST_MASK and share >= LEAST_MASKED
-        yield from _wrong(view, damages.MASK if is_mask else damages.MASK_OR_DAMAGE, WEIGHT, blocks.MASKED)
+                yield from _wrong(view, damages.NOT_FINITE, role, bit)
 
 
 def negative_square(view: View) -> Iterator[Finding]:
@@ -283,7 +283,7 @@ JUDGES: tuple[Callable[[View], Iterator[Finding]], ...] = (
     moment_gap,
     unrounded_master,
     not_finite,
-    masked,
+    infinite,
     negative_square,
     denormal_run,
     not_judged,
