@@ -16,6 +16,9 @@ STATES = [
     (CENTERED, "grad_avg"),
     (torch.optim.Adadelta, "acc_delta"),
     (torch.optim.Rprop, "prev"),
+    (torch.optim.Rprop, "step_size"),
+    (torch.optim.Adafactor, "row_var"),
+    (torch.optim.Adafactor, "col_var"),
     (torch.optim.ASGD, "ax"),
 ]
 
@@ -25,8 +28,8 @@ def test_a_state_of_another_shape_is_damage(kind: Any, state: str, tmp_path: Pat
     model, optimizer, _ = training(kind)
     assert audit(saved(tmp_path / "as saved", {"model": model, "optimizer": optimizer})).verdict == WHOLE
     own = optimizer["state"]["0.weight"]
-    own[state] = own[state][:-1].clone()
-    report = audit(saved(tmp_path / "cut", {"model": model, "optimizer": optimizer}))
+    own[state] = torch.cat([own[state], own[state]])
+    report = audit(saved(tmp_path / "longer", {"model": model, "optimizer": optimizer}))
     assert (report.verdict, names(report)) == (DAMAGED, {"contradiction"})
 
 

@@ -32,6 +32,17 @@ OF_ELEMENTS = (
 OF_MATRICES = ("row_var", "col_var", "_row", "_col")  # suffixes of Adafactor's names, in torch and Transformers
 
 
+def shapes_of(state: str, weight: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes that a state of a weight can have; empty if the state is not known."""
+    rows, columns = weight[:-1], (*weight[:-2], *weight[-1:])
+    return {
+        **dict.fromkeys(OF_ELEMENTS, [weight]),
+        **dict.fromkeys(("step_size", "variance"), [weight, ()]),  # of Rprop and Adafactor; some have one number
+        **{"row_var": [(*rows, 1)], "col_var": [(*weight[:-2], 1, *weight[-1:])]},  # torch's Adafactor
+        **{"exp_avg_sq_row": [rows], "exp_avg_sq_col": [columns]},  # Transformers' Adafactor
+    }.get(state, [])
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """An optimizer in a file."""

@@ -187,8 +187,9 @@ def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
         size = contents.tensors[own.weights[parameter]].tensor.size
         for key, name in state.items():
             there = contents.tensors.get(name)
-            if key in optimizer_inventory.OF_ELEMENTS and there is not None and there.tensor.size != size:
-                detail = f"its shape is {there.tensor.size}, the weight's {size}"
+            expected = optimizer_inventory.shapes_of(key, size)
+            if expected and there is not None and there.tensor.size not in expected:
+                detail = f"its shape is {shown(there.tensor.size)}, the weight's {shown(size)}"
                 yield Finding(damages.CONTRADICTION, name, detail=detail)
 
 
