@@ -33,6 +33,24 @@ def test_a_state_of_another_shape_is_damage(kind: Any, state: str, tmp_path: Pat
     assert (report.verdict, names(report)) == (DAMAGED, {"contradiction"})
 
 
+def test_lists_of_states_are_no_parameters(tmp_path: Path) -> None:
+    """LBFGS keeps its history with the first parameter, so the others seem to have no state."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    inputs = torch.randn(8, 4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        optimizer.step(lambda: loss_of(model, inputs))
+    report = audit(saved(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+    assert (report.verdict, names(report)) == (UNKNOWN, {"unusual"})
+
+
+def loss_of(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(inputs).square().sum()
+    loss.backward()
+    return loss
+
+
 def test_states_without_any_weight_are_unusual(tmp_path: Path) -> None:
     report = audit(saved(tmp_path, {"optimizer": training()[1]}))
     assert (report.verdict, names(report)) == (UNKNOWN, {"unusual"})

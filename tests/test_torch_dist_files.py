@@ -153,7 +153,7 @@ def test_a_file_outside_of_the_folder_is_refused(folder: Path, how: str) -> None
     with pytest.raises(LeavesFolderError):
         torch_dist.read_index(folder)
     found = audit(folder)
-    assert (found.verdict, found.checkpoint.shards) == (DAMAGED, [])
+    assert (found.verdict, found.checkpoint.shards) == (UNKNOWN if "link" in how else DAMAGED, [])
 
 
 def test_a_link_within_the_folder_is_followed(folder: Path) -> None:

@@ -180,8 +180,12 @@ def groups(own: Optimizer, values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _parameter(rest: str, known: set[str]) -> str:
-    """The parameter of `<parameter>.<state>`. A state can be a nested dict: then the model's names decide."""
-    whole = rest.rpartition(".")[0]
+    """The parameter of `<parameter>.<state>`. A state can be a nested dict: then the model's names decide.
+
+    A list, as LBFGS has it, is `<parameter>.<state>.<index>`.
+    """
+    whole, _, last = rest.rpartition(".")
+    whole = whole.rpartition(".")[0] if last.isdecimal() and "." in whole else whole
     parameter = whole
     while parameter and parameter not in known:
         parameter = parameter.rpartition(".")[0]

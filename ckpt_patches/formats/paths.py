@@ -10,17 +10,22 @@ class LeavesFolderError(UserError):
     """A name in a checkpoint that leads out of its folder."""
 
 
+class LinkOutsideError(LeavesFolderError):
+    """A link in a checkpoint that leads out of its folder. The file may be sound; it is not read."""
+
+
 def path_within(folder: Path, name: object) -> Path:
     """The path of a file that a checkpoint names. It is below the folder, also after links are resolved.
 
     Raises:
-        LeavesFolderError: the name is not relative, contains `..`, or a link leads out of the folder.
+        LeavesFolderError: the name is not relative, or contains `..`.
+        LinkOutsideError: a link leads out of the folder.
     """
     if not is_within(name):
         raise LeavesFolderError(f"{folder}: expected the name of a file in this folder, found {shown(name)}")
     path = folder / str(name)
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise LeavesFolderError(
+        raise LinkOutsideError(
             f"{path} is a link to {path.resolve()}, outside of the checkpoint: put the file itself there"
         )
     return path

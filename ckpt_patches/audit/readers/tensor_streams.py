@@ -10,6 +10,7 @@ from ckpt_patches.audit.readers.checkpoint import Checkpoint, Extent, Held, Reco
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import optimizer_inventory, torch_file, zero_facts, zero_inventory
 from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
+from ckpt_patches.formats.paths import LinkOutsideError
 
 # Found in the class names of quantized tensors (codes with scales), such as Transformer Engine's.
 QUANTIZED = ("Float8", "FP8", "FP4")
@@ -54,8 +55,9 @@ def findings(problems: Iterable[zero_inventory.Problem], label: str = "") -> lis
 def refused(
     error: UserError, array: str, shard: str = "", *, damage: damages.FindingKind = damages.BAD_FILE
 ) -> Finding:
-    """A finding for a file, or a part of one, that cannot be read: `damage`, or NOT_READ for an unknown format."""
-    kind = damages.NOT_READ if isinstance(error, torch_file.NotReadError | UnknownDtypeError) else damage
+    """A finding for what cannot be read: `damage`, or NOT_READ for an unknown format and a link to elsewhere."""
+    is_unknown = isinstance(error, torch_file.NotReadError | UnknownDtypeError | LinkOutsideError)
+    kind = damages.NOT_READ if is_unknown else damage
     return Finding(kind, array, shard, detail=str(error))
 
 

@@ -108,8 +108,11 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], torch_dist
     """The same as `read`, with the chunks of each tensor and the index."""
     found = Checkpoint(path, "megatron torch_dist")
     check_config(found)
+    known = len(found.findings)
     index = read_index(found, path)
-    if (common := _common(found, index)) is not None:
+    # Without an index it is not known whether the common state has a file of its own.
+    is_expected = len(found.findings) == known or (path / torch_dist.COMMON).exists()
+    if is_expected and (common := _common(found, index)) is not None:
         set_common(found, common, is_distributed=_is_distributed(index))
     found.findings += wrong_entries(index)
     found.findings += _rows_of_fsdp2(mixed_rows(found, index))
