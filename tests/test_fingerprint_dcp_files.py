@@ -199,3 +199,17 @@ def test_each_of_two_records_is_compared(change: str, tmp_path: Path) -> None:
     assert judged(saved(tmp_path / "as saved", nested(with_records=True))) == (WHOLE, set(), 0)
     changed = saved(tmp_path / "changed", nested(change, with_records=True))
     assert judged(changed) == (DAMAGED, {"not_as_recorded"}, 1)
+
+
+def test_one_record_of_two_models_that_were_saved_apart_is_not_judged(tmp_path: Path) -> None:
+    """It names `first.weight` what is `weight` in each of the files' optimizers."""
+    both = nn.ModuleDict({name: nn.Linear(6, 6) for name in ("first", "second")})
+    optimizers = {name: torch.optim.AdamW(model.parameters(), 0.01) for name, model in both.items()}
+    state: Model = {}
+    for name, model in both.items():
+        model(torch.randn(4, 6)).sum().backward()
+        optimizers[name].step()
+        weights, states = get_state_dict(model, optimizers[name])
+        state[name] = {"model": weights, "optimizer": states}
+    record = fingerprint.of_training(both, list(optimizers.values()))
+    assert judged(saved(tmp_path, {**state, KEY: record})) == (UNKNOWN, {"not_judged"}, 1)

@@ -52,6 +52,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"load": {"mesh": "ddp"}, "idiom": "no_moment"},
         "embed.weight exp_avg: missing on 1 rank with the parameter",
     ),
+    "a moment that one of the replicas of HSDP has not": (
+        {"load": {"mesh": "hsdp"}, "idiom": "no_moment"},
+        "embed.weight exp_avg: missing on 1 rank with the parameter",
+    ),
     "an element of FSDP1": ({"load": {"mesh": "fsdp1"}, "idiom": "weight"}, " master: other values"),
     "a buffer": ({"idiom": "buffer"}, "buffer positions: value"),
     "steps": ({"idiom": "step"}, "norm.bias: step 4, saved as 3"),
@@ -242,6 +246,18 @@ def test_swiglu_rows_in_each_others_places_are_another_state() -> None:
         distributed.destroy_process_group()
     right, mixed = (of_run(rows.numpy().reshape(-1).view(np.uint32), 0) for rows in (whole, torch.cat(parts)))
     assert found % (1 << 64) == right != mixed
+
+
+def test_a_divided_buffer_is_listed() -> None:
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("buffers",))
+    model = nn.Linear(2, 2)
+    for name, placement in (("divided", Shard(0)), ("equal", Replicate())):
+        model.register_buffer(name, DTensor.from_local(torch.ones(4), mesh, [placement], run_check=False))
+    found = training_state.live(model, torch.optim.SGD(model.parameters(), 0.1))
+    distributed.destroy_process_group()
+    assert found.left_out == {"buffer divided": "its elements are divided among ranks"}
+    assert found.others.keys() == {"buffer equal"}
 
 
 def test_a_strided_shard_is_of_each_chunk() -> None:
