@@ -34,13 +34,18 @@ OF_MATRICES = ("row_var", "col_var", "_row", "_col")  # suffixes of Adafactor's 
 
 def shapes_of(state: str, weight: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The shapes that a state of a weight can have; empty if the state is not known."""
-    rows, columns = weight[:-1], (*weight[:-2], *weight[-1:])
-    return {
-        **dict.fromkeys(OF_ELEMENTS, [weight]),
-        **dict.fromkeys(("step_size", "variance"), [weight, ()]),  # of Rprop and Adafactor; some have one number
-        **{"row_var": [(*rows, 1)], "col_var": [(*weight[:-2], 1, *weight[-1:])]},  # torch's Adafactor
-        **{"exp_avg_sq_row": [rows], "exp_avg_sq_col": [columns]},  # Transformers' Adafactor
-    }.get(state, [])
+    if state in OF_ELEMENTS:
+        return [weight]
+    if state in ("step_size", "variance"):  # of Rprop and Adafactor; other optimizers have one number
+        return [weight, ()]
+    before, rows, columns = weight[:-2], weight[:-1], weight[-1:]
+    of_adafactor = {
+        "row_var": (*rows, 1),  # in torch
+        "col_var": (*before, 1, *columns),
+        "exp_avg_sq_row": rows,  # in Transformers
+        "exp_avg_sq_col": (*before, *columns),
+    }
+    return [of_adafactor[state]] if state in of_adafactor else []
 
 
 @dataclass(frozen=True)
