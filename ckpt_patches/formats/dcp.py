@@ -107,7 +107,8 @@ def optimizers(tensors: Iterable[str], objects: Iterable[str]) -> list[Optimizer
     """The optimizers of a checkpoint, from the names of its tensors and objects."""
     tensors = list(tensors)
     names = [*tensors, *objects]
-    of_groups = {before for name in names for before, part in _places(name) if part in (GROUPS, OF_MEGATRON_FSDP)}
+    of_any = [name for name in names if GROUPS in name or OF_MEGATRON_FSDP in name]  # most names are neither's
+    of_groups = {before for name in of_any for before, part in _places(name) if part in (GROUPS, OF_MEGATRON_FSDP)}
     prefixes = sorted({*of_groups, *(own for name in names for own in _state_prefix(name, of_groups))})
     left = [name for name in tensors if not any(_is_of(prefix, name) for prefix in prefixes)]
     return [_optimizer(prefix, names, left) for prefix in prefixes]
@@ -115,16 +116,18 @@ def optimizers(tensors: Iterable[str], objects: Iterable[str]) -> list[Optimizer
 
 def _places(name: str) -> list[tuple[str, str]]:
     """Each part of a dotted name, as (prefix before it, part)."""
-    parts = name.split(".")
-    return [("".join(f"{own}." for own in parts[:at]), part) for at, part in enumerate(parts)]
+    found, at = [], 0
+    for part in name.split("."):
+        found.append((name[:at], part))
+        at += len(part) + 1
+    return found
 
 
 def _state_prefix(name: str, of_groups: set[str]) -> list[str]:
     """The optimizer's prefix of a state's name, possibly empty. Prefers an optimizer whose param groups exist."""
-    places = _places(name)
-    if places[-1][1] not in KNOWN_STATES:
+    if name.rpartition(".")[2] not in KNOWN_STATES:
         return []
-    found = [before for before, part in places[:-2] if part == STATE[:-1]]
+    found = [before for before, part in _places(name)[:-2] if part == STATE[:-1]]
     return [own for own in found if own in of_groups][-1:] or found[:1]
 
 

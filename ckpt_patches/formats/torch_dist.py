@@ -177,10 +177,9 @@ def _index(folder: Path, index: dict[str, Any], rows: Rows = itertools.starmap) 
             found.tensors[name].places[same[name].get(key, key)] = place  # keeps equal offsets in memory once
         elif isinstance(name, str):
             found.objects[name] = place
-    for file in {place.file for tensor in found.tensors.values() for place in tensor.places.values()}:
+    of_tensors = {place.file for tensor in found.tensors.values() for place in tensor.places.values()}
+    for file in of_tensors | {place.file for place in found.objects.values()}:
         path_within(folder, file)
-    for place in found.objects.values():
-        path_within(folder, place.file)
     return replace(found, absent=tuple(_absent(index, found, rows)))
 
 
