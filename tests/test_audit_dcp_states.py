@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from test_audit_dcp import names
-from test_fingerprint_dcp_files import saved, training
+from test_fingerprint_dcp_files import flattened, saved, training
 
 CENTERED = partial(torch.optim.RMSprop, centered=True)
 STATES = [
@@ -49,6 +50,51 @@ def loss_of(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(inputs).square().sum()
     loss.backward()
     return loss
+
+
+def test_raw_states_beside_random_states_alone_have_no_weights_to_compare_with(tmp_path: Path) -> None:
+    optimizer = training()[1]
+    numbered = dict(enumerate(optimizer["state"].values()))
+    groups = [{**optimizer["param_groups"][0], "params": list(numbered)}]
+    state = {"optimizer": {"state": numbered, "param_groups": groups}, "rng": torch.get_rng_state()}
+    assert audit(saved(tmp_path, state)).verdict == WHOLE
+
+
+def test_a_scalar_has_another_state_than_a_matrix_in_adafactor(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model.scale = torch.nn.Parameter(torch.tensor(2.0))
+    optimizer = torch.optim.Adafactor(model.parameters())
+    (model(torch.randn(4, 3)) * model.scale).square().sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    assert audit(saved(tmp_path / "as saved", {"model": weights, "optimizer": states})).verdict == WHOLE
+    states["state"]["0.weight"].pop("col_var")
+    assert audit(saved(tmp_path / "lost", {"model": weights, "optimizer": states})).verdict == DAMAGED
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("kind", "state"), [(torch.optim.SGD, "momentum_buffer"), (torch.optim.Adagrad, "sum")])
+def test_infinity_in_a_state_is_no_mask(kind: Any, state: str, sign: int, tmp_path: Path) -> None:
+    model, optimizer, _ = training(partial(kind, momentum=0.9) if kind is torch.optim.SGD else kind)
+    optimizer["state"]["0.weight"][state][:3] = sign * torch.inf
+    report = audit(saved(tmp_path, {"model": model, "optimizer": optimizer}))
+    expected = (DAMAGED, {"not_finite"}) if sign > 0 else (UNKNOWN, {"mask_or_damage"})
+    assert (report.verdict, names(report)) == expected
+
+
+def test_one_number_that_is_infinite_may_be_a_best_loss(tmp_path: Path) -> None:
+    """Where no optimizer's states tell which tensors are trained."""
+    model, _, _ = training(torch.optim.SGD)
+    report = audit(saved(tmp_path, {"model": model, "best": torch.tensor(torch.inf)}))
+    assert (report.verdict, names(report)) == (UNKNOWN, {"mask_or_damage"})
+
+
+def test_a_frozen_parameter_of_a_flattened_optimizer_is_no_group(tmp_path: Path) -> None:
+    model, optimizer, _ = training()
+    states = flattened(optimizer)
+    kept = {name: value for name, value in states.items() if not name.startswith("state.0.weight.")}
+    report = audit(saved(tmp_path, {"model": model, "optimizer": kept}))
+    assert (report.verdict, names(report)) == (UNKNOWN, {"unusual"})
 
 
 def test_states_without_any_weight_are_unusual(tmp_path: Path) -> None:

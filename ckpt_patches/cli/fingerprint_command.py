@@ -4,10 +4,10 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.commands import needed_by
@@ -15,10 +15,11 @@ from ckpt_patches.runtime.options import add_trust, described
 from ckpt_patches.runtime.shown import printable
 
 if TYPE_CHECKING:
+    from ckpt_patches.fingerprint.dcp_values import Values
     from ckpt_patches.fingerprint.offline import Checked
-    from ckpt_patches.fingerprint.record import Settings
     from ckpt_patches.fingerprint.states import Fingerprint
 
+MOST_LINES = 1000  # of one kind
 SCHEMA = 1  # of the JSON; increased when a key is renamed, removed or changes its meaning
 AFTER = """If the run recorded fingerprints at the save (CKPT_PATCHES_FINGERPRINT=1), the files are compared with them.
 
@@ -30,7 +31,7 @@ class _Read(NamedTuple):
 
     fingerprints: "list[Fingerprint]"
     checked: "Checked | None"  # the comparison with what the run recorded; None if it did not
-    settings: "Callable[[], Mapping[str, Settings]] | None" = None  # reads them, by parameter, in formats that can
+    values: "Callable[[], Values] | None" = None  # reads settings and other tensors, in formats that can
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -100,7 +101,7 @@ def _of_torch(path: Path) -> _Read:
     _print_left_out(path, dcp_files.left_out(index))
     hashes = dcp_files.hashes(path, index)
     found, checked = dcp_files.fingerprints(index, hashes), dcp_files.check(path, index, hashes)
-    return _Read(found, checked, partial(dcp_values.settings, path, index))
+    return _Read(found, checked, partial(dcp_values.of_files, path, index))
 
 
 def _of_megatron(path: Path) -> _Read:
@@ -150,11 +151,18 @@ def _print(found: "list[Fingerprint]", checked: "Checked | None", *, as_json: bo
         print(f"{one.hexadecimal}  {name:{width}}  {printable(one.state):10}  {one.numel:>14,} elements")
     if checked is None:
         return
-    for each in checked.differences:
-        print(printable(f"{each.parameter}  {each.state}  not as recorded: {each.what}"))
-    for what, why in checked.unchecked.items():
-        print(printable(f"{what}  not compared: {why}"))
+    _print_first(f"{each.parameter}  {each.state}  not as recorded: {each.what}" for each in checked.differences)
+    _print_first(f"{what}  not compared: {why}" for what, why in checked.unchecked.items())
     print(printable(checked.sentence()))
+
+
+def _print_first(lines: Iterable[str], file: "TextIO | None" = None) -> None:
+    """Print lines from an untrusted checkpoint, as many as a person can read."""
+    every = list(lines)
+    for line in every[:MOST_LINES]:
+        print(printable(line), file=file)
+    if len(every) > MOST_LINES:
+        print(f"and {len(every) - MOST_LINES:,} more (--json)", file=file)
 
 
 def _as_json(checked: "Checked") -> dict[str, object]:
@@ -167,21 +175,19 @@ def _compare(options: argparse.Namespace, one: _Read, other: _Read) -> int:
 
     states = len(one.fingerprints)
     found = differences(one.fingerprints, other.fingerprints)
-    settings, of_other = (one.settings(), other.settings()) if one.settings and other.settings else ({}, {})
-    found += dcp_values.differences(settings, of_other)
+    values = dcp_values.compared(one.values(), other.values()) if one.values and other.values else None
+    if values is not None:
+        found += values.differences
+        _print_first((f"{what}  not compared: {why}" for what, why in values.unchecked.items()), file=sys.stderr)
     if options.json:
         rows = [each._asdict() for each in found]
         print(json.dumps({"schema": SCHEMA, "compared": states, "differences": rows}, indent=1))
     elif found:
-        for each in found:
-            print(printable(f"{each.parameter}  {each.state}  {each.what}"))
-        of_all = (
-            f"{len(found)} of {states} states differ" if not settings else f"{len(found)} states or settings differ"
-        )
-        print(f"{of_all}: {options.path} and {options.against}")
+        _print_first(f"{each.parameter}  {each.state}  {each.what}" for each in found)
+        of_all = f"{len(found)} of {states} states" if values is None else f"{len(found)} states or settings"
+        print(f"{of_all} differ: {options.path} and {options.against}")
     else:
         parameters = len({each.parameter for each in one.fingerprints})
-        count = sum(len(its) for parameter, its in settings.items() if parameter in of_other)
-        besides = f" and {count} settings" if count else ""
+        besides = "" if values is None else f" and {values.values} settings"
         print(f"equal: {states} states{besides} of {parameters} parameters in {options.path} and {options.against}")
     return 1 if found else 0

@@ -40,18 +40,14 @@ def is_record(name: str) -> bool:
 
 
 def recorded(path: Path, index: torch_dist.Index) -> dict[str, Any]:
-    """The different records of the runs that saved, by the prefix of their names.
+    """The values of the records' entries, by the prefix of their names.
 
     Raises:
         BadFileError, NotReadError: a record's entry cannot be read.
     """
-    found: dict[str, Any] = {}
     with RangedFiles() as files:
-        for name in filter(is_record, sorted(index.objects)):
-            plain = from_text(torch_dist.read_place(files, path, index.objects[name]).value)
-            if plain not in found.values():
-                found[name.removesuffix(KEY)] = plain
-    return found
+        names = filter(is_record, sorted(index.objects))
+        return {n.removesuffix(KEY): torch_dist.read_place(files, path, index.objects[n]).value for n in names}
 
 
 def hashes(path: Path, index: torch_dist.Index) -> Hashes:
@@ -79,8 +75,14 @@ def check(path: Path, index: torch_dist.Index, hashed: Hashes) -> offline.Checke
         BadFileError, NotReadError: a record, or another object, cannot be read.
     """
     records = recorded(path, index)
-    every = [_check(path, _beside(index, prefix, records), plain, hashed) for prefix, plain in records.items()]
-    return offline.together(every) if every else None
+    found: dict[str, offline.Checked] = {}
+    for prefix, value in records.items():
+        beside = _beside(index, prefix, records)
+        # The same record beside a model and its optimizer, in folders of their own, is one.
+        what = value if beside is index and isinstance(value, str) else f"of {prefix}"
+        if what not in found:
+            found[what] = _check(path, beside, from_text(value), hashed)
+    return offline.together(list(found.values())) if found else None
 
 
 def _beside(index: torch_dist.Index, prefix: str, prefixes: Iterable[str]) -> torch_dist.Index:
@@ -100,28 +102,44 @@ def _check(path: Path, index: torch_dist.Index, plain: Any, hashed: Hashes) -> o
         record = from_plain(plain)
     except NotARecord:
         return offline.check(plain, ())  # it has the reason
-    states = offline.check(plain, _named(index, record, fingerprints(index, hashed)))
-    both = offline.together([states, dcp_values.check(path, index, record)])
-    return both._replace(missed=states.missed)
+    found, of_model = fingerprints(index, hashed), _model_prefix(index, record, hashed)
+    states = offline.check(plain, _named(index, record, found, of_model))
+    both = offline.together([states, dcp_values.check(path, index, record, of_model)])
+    return both._replace(missed=states.missed or not record.states)
 
 
-def _named(index: torch_dist.Index, record: Record, found: list[Fingerprint]) -> list[Fingerprint]:
+def _model_prefix(index: torch_dist.Index, record: Record, hashed: Hashes) -> str | None:
+    """The prefix of the model's tensors; None if unknown. Of several candidates the one with the recorded weights."""
+    own = {parameter: state for (parameter, kind), state in record.states.items() if kind in ("master", "weight")}
+    several = {one for optimizer in dcp.optimizers(index.tensors, index.objects) for one in optimizer.several}
+
+    def equal(prefix: str) -> int:
+        return sum(hashed.get(f"{prefix}{name}") == (state.numel, state.value) for name, state in own.items())
+
+    if any(equal(prefix) for prefix in several):
+        return max(sorted(several), key=equal)
+    return dcp.weights_prefix(index.tensors, index.objects, set(own))
+
+
+def _named(
+    index: torch_dist.Index, record: Record, found: list[Fingerprint], of_model: str | None
+) -> list[Fingerprint]:
     """The fingerprints under the record's names.
 
-    Optimizers without any state do not show which tensors are their weights: the record's names do.
+    Optimizers without any state, or with several candidates for their weights, do not show which tensors are their
+    weights: the record's names do.
     """
     optimizers = dcp.optimizers(index.tensors, index.objects)
     if any(own.weights for own in optimizers):
         return found
     parameters = {parameter for parameter, _ in record.states}
-    of_model = dcp.weights_prefix(index.tensors, index.objects, parameters)
-    is_without = bool(optimizers) and not any(own.states for own in optimizers)
+    is_unknown = bool(optimizers) and all(own.several or not own.states for own in optimizers)
 
     def named(one: Fingerprint) -> Fingerprint:
         name = one.parameter.removeprefix(of_model or "")
         if one.state != "model" or name not in parameters:
             return one
-        state = next((s for s in ("weight", "master") if is_without and (name, s) in record.states), one.state)
+        state = next((s for s in ("weight", "master") if is_unknown and (name, s) in record.states), one.state)
         return one._replace(parameter=name, state=state)
 
     return list(map(named, found))
@@ -139,7 +157,8 @@ def left_out(index: torch_dist.Index) -> dict[str, str]:
 def names(index: torch_dist.Index) -> Names:
     """The parameter and state of each tensor of floats; "model" if it is not an optimizer's."""
     found: Names = {}
-    for own in dcp.optimizers(index.tensors, index.objects):
+    optimizers = dcp.optimizers(index.tensors, index.objects)
+    for own in optimizers:
         for parameter, states in own.states.items():
             has_main = any(states.get(name) in index.tensors for name in MASTERS_OF_TORCH)
             if parameter in own.weights:
@@ -154,5 +173,6 @@ def names(index: torch_dist.Index) -> Names:
     rest = {name: (name, "model") for name in floats}
     named = {name: place for name, place in {**rest, **found}.items() if name in floats and place[1] != "step"}
     # Parameters of several models can have the same names: theirs are those in the index.
-    counts = Counter(named.values())
-    return {name: place if counts[place] == 1 else (name, place[1]) for name, place in named.items()}
+    counts, owners = Counter(named.values()), Counter(parameter for own in optimizers for parameter in own.states)
+    is_one = {name: counts[place] == 1 and owners[place[0]] < 2 for name, place in named.items()}
+    return {name: place if is_one[name] else (name, place[1]) for name, place in named.items()}

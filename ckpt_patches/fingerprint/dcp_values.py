@@ -1,59 +1,109 @@
-"""The settings and buffers in checkpoints of torch.distributed.checkpoint, compared with a record. Needs no torch."""
+"""The settings and buffers in checkpoints of torch.distributed.checkpoint: compared with a record, or another one.
+
+Needs no torch.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ckpt_patches.fingerprint.offline import Checked
-from ckpt_patches.fingerprint.record import SETTINGS, STATE, Record, Settings, setting_differences
-from ckpt_patches.fingerprint.states import Difference, blocks, buffer_digest
+from ckpt_patches.fingerprint.record import SETTINGS, STATE, Record, Settings, same, setting_differences, whole
+from ckpt_patches.fingerprint.states import FLOATS, Difference, blocks, buffer_digest
 from ckpt_patches.fingerprint.verdict import BUFFER
 from ckpt_patches.formats import dcp, torch_dist, torch_file
 from ckpt_patches.formats.ranged import RangedFiles
-from ckpt_patches.formats.settings import is_step
-from ckpt_patches.formats.torch_dist import Index, Tensor
+from ckpt_patches.formats.torch_dist import Index, NotContiguousError, Tensor
 from ckpt_patches.runtime.shown import shown
 
 READ = (*SETTINGS, "params", "")  # of the param groups; "" is one object with all of them
-ABSENT = "not in the files"
+ABSENT = "not in the files under this name"
+Value = Callable[[str], Any]  # reads an object, or the number in a tensor, by its name in the index
 
 
-def settings(path: Path, index: Index) -> dict[str, Settings]:
-    """Each parameter's settings, its step and the numbers among its states. Numbered parameters are left out.
+class OfParameter(NamedTuple):
+    """The settings of a parameter in the files, its step and the numbers among its states."""
+
+    settings: Settings
+    unread: frozenset[str]  # names of those that are no numbers, or not the only ones
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a checkpoint has besides states of floats."""
+
+    settings: Mapping[str, OfParameter]
+    others: Mapping[str, str | None]  # digests of the other tensors, by name; None if stored in several parts
+
+
+def of_files(path: Path, index: Index) -> Values:
+    """All settings and other tensors of a checkpoint, to compare them with another checkpoint's.
+
+    Raises:
+        BadFileError, NotReadError: an object or a tensor cannot be read.
+    """
+    of_states = {
+        name
+        for own in dcp.optimizers(index.tensors, index.objects)
+        for its in own.states.values()
+        for name in its.values()
+    }
+    others = [one for name, one in sorted(index.tensors.items()) if name not in of_states and one.dtype not in FLOATS]
+    with RangedFiles() as files:
+        digests = {tensor.name: next(iter(_digests(files, path, tensor)), None) for tensor in others}
+    return Values(settings(path, index, numbered=True), digests)
+
+
+def settings(path: Path, index: Index, *, numbered: bool = False) -> dict[str, OfParameter]:
+    """The settings by parameter; with the optimizer's prefix if several optimizers have a parameter of that name.
+
+    Args:
+        path: the checkpoint's folder.
+        index: of the checkpoint, or of a part of it.
+        numbered: whether optimizers that number their parameters are read as well.
 
     Raises:
         BadFileError, NotReadError: an object cannot be read.
     """
-    optimizers = [own for own in dcp.optimizers(index.tensors, index.objects) if not own.is_numbered]
-    counts = Counter(parameter for own in optimizers for parameter in own.states)
-    found: dict[str, Settings] = {}
+    optimizers = [own for own in dcp.optimizers(index.tensors, index.objects) if numbered or not own.is_numbered]
     with RangedFiles() as files:
-        for own in optimizers:
-            for parameter, its in _of_optimizer(own, partial(_value, files, path, index)):
-                found[parameter if counts[parameter] < 2 else f"{own.prefix}{parameter}"] = its
+        value = partial(_value, files, path, index)
+        rows = [(own.prefix, *row) for own in optimizers for row in _of_optimizer(own, value, numbered=numbered)]
+    owners = Counter(parameter for _, parameter in {(prefix, parameter) for prefix, parameter, _ in rows})
+    found: dict[str, OfParameter] = {}
+    for prefix, parameter, its in rows:
+        name = parameter if owners[parameter] == 1 else f"{prefix}{parameter}"
+        # Of a parameter in two groups it is not known which of them counts.
+        found[name] = its if name not in found else OfParameter({}, frozenset(its.settings) | its.unread)
     return found
 
 
-def _of_optimizer(own: dcp.Optimizer, value: Callable[[str], Any]) -> Iterator[tuple[str, Settings]]:
-    groups = {key: {s: name for s, name in names.items() if s in READ} for key, names in own.groups.items()}
-    values = {name: value(name) for names in groups.values() for name in names.values()}
-    for group in dcp.groups(replace(own, groups=groups), values):
+def _of_optimizer(own: dcp.Optimizer, value: Value, *, numbered: bool) -> Iterator[tuple[str, OfParameter]]:
+    read = {key: {s: name for s, name in names.items() if s in READ} for key, names in own.groups.items()}
+    values = {name: value(name) for names in read.values() for name in names.values()}
+    for names in read.values():  # the first element of a list that was stored one by one is not the list
+        values.update({name: None for s, name in names.items() if s and not name.endswith(f".{s}")})
+    for group in dcp.groups(replace(own, groups=read), values):
         params = group.get("params")
-        for parameter in params if isinstance(params, list | tuple) else ():
-            if isinstance(parameter, str):
-                states = {name: value(where) for name, where in own.states.get(parameter, {}).items()}
-                yield parameter, _of_parameter(group, states)
+        for parameter in dict.fromkeys(filter(_is_scalar, params)) if isinstance(params, list | tuple) else ():
+            if isinstance(parameter, str) or numbered:
+                states = {name: value(where) for name, where in own.states.get(str(parameter), {}).items()}
+                yield str(parameter), _of_parameter(group, states)
 
 
-def _of_parameter(group: Mapping[str, Any], states: Mapping[str, Any]) -> Settings:
+def _of_parameter(group: Mapping[str, Any], states: Mapping[str, Any]) -> OfParameter:
     found = {name: group[name] for name in SETTINGS if name in group}
-    found |= {name if name == "step" else f"{STATE}{name}": one for name, one in states.items() if one is not None}
-    if is_step(found.get("step")):
-        found["step"] = int(found["step"])
-    return {name: list(one) if isinstance(one, tuple) else one for name, one in found.items() if _is_plain(one)}
+    found |= {name if name == "step" else f"{STATE}{name}": one for name, one in states.items()}
+    known = {name: list(one) if isinstance(one, tuple) else one for name, one in found.items() if _is_plain(one)}
+    if isinstance(step := known.get("step"), float):
+        known["step"] = whole(step)
+    return OfParameter(known, frozenset(found.keys() - known.keys()))
 
 
 def _value(files: RangedFiles, path: Path, index: Index, name: str) -> Any:
@@ -62,19 +112,36 @@ def _value(files: RangedFiles, path: Path, index: Index, name: str) -> Any:
         return torch_dist.read_place(files, path, index.objects[name]).value
     tensor = index.tensors[name]
     chunks = [offsets for offsets in tensor.chunks if offsets in tensor.places]
-    if len(chunks) != 1 or tensor.size not in ((), (1,)):
+    if len(chunks) != 1 or prod(tensor.size) != 1:
         return None
     read = torch_dist.read_chunk(files, path, tensor, chunks[0])
     return torch_file.number(tensor.dtype, torch_file.data_of(read.path, read.value))
 
 
 def _is_plain(value: Any) -> bool:
-    return all(type(one) in (bool, int, float, str) for one in (value if isinstance(value, list | tuple) else [value]))
+    """Whether a value is a number or a string, or a list of these or None."""
+    if isinstance(value, list | tuple):
+        return all(one is None or _is_scalar(one) for one in value)
+    return _is_scalar(value)
 
 
-def check(path: Path, index: Index, record: Record) -> Checked:
-    """Compare the settings and buffers in the files with the record. Raises as `settings`."""
-    of_settings, of_buffers = _settings(record, settings(path, index)), _buffers(path, index, record)
+def _is_scalar(value: Any) -> bool:
+    return type(value) in (bool, int, float, str)
+
+
+def check(path: Path, index: Index, record: Record, of_model: str | None) -> Checked:
+    """Compare the settings and buffers in the files with the record.
+
+    Args:
+        path: the checkpoint's folder.
+        index: of the part that the record is of.
+        record: of the run.
+        of_model: the prefix of the model's tensors; None if unknown.
+
+    Raises:
+        BadFileError, NotReadError: an object or a buffer cannot be read.
+    """
+    of_settings, of_buffers = _settings(record, settings(path, index)), _buffers(path, index, record, of_model)
     return Checked(
         0,
         of_settings.differences + of_buffers.differences,
@@ -83,62 +150,114 @@ def check(path: Path, index: Index, record: Record) -> Checked:
     )
 
 
-def _settings(record: Record, found: Mapping[str, Settings]) -> Checked:
+def _settings(record: Record, found: Mapping[str, OfParameter]) -> Checked:
     names = {*SETTINGS, *(name for its in record.settings.values() for name in its if name.startswith(STATE))}
-    differ = setting_differences(record.settings, found, sorted(names))
-    differences = _each_once(
-        (one.parameter, one.setting, one.found, one.saved, "the files", "the run") for one in differ
-    )
     saved = {(parameter, name) for parameter, its in record.settings.items() for name in its.keys() & names}
-    absent = {(p, name) for p, name in saved if name not in found.get(p, {})}
-    counts = Counter(name for _, name in absent - {(one.parameter, one.setting) for one in differ})
-    unchecked = {f"{name} of {n} parameter{'s' if n > 1 else ''}": ABSENT for name, n in sorted(counts.items())}
-    return Checked(0, differences, unchecked, values=len(saved - absent))
+    unread = {(p, name) for p, name in saved if p in found and name in found[p].unread}
+    absent = {(p, name) for p, name in saved - unread if p not in found or name not in found[p].settings}
+    every = {parameter: its.settings for parameter, its in found.items()}
+    differ = [
+        (one.parameter, one.setting, _both(one.found, one.saved, "the files", "the run"))
+        for one in setting_differences(record.settings, every, sorted(names))
+        if (one.parameter, one.setting) not in unread
+    ]
+    absent -= {(parameter, name) for parameter, name, _ in differ}
+    unchecked = {**_counted(absent, ABSENT), **_counted(unread, "no number in the files, or in several param groups")}
+    return Checked(0, _each_once(differ), unchecked, values=len(saved - absent - unread))
 
 
-def differences(one: Mapping[str, Settings], other: Mapping[str, Settings]) -> list[Difference]:
-    """The settings of common parameters that differ between two checkpoints."""
-    return _each_once(
-        (parameter, name, one[parameter].get(name), other[parameter].get(name), "the first one", "the second one")
-        for parameter in sorted(one.keys() & other.keys())
-        for name in sorted(one[parameter].keys() | other[parameter].keys())
-        if one[parameter].get(name) != other[parameter].get(name)
-    )
+def _counted(places: Iterable[tuple[str, str]], why: str) -> dict[str, str]:
+    """The reason by setting, with the number of its parameters."""
+    counts = sorted(Counter(name for _, name in places).items())
+    return {f"{name} of {count} parameter{'s' if count > 1 else ''}": why for name, count in counts}
 
 
-def _each_once(rows: Iterable[tuple[str, str, Any, Any, str, str]]) -> list[Difference]:
-    """Differences from (parameter, setting, two values and their places); one for all parameters that differ alike."""
+def _both(one: Any, other: Any, place: str, place_of_other: str) -> str:
+    """Two different values and their places; None is absent."""
+    of_both = [(one, place), (other, place_of_other)]
+    return ", ".join(f"not in {at}" if value is None else f"{shown(value)} in {at}" for value, at in of_both)
+
+
+def _each_once(rows: Iterable[tuple[str, str, str]]) -> list[Difference]:
+    """Differences from parameter, setting and text; one for all parameters that differ alike."""
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for parameter, setting, value, other, place, place_of_other in rows:
-        of_both = [(value, place), (other, place_of_other)]
-        what = [f"not in {at}" if one is None else f"{shown(one)} in {at}" for one, at in of_both]
-        alike[setting, ", ".join(what)].append(parameter)
+    for parameter, setting, what in rows:
+        alike[setting, what].append(parameter)
     return [
         Difference(parameters[0], setting, what + (f" ({len(parameters)} parameters)" if len(parameters) > 1 else ""))
         for (setting, what), parameters in alike.items()
     ]
 
 
-def _buffers(path: Path, index: Index, record: Record) -> Checked:
-    prefix = dcp.weights_prefix(index.tensors, index.objects, {parameter for parameter, _ in record.states})
+def compared(one: Values, other: Values) -> Checked:
+    """Compare the settings and other tensors of two checkpoints."""
+    rows: list[tuple[str, str, str]] = []
+    places = ("the first one", "the second one")
+    count, unread = 0, set[tuple[str, str]]()
+    nothing = OfParameter({}, frozenset())
+    for parameter in sorted(one.settings.keys() | other.settings.keys()):
+        first, second = one.settings.get(parameter, nothing), other.settings.get(parameter, nothing)
+        for name in sorted({*first.settings, *second.settings, *first.unread, *second.unread}):
+            values = first.settings.get(name), second.settings.get(name)
+            if name in first.unread | second.unread:
+                unread.add((parameter, name))
+                continue
+            count += 1
+            if not same(*values):
+                rows.append((parameter, name, _both(*values, *places)))
+    for name in sorted(one.others.keys() & other.others.keys()):
+        digests = one.others[name], other.others[name]
+        if None in digests:
+            unread.add((name, "elements"))
+        elif digests[0] != digests[1]:
+            rows.append((name, "elements", "other values"))
+    for name in sorted(one.others.keys() ^ other.others.keys()):
+        rows.append((name, "elements", f"in {places[name not in one.others]} alone"))
+    return Checked(
+        0, _each_once(rows), _counted(unread, "no number, or in several parts or param groups"), values=count
+    )
+
+
+def _buffers(path: Path, index: Index, record: Record, of_model: str | None) -> Checked:
     count, differences, unchecked = 0, list[Difference](), dict[str, str]()
     with RangedFiles() as files:
         for what, its in record.others.items():
             name = what.removeprefix(BUFFER)
-            tensor = index.tensors.get(f"{prefix}{name}") if prefix is not None else None
-            found = None if tensor is None else _digest(files, path, tensor)
-            if found is None:
-                unchecked[what] = ABSENT if tensor is None else "it is stored in several parts"
+            tensor = index.tensors.get(f"{of_model}{name}") if of_model is not None else None
+            found = set[str]() if tensor is None else _digests(files, path, tensor)
+            if not found:
+                unchecked[what] = ABSENT if tensor is None else "it is stored in several parts, or not in order"
                 continue
             count += 1
-            if found != its.get("value"):
+            if its.get("value") not in found:
                 differences.append(Difference(name, BUFFER.strip(), "other values"))
     return Checked(0, differences, unchecked, values=count)
 
 
-def _digest(files: RangedFiles, path: Path, tensor: Tensor) -> str | None:
-    """The digest of a buffer; None if it is stored in several parts."""
+def _digests(files: RangedFiles, path: Path, tensor: Tensor) -> list[str]:
+    """The digests that a run can have recorded of a buffer; none if it is not stored in one part and in order.
+
+    FSDP1 can keep buffers in 16 bits and save them in 32, which is exact.
+    """
     if list(tensor.chunks.values()) != [tensor.size] or not tensor.places:
-        return None
-    read = torch_dist.read_chunk(files, path, tensor, next(iter(tensor.chunks)))
-    return buffer_digest(tensor.dtype, tensor.size, blocks(files, read.path, read.value.offset, read.value.nbytes))
+        return []
+    try:
+        read = torch_dist.read_chunk(files, path, tensor, next(iter(tensor.chunks)))
+    except NotContiguousError:
+        return []
+    data = b"".join(map(bytes, blocks(files, read.path, read.value.offset, read.value.nbytes)))
+    forms = {tensor.dtype: data, **(_in_16_bits(data) if tensor.dtype == "float32" else {})}
+    return [buffer_digest(dtype, tensor.size, [memoryview(own)]) for dtype, own in forms.items()]
+
+
+def _in_16_bits(data: bytes) -> dict[str, bytes]:
+    """The elements in those 16-bit types that represent all of them exactly."""
+    bits, values = np.frombuffer(data, "<u4"), np.frombuffer(data, "<f4")
+    found: dict[str, bytes] = {}
+    if not (bits & np.uint32(0xFFFF)).any():
+        found["bfloat16"] = (bits >> np.uint32(16)).astype("<u2").tobytes()
+    with np.errstate(over="ignore"):
+        half = values.astype("<f2")
+    if (half.astype("<f4").view("<u4") == bits).all():
+        found["float16"] = half.tobytes()
+    return found

@@ -88,10 +88,14 @@ def from_plain(value: Any) -> Record:
             for parameter, of_one in value["states"].items()
             for name, (numel, number, dtype, sample) in of_one.items()
         }
-        settings, others = ({str(k): dict(its) for k, its in value.get(n, {}).items()} for n in ("settings", "others"))
+        settings, others = (
+            {str(what): {str(name): its[name] for name in its} for what, its in value.get(part, {}).items()}
+            for part in ("settings", "others")
+        )
+        left_out = {str(what): str(why) for what, why in value["left_out"].items()}
         partial = frozenset((str(p), str(s)) for p, s in value["partial"]) if "partial" in value else None
-        return Record(states, settings, dict(value["left_out"]), dict(value["buckets"]), others, partial)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return Record(states, settings, left_out, dict(value["buckets"]), others, partial)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise NotARecord(f"expected a record of fingerprints, found {type(value).__name__} ({error!r})") from None
 
 
@@ -154,14 +158,19 @@ def settings_of(group: Mapping[str, Any], states: Mapping[str, Any]) -> Settings
     found = {name: group[name] for name in (*SETTINGS, RATE) if name in group}
     step = states.get("step", found.get("step"))
     if step is not None:
-        found["step"] = int(step)
+        found["step"] = step if type(step) is int else whole(float(step))
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+
+def whole(step: float) -> float:
+    """A step as an integer, unless it has a fraction or is not finite."""
+    return int(step) if step.is_integer() else step
 
 
 def add_settings(known: dict[str, Settings], left_out: dict[str, str], parameter: str, its: Settings) -> None:
     """Add the settings of one part of a parameter; layers stacked into one parameter may differ in them."""
     before = known.setdefault(parameter, its)
-    differ = {name for name in before.keys() & its.keys() if before[name] != its[name]}
+    differ = {name for name in before.keys() & its.keys() if not same(before[name], its[name])}
     if differ:
         known[parameter] = {name: value for name, value in before.items() if name not in differ}
         left_out.update({f"{parameter} {name}": "its parts differ in it" for name in differ - {RATE}})
@@ -185,7 +194,7 @@ def setting_differences(
         for parameter, its in sorted(saved.items())
         for name in names
         if parameter in found and name in its and (name in found[parameter] or name == "step" or name.startswith(STATE))
-        if _plain(its[name]) != _plain(found[parameter].get(name))
+        if not same(its[name], found[parameter].get(name))
     ]
 
 
@@ -211,6 +220,8 @@ def is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _plain(value: Any) -> Any:
-    """A pair as a tuple, because formats store it as a list."""
-    return tuple(value) if isinstance(value, list | tuple) else value
+def same(one: Any, other: Any) -> bool:
+    """Whether two settings are equal. Formats store pairs as lists; NaN equals NaN."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(a == b or (a != a and b != b) for a, b in zip(one, other, strict=True))
+    return bool(one == other or (one != one and other != other))

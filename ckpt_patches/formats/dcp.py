@@ -13,7 +13,7 @@ import math
 import mmap
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_patches.formats.torch_dist import INDEX, Index, Place, Tensor
+from ckpt_patches.runtime.shown import shown
 
 STATE, GROUPS = "state.", "param_groups"
 OF_MEGATRON_FSDP = "param_to_group_meta"  # Megatron-FSDP's param groups, by parameter
@@ -139,31 +140,37 @@ def _is_of(prefix: str, name: str) -> bool:
 def _optimizer(prefix: str, names: list[str], others: list[str]) -> Optimizer:
     own = [name for name in names if _is_of(prefix, name)]
     wrapper = WRAPPER if any(name.startswith(f"{prefix}{OF_MEGATRON_FSDP}.") for name in own) else ""
-    rests = {
+    of_states = {
         name[len(prefix) + len(STATE) :].removeprefix(wrapper): name
         for name in own
         if name.startswith(f"{prefix}{STATE}")
     }
-    of_model, several = model_prefix(prefix, {rest.rpartition(".")[0] for rest in rests}, others)
+    of_groups = {
+        name[len(prefix) :].partition(".")[2].removeprefix(wrapper): name
+        for name in own
+        if not name.startswith(f"{prefix}{STATE}")
+    }
+    # An optimizer without states names its parameters in flattened groups alone.
+    of_model, several = model_prefix(prefix, {rest.rpartition(".")[0] for rest in of_states or of_groups}, others)
     known = set() if of_model is None else {n.removeprefix(of_model) for n in others if n.startswith(of_model)}
     states: dict[str, dict[str, str]] = {}
-    for rest, name in rests.items():
+    for rest, name in of_states.items():
         parameter = _parameter(rest, known)
         states.setdefault(parameter, {})[rest[len(parameter) + 1 :]] = name
     groups: dict[str, dict[str, str]] = {}
-    for name in own:
-        if not name.startswith(f"{prefix}{STATE}"):
-            group, setting = _group(name[len(prefix) :].partition(".")[2].removeprefix(wrapper), states)
-            groups.setdefault(group, {}).setdefault(setting, name)
+    parameters = states.keys() | known
+    for rest, name in of_groups.items():
+        group, setting = _group(rest, parameters)
+        groups.setdefault(group, {}).setdefault(setting, name)
     weights = {} if of_model is None else {name: f"{of_model}{name}" for name in states if name in known}
     return Optimizer(prefix, states, groups, weights, several)
 
 
-def _group(rest: str, states: Mapping[str, object]) -> tuple[str, str]:
+def _group(rest: str, parameters: Set[str]) -> tuple[str, str]:
     """Group and setting of `<number>.<setting>[.<index>]` or `<parameter>.<setting>`; a list has indexes."""
     group, _, setting = rest.rpartition(".")
     number, _, own = rest.partition(".")
-    return (number, own.partition(".")[0]) if group not in states and number.isdecimal() else (group, setting)
+    return (number, own.partition(".")[0]) if group not in parameters and number.isdecimal() else (group, setting)
 
 
 def groups(own: Optimizer, values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -177,7 +184,8 @@ def groups(own: Optimizer, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         if "params" in group:
             found[key] = group
         else:
-            same = found.setdefault(repr(sorted(group.items(), key=str)), {**group, "params": []})
+            known = str(sorted((setting, shown(value)) for setting, value in group.items()))
+            same = found.setdefault(known, {**group, "params": []})
             same["params"].append(key)
     return list(found.values())
 
@@ -207,6 +215,8 @@ def model_prefix(prefix: str, parameters: set[str], names: list[str]) -> tuple[s
     most = [own for own in most if _in_common(prefix, own) == beside]  # of several models, the one in the same trainer
     if len(most) > 1:
         of_models = [one for one in most if not one or one.rstrip(".").rpartition(".")[2] in OF_MODELS]
+        least = min((one.count(".") for one in of_models), default=0)  # a copy of a model is nested in another name
+        of_models = [one for one in of_models if one.count(".") == least]
         return (of_models[0], ()) if len(of_models) == 1 else (None, tuple(most))
     return (most[0], ()) if most else (None, ())
 
@@ -214,9 +224,9 @@ def model_prefix(prefix: str, parameters: set[str], names: list[str]) -> tuple[s
 def weights_prefix(tensors: Iterable[str], objects: Iterable[str], parameters: set[str]) -> str | None:
     """The prefix of the weights of these parameters; None if it has no weights, or is ambiguous."""
     every = optimizers(tensors, objects)
-    for own in every:
-        for parameter in own.weights.keys() & parameters:
-            return own.weights[parameter].removesuffix(parameter)
+    found = {own.weights[name].removesuffix(name) for own in every for name in own.weights.keys() & parameters}
+    if found:
+        return found.pop() if len(found) == 1 else None
     rest = [name for name in tensors if not any(_is_of(own.prefix, name) for own in every)]
     return model_prefix("", parameters, rest)[0]
 

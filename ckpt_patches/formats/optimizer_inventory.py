@@ -101,13 +101,15 @@ def _promised(optimizer: Optimizer, group: int, like: Mapping[Any, Any] | None =
     keys = optimizer.groups[group].keys()
     same = {n for n, other in enumerate(optimizer.groups) if other.keys() == keys}
     own = [optimizer.states.get(param) or {} for n, param in optimizer.parameters if n in same and _is_key(param)]
-    if like is not None and (dimensions := _dimensions(like)):
+    if like is not None and (dimensions := _dimensions(like)) is not None:
         own = [state for state in own if _dimensions(state) == dimensions]
     return {str(name) for state in own for name, value in state.items() if value is not None}
 
 
-def _dimensions(state: Mapping[Any, Any]) -> int:
-    return max((len(value.shape) for value in state.values() if isinstance(value, TensorHeader)), default=0)
+def _dimensions(state: Mapping[Any, Any]) -> int | None:
+    """The dimensions of a parameter, by its states; None if it has none but its step."""
+    tensors = [value for name, value in state.items() if isinstance(value, TensorHeader) and name != "step"]
+    return max((len(tensor.shape) for tensor in tensors), default=None)
 
 
 def _is_key(value: Any) -> bool:

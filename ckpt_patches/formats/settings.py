@@ -45,7 +45,7 @@ def not_steps(steps: Mapping[str, Any]) -> Iterator[str]:
 
 def not_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Yield messages for param groups without `lr` or `params`, or with a duplicate parameter."""
-    seen: set[int] = set()
+    seen: set[int | str] = set()
     for number, group in enumerate(groups):
         if "lr" not in group:
             yield f"group {number} has no lr"
@@ -53,10 +53,10 @@ def not_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         if not isinstance(params, (list, tuple)):
             yield f"group {number} does not name its parameters"
             continue
-        numbers = [param for param in params if type(param) is int]
-        if len(set(numbers)) < len(numbers) or not seen.isdisjoint(numbers):
+        keys = [param for param in params if type(param) in (int, str)]
+        if len(set(keys)) < len(keys) or not seen.isdisjoint(keys):
             yield f"group {number} has a parameter twice, or one of another group"
-        seen.update(numbers)
+        seen.update(keys)
 
 
 def unlike_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:

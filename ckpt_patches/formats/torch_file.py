@@ -204,13 +204,25 @@ def data_of(path: Path, tensor: TensorHeader) -> bytes:
         return os.pread(descriptor, tensor.nbytes, tensor.offset)
 
 
-NUMBERS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
+NUMBERS = {
+    "float64": "<d",
+    "float32": "<f",
+    "float16": "<e",
+    "bfloat16": "<f",  # its upper half
+    "int64": "<q",
+    "int32": "<i",
+    "int16": "<h",
+    "int8": "<b",
+    "uint8": "<B",
+    "bool": "<?",
+}
 
 
 def number(dtype: str, data: bytes) -> float | None:
     """Decode the bytes of one element as a number; None for another length or an unsupported dtype."""
     if dtype not in NUMBERS or len(data) != ITEM_SIZE[dtype]:
         return None
+    data = bytes(2) + data if dtype == "bfloat16" else data
     return float(struct.unpack(NUMBERS[dtype], data)[0])
 
 

@@ -1,6 +1,7 @@
 """Convert the odd elements of a shard to findings, with a function for each kind of damage."""
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,6 +39,7 @@ DENORMAL_RUN = 16  # elements
 PADDING, ALIGNMENT = 1024, 256  # elements; ALIGNMENT is per data-parallel rank
 LEAST_MASK, LEAST_MASKED = 4, 0.25  # least elements of a mask, and least share of -inf
 ZERO_MASTER = "all zeros, beside moments that are not: at a rate of 0, or in a first step, a run saves this"
+OF_OPTIMIZER = re.compile(r"(?:^|[./])state[./]")  # in the name of a state, as torch's optimizers nest them
 NEAR = 64  # elements: wrong elements at most this far apart are one range
 MOST_FINDINGS = 1000  # of one kind in one array; more are merged
 
@@ -219,11 +221,12 @@ def not_finite(view: View) -> Iterator[Finding]:
 
 def infinite(view: View) -> Iterator[Finding]:
     """Infinity in a tensor without moments. In one that the run does not train it can be a mask or an initial value."""
-    is_main, numel = MASTER in view.shard.streams, view.shard.numel
-    is_untrained = (view.found.knows_trained and not is_main) or view.shard.parameter in view.found.buffers
+    name, numel, is_main = view.shard.parameter, view.shard.numel, MASTER in view.shard.streams
+    is_other = view.found.knows_trained and not is_main and not OF_OPTIMIZER.search(name)
+    is_untrained = is_other or name in view.found.buffers
     for bit in (bit for bit in (blocks.MASKED, blocks.INFINITE) if bit in view.tallies):
         is_minus = bit == blocks.MASKED
-        if is_untrained or (is_minus and not is_main):
+        if is_untrained or (not is_main and (is_minus or numel == 1)):
             is_mask = is_minus and numel >= LEAST_MASK and view.tallies[bit].elements >= LEAST_MASKED * numel
             yield from _wrong(view, damages.MASK if is_untrained and is_mask else damages.MASK_OR_DAMAGE, WEIGHT, bit)
         else:

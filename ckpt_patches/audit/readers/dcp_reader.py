@@ -30,7 +30,7 @@ from ckpt_patches.audit.readers.torch_dist_reader import (
 )
 from ckpt_patches.fingerprint.dcp_files import is_record
 from ckpt_patches.fingerprint.record import from_text
-from ckpt_patches.fingerprint.states import MASTERS_OF_TORCH
+from ckpt_patches.fingerprint.states import FLOATS, MASTERS_OF_TORCH
 from ckpt_patches.formats import dcp, optimizer_inventory, settings, torch_dist, torch_file
 from ckpt_patches.formats.dcp import Optimizer
 from ckpt_patches.formats.ranged import RangedFiles
@@ -171,7 +171,8 @@ def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
     if own.is_numbered:
         yield Finding(damages.NUMBERED_STATES, where, detail=f"{len(own.states)} parameters")
         states = [{key: contents.values[name] for key, name in state.items()} for state in own.states.values()]
-        shapes = [contents.tensors[name].tensor.size for name in contents.others]
+        others = [contents.tensors[name].tensor for name in contents.others]
+        shapes = [tensor.size for tensor in others if tensor.dtype in FLOATS]  # unlike random states and counts
         yield from tensor_streams.findings(optimizer_inventory.without_weights(where, states, shapes) if shapes else ())
     elif own.several:
         detail = f"tensors of several names could be their weights: {', '.join(map(shown, own.several[:5]))}"
