@@ -24,7 +24,6 @@ from ckpt_patches.runtime.shown import shown
 
 READ = (*SETTINGS, "params", "")  # of the param groups; "" is one object with all of them
 ABSENT = "not in the files under this name"
-Value = Callable[[str], Any]  # reads an object, or the number in a tensor, by its name in the index
 
 
 class OfParameter(NamedTuple):
@@ -48,12 +47,8 @@ def of_files(path: Path, index: Index) -> Values:
     Raises:
         BadFileError, NotReadError: an object or a tensor cannot be read.
     """
-    of_states = {
-        name
-        for own in dcp.optimizers(index.tensors, index.objects)
-        for its in own.states.values()
-        for name in its.values()
-    }
+    every = dcp.optimizers(index.tensors, index.objects)
+    of_states = {name for own in every for its in own.states.values() for name in _numbers(index, its).values()}
     others = [one for name, one in sorted(index.tensors.items()) if name not in of_states and one.dtype not in FLOATS]
     with RangedFiles() as files:
         digests = {tensor.name: next(iter(_digests(files, path, tensor)), None) for tensor in others}
@@ -74,7 +69,7 @@ def settings(path: Path, index: Index, *, numbered: bool = False) -> dict[str, O
     optimizers = [own for own in dcp.optimizers(index.tensors, index.objects) if numbered or not own.is_numbered]
     with RangedFiles() as files:
         value = partial(_value, files, path, index)
-        rows = [(own.prefix, *row) for own in optimizers for row in _of_optimizer(own, value, numbered=numbered)]
+        rows = [(own.prefix, *row) for own in optimizers for row in _of_optimizer(own, index, value)]
     owners = Counter(parameter for _, parameter in {(prefix, parameter) for prefix, parameter, _ in rows})
     found: dict[str, OfParameter] = {}
     for prefix, parameter, its in rows:
@@ -84,7 +79,7 @@ def settings(path: Path, index: Index, *, numbered: bool = False) -> dict[str, O
     return found
 
 
-def _of_optimizer(own: dcp.Optimizer, value: Value, *, numbered: bool) -> Iterator[tuple[str, OfParameter]]:
+def _of_optimizer(own: dcp.Optimizer, index: Index, value: Callable[[str], Any]) -> Iterator[tuple[str, OfParameter]]:
     read = {key: {s: name for s, name in names.items() if s in READ} for key, names in own.groups.items()}
     values = {name: value(name) for names in read.values() for name in names.values()}
     for names in read.values():  # the first element of a list that was stored one by one is not the list
@@ -92,9 +87,18 @@ def _of_optimizer(own: dcp.Optimizer, value: Value, *, numbered: bool) -> Iterat
     for group in dcp.groups(replace(own, groups=read), values):
         params = group.get("params")
         for parameter in dict.fromkeys(filter(_is_scalar, params)) if isinstance(params, list | tuple) else ():
-            if isinstance(parameter, str) or numbered:
-                states = {name: value(where) for name, where in own.states.get(str(parameter), {}).items()}
-                yield str(parameter), _of_parameter(group, states)
+            states = _numbers(index, own.states.get(str(parameter), {}))
+            yield str(parameter), _of_parameter(group, {state: value(name) for state, name in states.items()})
+
+
+def _numbers(index: Index, states: Mapping[str, str]) -> dict[str, str]:
+    """The step of a parameter and those of its states that are no tensors of floats but single numbers."""
+
+    def is_number(name: str) -> bool:
+        tensor = index.tensors.get(name)
+        return tensor is None or (tensor.dtype not in FLOATS and prod(tensor.size) == 1)
+
+    return {state: name for state, name in states.items() if state == "step" or is_number(name)}
 
 
 def _of_parameter(group: Mapping[str, Any], states: Mapping[str, Any]) -> OfParameter:
@@ -224,7 +228,7 @@ def _buffers(path: Path, index: Index, record: Record, of_model: str | None) -> 
         for what, its in record.others.items():
             name = what.removeprefix(BUFFER)
             tensor = index.tensors.get(f"{of_model}{name}") if of_model is not None else None
-            found = set[str]() if tensor is None else _digests(files, path, tensor)
+            found = [] if tensor is None else _digests(files, path, tensor)
             if not found:
                 unchecked[what] = ABSENT if tensor is None else "it is stored in several parts, or not in order"
                 continue
