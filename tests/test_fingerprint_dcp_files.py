@@ -225,6 +225,42 @@ def made_by(path: Path, kind: Any, form: Callable[..., Model], decay: float) -> 
     return saved(path, {"model": model, "optimizer": raw if form is dict else form(optimizer)})
 
 
+BETWEEN_TWO: dict[str, Callable[[Model], object]] = {
+    "a rate": lambda own: own["param_groups"][0].update(lr=0.5),
+    "a switch": lambda own: own["param_groups"][0].update(maximize=True),
+    "an unknown setting": lambda own: own["param_groups"][0].update(of_user="other"),
+    "steps": lambda own: stepped(own, torch.tensor(9.0)),
+    "the order of numbers": lambda own: own["param_groups"][0]["params"].reverse(),
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN_TWO)
+@pytest.mark.parametrize("form", ["named", "numbered", "without param groups"])
+def test_all_settings_are_compared_between_two(form: str, what: str, tmp_path: Path) -> None:
+    model, own, _ = training()
+    if form == "numbered":
+        numbers = {name: number for number, name in enumerate(own["param_groups"][0]["params"])}
+        own["state"] = {numbers[name]: its for name, its in own["state"].items()}
+        own["param_groups"][0]["params"] = list(numbers.values())
+
+    def written(name: str) -> Path:
+        kept = {"state": own["state"]} if form == "without param groups" else own
+        return saved(tmp_path / name, {"model": model, "optimizer": kept})
+
+    one = written("one")
+    BETWEEN_TWO[what](own)
+    other = written("other")
+    is_equal = (form == "named" and "order" in what) or (form == "without param groups" and what != "steps")
+    assert main(["fingerprint", str(one), "--against", str(other)]) == (0 if is_equal else 1)
+
+
+def test_a_new_number_among_states_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer, record = training()
+    optimizer["state"]["0.weight"]["count"] = 3
+    assert main(["fingerprint", str(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record}))]) == 0
+    assert "state count of 1 parameter  not compared: the run recorded nothing of it" in capsys.readouterr().out
+
+
 def test_nan_equals_nan(tmp_path: Path) -> None:
     model, optimizer, _ = training(Counting)
     optimizer["state"]["0.weight"]["count"] = float("nan")
@@ -267,6 +303,52 @@ def test_the_record_tells_a_model_from_its_average(places: tuple[str, str], tmp_
     assert judged(saved(tmp_path / "changed", state))[2] == 1
 
 
+@pytest.mark.parametrize("places", [("net", "ema"), ("model", "state_dict")])
+def test_a_copy_does_not_stand_for_a_damaged_model(places: tuple[str, str], tmp_path: Path) -> None:
+    model, optimizer, record = training()
+    state: Model = {places[0]: model, places[1]: copy.deepcopy(model), "optimizer": optimizer, KEY: record}
+    assert judged(saved(tmp_path / "as saved", state))[2] == 0
+    model["2.bias"] += 1
+    assert judged(saved(tmp_path / "changed", state))[2] == 1
+
+
+@pytest.mark.parametrize("name", ["ema", "ema_model", "swa"])
+def test_a_model_beside_a_nested_average_is_not_mistaken(name: str, tmp_path: Path) -> None:
+    model, optimizer, record = training()
+    average = {key: tensor + 0.5 for key, tensor in model.items()}
+    state: Model = {"unet": model, name: {"module": average}, "optimizer": optimizer}
+    model["0.weight"][:3] = 0
+    assert audit(saved(tmp_path / "damaged", state)).verdict != WHOLE
+    found = judged(saved(tmp_path / "recorded", {**state, "unet": training()[0], KEY: record}))
+    assert found == (UNKNOWN, {"not_judged"}, 0)
+
+
+@pytest.mark.parametrize("place", ["model", "optimizer", "both"])
+def test_a_record_may_be_in_the_models_or_the_optimizers_state(place: str, tmp_path: Path) -> None:
+    model, optimizer, record = training()
+    state: Model = {"model": model, "optimizer": optimizer}
+    for name in ("model", "optimizer") if place == "both" else (place,):
+        state[name] = {**state[name], KEY: record}
+    assert judged(saved(tmp_path / "as saved", state)) == (WHOLE, set(), 0)
+    optimizer["state"]["0.weight"]["exp_avg"] += 1
+    assert judged(saved(tmp_path / "changed", state)) == (DAMAGED, {"not_as_recorded"}, 1)
+
+
+@pytest.mark.parametrize("places", ["top", "models", "optimizers"])
+def test_two_models_stored_by_kind_are_never_damaged_for_it(places: str, tmp_path: Path) -> None:
+    state: Model = {"model": {}, "optimizer": {}}
+    for name, seed in (("G", 1), ("D", 2)):
+        model, optimizer, record = training(seed=seed)
+        of_model, of_optimizer = (places == "models"), (places == "optimizers")
+        state["model"][name] = {**model, **({KEY: record} if of_model else {})}
+        state["optimizer"][name] = {**optimizer, **({KEY: record} if of_optimizer else {})}
+        state |= {KEY: record} if places == "top" else {}
+    verdict, found, status = judged(saved(tmp_path, state))
+    assert "not_as_recorded" not in found
+    assert status == (0 if places == "optimizers" else 1)
+    assert verdict == UNKNOWN
+
+
 # Records from elsewhere
 
 HOSTILE: dict[str, Callable[[Model], object]] = {
@@ -292,6 +374,15 @@ def test_a_record_of_many_names_is_shown_in_part(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert said.count("\n") < 1100
     assert "and 19,000 more (--json)" in said
+
+
+def test_many_settings_of_many_parameters_take_no_time(tmp_path: Path) -> None:
+    model, optimizer, text = training()
+    record = json.loads(text)
+    record["settings"]["0.weight"].update({f"state {number}": 1 for number in range(30_000)})
+    record["settings"].update({f"other {number}": {"eps": 1} for number in range(30_000)})
+    folder = saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: json.dumps(record)})
+    assert main(["fingerprint", str(folder)]) == 1  # each with each would take minutes
 
 
 def nested_lists(width: int, depth: int) -> Any:

@@ -260,6 +260,20 @@ def test_a_divided_buffer_is_listed() -> None:
     assert found.others.keys() == {"buffer equal"}
 
 
+def test_a_rank_without_elements_of_a_single_number_has_its_settings() -> None:
+    """As of CLIP's logit_scale with FSDP2: a rank that failed would leave the others waiting."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("scale",))
+    model = nn.Module()
+    model.scale = nn.Parameter(
+        DTensor.from_local(torch.ones(0), mesh, [Shard(0)], run_check=False, shape=(1,), stride=(1,))
+    )
+    found = training_state.live(model, torch.optim.SGD(model.parameters(), 0.1))
+    distributed.destroy_process_group()
+    assert found.settings["scale"]["weight_decay"] == 0
+    assert not found.left_out
+
+
 def test_a_strided_shard_is_of_each_chunk() -> None:
     """For W and V of SwiGLU in one tensor, rank 1 of two has the second half of each."""
     assert indices((8, 2), [_StridedShard(0, split_factor=2)], (2,), (1,)) == [[2, 3, 6, 7], [0, 1]]

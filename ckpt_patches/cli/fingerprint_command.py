@@ -181,7 +181,8 @@ def _compare(options: argparse.Namespace, one: _Read, other: _Read) -> int:
         _print_first((f"{what}  not compared: {why}" for what, why in values.unchecked.items()), file=sys.stderr)
     if options.json:
         rows = [each._asdict() for each in found]
-        print(json.dumps({"schema": SCHEMA, "compared": states, "differences": rows}, indent=1))
+        more = {} if values is None else {"values": values.values, "unchecked": values.unchecked}
+        print(json.dumps({"schema": SCHEMA, "compared": states, "differences": rows, **more}, indent=1))
     elif found:
         _print_first(f"{each.parameter}  {each.state}  {each.what}" for each in found)
         of_all = f"{len(found)} of {states} states" if values is None else f"{len(found)} states or settings"

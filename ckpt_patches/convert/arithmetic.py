@@ -32,7 +32,7 @@ def as_float32(sources: Sources, content: Content, begin: int, window: memoryvie
     size = ITEM_SIZE[content.dtype]
     target = np.frombuffer(window, np.float32)
     batch = len(other) // size
-    for first in range(0, len(target), batch):
+    for first in range(0, len(target), max(batch, 1)):  # a window without elements has no batch
         part = target[first : first + batch]
         found = other[: len(part) * size]
         sources.read_slice(content.slices[0], (begin // 4 + first) * size, found)

@@ -11,6 +11,7 @@ from ckpt_patches.fingerprint.record import KEY, NotARecord, Record, from_plain,
 from ckpt_patches.fingerprint.states import FLOATS, MASTERS_OF_TORCH, Fingerprint
 from ckpt_patches.formats import dcp, torch_dist
 from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.runtime.shown import shown
 
 Entry = TypeVar("Entry")
 Hashes = dict[str, tuple[int, int]]  # elements and hash, by a tensor's name in the index
@@ -65,7 +66,7 @@ def hashes(path: Path, index: torch_dist.Index) -> Hashes:
 def fingerprints(index: torch_dist.Index, hashed: Hashes) -> list[Fingerprint]:
     """The fingerprints of the hashed tensors that are in an index."""
     named = names(index)
-    return [Fingerprint(*named[name], *hashed[name]) for name in sorted(named)]
+    return [Fingerprint(*named[name], *hashed[name]) for name in sorted(named) if name in hashed]
 
 
 def check(path: Path, index: torch_dist.Index, hashed: Hashes) -> offline.Checked | None:
@@ -86,14 +87,23 @@ def check(path: Path, index: torch_dist.Index, hashed: Hashes) -> offline.Checke
 
 
 def _beside(index: torch_dist.Index, prefix: str, prefixes: Iterable[str]) -> torch_dist.Index:
-    """The entries with a record's prefix, except those of records further inside; all if no optimizer is there."""
+    """The entries with a record's prefix, except those of records further inside; all if no optimizer is there.
+
+    If the model is elsewhere, as in `{"model": …, "optimizer": {…, record}}`, so are the tensors of no optimizer.
+    """
     inner = tuple(other for other in prefixes if other != prefix and other.startswith(prefix))
 
     def own(entries: Mapping[str, Entry]) -> dict[str, Entry]:
         return {n: entry for n, entry in entries.items() if n.startswith(prefix) and not n.startswith(inner)}
 
     found = torch_dist.Index(own(index.tensors), own(index.objects))
-    return found if dcp.optimizers(found.tensors, found.objects) else index
+    if not (optimizers := dcp.optimizers(found.tensors, found.objects)):
+        return index
+    if not dcp.others(found.tensors, [optimizer.prefix for optimizer in optimizers]):
+        every = dcp.optimizers(index.tensors, index.objects)
+        elsewhere = dcp.others(index.tensors, [optimizer.prefix for optimizer in every])
+        found.tensors.update({name: index.tensors[name] for name in elsewhere})
+    return index if len(found.tensors) == len(index.tensors) else found
 
 
 def _check(path: Path, index: torch_dist.Index, plain: Any, hashed: Hashes) -> offline.Checked:
@@ -102,23 +112,29 @@ def _check(path: Path, index: torch_dist.Index, plain: Any, hashed: Hashes) -> o
         record = from_plain(plain)
     except NotARecord:
         return offline.check(plain, ())  # it has the reason
-    found, of_model = fingerprints(index, hashed), _model_prefix(index, record, hashed)
-    states = offline.check(plain, _named(index, record, found, of_model))
-    both = offline.together([states, dcp_values.check(path, index, record, of_model)])
-    return both._replace(missed=states.missed or not record.states)
+    of_model, doubt = _model_prefix(index, record, hashed)
+    states = offline.check(plain, _named(index, record, fingerprints(index, hashed), of_model))
+    unsure = offline.Checked(0, [], {"the weights": doubt} if doubt else {}, missed=bool(doubt) or not record.states)
+    return offline.together([states, dcp_values.check(path, index, record, of_model), unsure])
 
 
-def _model_prefix(index: torch_dist.Index, record: Record, hashed: Hashes) -> str | None:
-    """The prefix of the model's tensors; None if unknown. Of several candidates the one with the recorded weights."""
+def _model_prefix(index: torch_dist.Index, record: Record, hashed: Hashes) -> tuple[str | None, str]:
+    """The prefix of the model's tensors, None if unknown; and why it is in doubt.
+
+    Of several candidates it is the one with the recorded weights. If others have some of them, it is in doubt.
+    """
     own = {parameter: state for (parameter, kind), state in record.states.items() if kind in ("master", "weight")}
     several = {one for optimizer in dcp.optimizers(index.tensors, index.objects) for one in optimizer.several}
 
     def equal(prefix: str) -> int:
         return sum(hashed.get(f"{prefix}{name}") == (state.numel, state.value) for name, state in own.items())
 
-    if any(equal(prefix) for prefix in several):
-        return max(sorted(several), key=equal)
-    return dcp.weights_prefix(index.tensors, index.objects, set(own))
+    counts = {prefix: equal(prefix) for prefix in sorted(several) if equal(prefix)}
+    if counts:
+        is_one = len(counts) == 1 or set(counts.values()) == {len(own)}
+        doubt = "" if is_one else f"some are the same under each of {', '.join(map(shown, counts))}"
+        return max(counts, key=lambda prefix: counts[prefix]), doubt
+    return dcp.weights_prefix(index.tensors, index.objects, set(own)), ""
 
 
 def _named(
@@ -130,7 +146,8 @@ def _named(
     weights: the record's names do.
     """
     optimizers = dcp.optimizers(index.tensors, index.objects)
-    if any(own.weights for own in optimizers):
+    owners = Counter(parameter for own in optimizers for parameter in own.states)
+    if any(own.weights for own in optimizers) or max(owners.values(), default=0) > 1:
         return found
     parameters = {parameter for parameter, _ in record.states}
     is_unknown = bool(optimizers) and all(own.several or not own.states for own in optimizers)

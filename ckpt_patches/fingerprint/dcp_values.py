@@ -24,6 +24,9 @@ from ckpt_patches.runtime.shown import shown
 
 READ = (*SETTINGS, "params", "")  # of the param groups; "" is one object with all of them
 ABSENT = "not in the files under this name"
+UNREAD = object()  # a value that is no number
+# A numbered parameter's group and place in it. A load takes the states in the order of the places.
+PLACE = "place in the param groups"
 
 
 class OfParameter(NamedTuple):
@@ -52,43 +55,53 @@ def of_files(path: Path, index: Index) -> Values:
     others = [one for name, one in sorted(index.tensors.items()) if name not in of_states and one.dtype not in FLOATS]
     with RangedFiles() as files:
         digests = {tensor.name: next(iter(_digests(files, path, tensor)), None) for tensor in others}
-    return Values(settings(path, index, numbered=True), digests)
+    return Values(settings(path, index, everything=True), digests)
 
 
-def settings(path: Path, index: Index, *, numbered: bool = False) -> dict[str, OfParameter]:
+def settings(path: Path, index: Index, *, everything: bool = False) -> dict[str, OfParameter]:
     """The settings by parameter; with the optimizer's prefix if several optimizers have a parameter of that name.
 
     Args:
         path: the checkpoint's folder.
         index: of the checkpoint, or of a part of it.
-        numbered: whether optimizers that number their parameters are read as well.
+        everything: whether to read settings that no record has, and optimizers that number their parameters.
 
     Raises:
         BadFileError, NotReadError: an object cannot be read.
     """
-    optimizers = [own for own in dcp.optimizers(index.tensors, index.objects) if numbered or not own.is_numbered]
+    optimizers = [own for own in dcp.optimizers(index.tensors, index.objects) if everything or not own.is_numbered]
     with RangedFiles() as files:
         value = partial(_value, files, path, index)
-        rows = [(own.prefix, *row) for own in optimizers for row in _of_optimizer(own, index, value)]
+        rows = [(own.prefix, *row) for own in optimizers for row in _of_optimizer(own, index, value, everything)]
     owners = Counter(parameter for _, parameter in {(prefix, parameter) for prefix, parameter, _ in rows})
     found: dict[str, OfParameter] = {}
     for prefix, parameter, its in rows:
         name = parameter if owners[parameter] == 1 else f"{prefix}{parameter}"
-        # Of a parameter in two groups it is not known which of them counts.
-        found[name] = its if name not in found else OfParameter({}, frozenset(its.settings) | its.unread)
+        if name in found:  # of a parameter in two groups it is not known which of them counts
+            its = OfParameter({}, frozenset().union(*found[name], *its))
+        found[name] = its
     return found
 
 
-def _of_optimizer(own: dcp.Optimizer, index: Index, value: Callable[[str], Any]) -> Iterator[tuple[str, OfParameter]]:
-    read = {key: {s: name for s, name in names.items() if s in READ} for key, names in own.groups.items()}
+def _of_optimizer(
+    own: dcp.Optimizer, index: Index, value: Callable[[str], Any], everything: bool
+) -> Iterator[tuple[str, OfParameter]]:
+    read = {key: {s: name for s, name in its.items() if everything or s in READ} for key, its in own.groups.items()}
     values = {name: value(name) for names in read.values() for name in names.values()}
     for names in read.values():  # the first element of a list that was stored one by one is not the list
-        values.update({name: None for s, name in names.items() if s and not name.endswith(f".{s}")})
-    for group in dcp.groups(replace(own, groups=read), values):
-        params = group.get("params")
-        for parameter in dict.fromkeys(filter(_is_scalar, params)) if isinstance(params, list | tuple) else ():
-            states = _numbers(index, own.states.get(str(parameter), {}))
-            yield str(parameter), _of_parameter(group, {state: value(name) for state, name in states.items()})
+        values.update({name: UNREAD for s, name in names.items() if s and not name.endswith(f".{s}")})
+    left = dict(own.states)
+    for number, group in enumerate(dcp.groups(replace(own, groups=read), values)):
+        params = group.pop("params", None)
+        known = group if everything else {name: group[name] for name in SETTINGS if name in group}
+        for place, parameter in enumerate(params if isinstance(params, list | tuple) else ()):
+            if type(parameter) in (int, str):
+                states = left.pop(str(parameter), {})
+                of_place = {PLACE: [number, place]} if everything and isinstance(parameter, int) else {}
+                numbers = {state: value(name) for state, name in _numbers(index, states).items()}
+                yield str(parameter), _of_parameter({**known, **of_place}, numbers)
+    for parameter, states in left.items():  # no group names it
+        yield parameter, _of_parameter({}, {state: value(name) for state, name in _numbers(index, states).items()})
 
 
 def _numbers(index: Index, states: Mapping[str, str]) -> dict[str, str]:
@@ -102,7 +115,7 @@ def _numbers(index: Index, states: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_parameter(group: Mapping[str, Any], states: Mapping[str, Any]) -> OfParameter:
-    found = {name: group[name] for name in SETTINGS if name in group}
+    found = dict(group)
     found |= {name if name == "step" else f"{STATE}{name}": one for name, one in states.items()}
     known = {name: list(one) if isinstance(one, tuple) else one for name, one in found.items() if _is_plain(one)}
     if isinstance(step := known.get("step"), float):
@@ -111,26 +124,22 @@ def _of_parameter(group: Mapping[str, Any], states: Mapping[str, Any]) -> OfPara
 
 
 def _value(files: RangedFiles, path: Path, index: Index, name: str) -> Any:
-    """An object, or the number in a tensor of one element; None for another tensor."""
+    """An object, or the number in a tensor of one element; `UNREAD` for another tensor."""
     if name in index.objects:
         return torch_dist.read_place(files, path, index.objects[name]).value
     tensor = index.tensors[name]
     chunks = [offsets for offsets in tensor.chunks if offsets in tensor.places]
     if len(chunks) != 1 or prod(tensor.size) != 1:
-        return None
+        return UNREAD
     read = torch_dist.read_chunk(files, path, tensor, chunks[0])
-    return torch_file.number(tensor.dtype, torch_file.data_of(read.path, read.value))
+    number = torch_file.number(tensor.dtype, torch_file.data_of(read.path, read.value))
+    return UNREAD if number is None else number
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a number or a string, or a list of these or None."""
-    if isinstance(value, list | tuple):
-        return all(one is None or _is_scalar(one) for one in value)
-    return _is_scalar(value)
-
-
-def _is_scalar(value: Any) -> bool:
-    return type(value) in (bool, int, float, str)
+    """Whether a value is a number, a string, None, or a list of these."""
+    every = value if isinstance(value, list | tuple) else [value]
+    return all(one is None or type(one) in (bool, int, float, str) for one in every)
 
 
 def check(path: Path, index: Index, record: Record, of_model: str | None) -> Checked:
@@ -166,8 +175,17 @@ def _settings(record: Record, found: Mapping[str, OfParameter]) -> Checked:
         if (one.parameter, one.setting) not in unread
     ]
     absent -= {(parameter, name) for parameter, name, _ in differ}
-    unchecked = {**_counted(absent, ABSENT), **_counted(unread, "no number in the files, or in several param groups")}
+    new = {(p, name) for p in record.settings.keys() & found.keys() for name in _of_states(found[p])} - saved
+    unchecked = {
+        **_counted(absent, ABSENT),
+        **_counted(unread, "no number in the files, or in several param groups"),
+        **_counted(new - unread, "the run recorded nothing of it"),
+    }
     return Checked(0, _each_once(differ), unchecked, values=len(saved - absent - unread))
+
+
+def _of_states(its: OfParameter) -> set[str]:
+    return {name for name in its.settings.keys() | its.unread if name == "step" or name.startswith(STATE)}
 
 
 def _counted(places: Iterable[tuple[str, str]], why: str) -> dict[str, str]:
@@ -179,7 +197,7 @@ def _counted(places: Iterable[tuple[str, str]], why: str) -> dict[str, str]:
 def _both(one: Any, other: Any, place: str, place_of_other: str) -> str:
     """Two different values and their places; None is absent."""
     of_both = [(one, place), (other, place_of_other)]
-    return ", ".join(f"not in {at}" if value is None else f"{shown(value)} in {at}" for value, at in of_both)
+    return ", ".join(f"none in {at}" if value is None else f"{shown(value)} in {at}" for value, at in of_both)
 
 
 def _each_once(rows: Iterable[tuple[str, str, str]]) -> list[Difference]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -186,14 +186,16 @@ class SettingDifference(NamedTuple):
 
 
 def setting_differences(
-    saved: Mapping[str, Settings], found: Mapping[str, Settings], names: Sequence[str] = SETTINGS
+    saved: Mapping[str, Settings], found: Mapping[str, Settings], names: Iterable[str] = SETTINGS
 ) -> list[SettingDifference]:
     """The differences in common settings of common parameters. A missing step or state is one: the run starts over."""
+    known = set(names)
     return [
         SettingDifference(parameter, name, its[name], found[parameter].get(name))
         for parameter, its in sorted(saved.items())
-        for name in names
-        if parameter in found and name in its and (name in found[parameter] or name == "step" or name.startswith(STATE))
+        if parameter in found
+        for name in sorted(its.keys() & known)
+        if name in found[parameter] or name == "step" or name.startswith(STATE)
         if not same(its[name], found[parameter].get(name))
     ]
 

@@ -12,7 +12,7 @@ from torch import nn
 from ckpt_patches.fingerprint import deepspeed_others, flat_parameters
 from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory
-from ckpt_patches.fingerprint.record import STATE, Settings, is_plain, settings_of
+from ckpt_patches.fingerprint.record import RATE, SETTINGS, STATE, Settings, is_plain, settings_of
 from ckpt_patches.fingerprint.shards import Indices, indices, runs
 from ckpt_patches.fingerprint.states import FLOATS, FROZEN, MASTERS_OF_TORCH
 from ckpt_patches.fingerprint.verdict import BUFFER
@@ -96,7 +96,7 @@ def _stepped(optimizers: Any) -> Iterator[tuple[Any, Mapping[str, Any], Mapping[
 
 def _settings(group: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
     """A parameter's settings, with the numbers among its states; and what has no fingerprint, and why."""
-    found = dict(settings_of({key: _numbers(value) for key, value in group.items()}, states))
+    found = dict(settings_of({name: _numbers(group[name]) for name in (*SETTINGS, RATE) if name in group}, states))
     numbers = {name: value for name, value in states.items() if name != "step" and not isinstance(value, torch.Tensor)}
     found |= {f"{STATE}{name}": value for name, value in numbers.items() if type(value) in (bool, int, float)}
     left_out = {name: "a setting that is no number" for name, value in found.items() if not is_plain(value)}

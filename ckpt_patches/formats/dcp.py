@@ -35,6 +35,7 @@ OF_MODELS = ("model", "module", "state_dict", "app")  # prefixes of the weights,
 ITERATION = re.compile(r"iter_\d{7,}")  # Megatron-LM's folders
 BY_MEGATRON_CORE = (b"/shard_", *(b"optimizer.state.%b." % state for state in (b"exp_avg", b"param", b"fp32_param")))
 TOO_MANY = "?"
+SCALARS = (bool, int, float, str, type(None))
 MOST_CELLS = 1 << 26  # of the grid that finds overlapping chunks
 
 
@@ -111,8 +112,13 @@ def optimizers(tensors: Iterable[str], objects: Iterable[str]) -> list[Optimizer
     of_any = [name for name in names if GROUPS in name or OF_MEGATRON_FSDP in name]  # most names are neither's
     of_groups = {before for name in of_any for before, part in _places(name) if part in (GROUPS, OF_MEGATRON_FSDP)}
     prefixes = sorted({*of_groups, *(own for name in names for own in _state_prefix(name, of_groups))})
-    left = [name for name in tensors if not any(_is_of(prefix, name) for prefix in prefixes)]
+    left = others(tensors, prefixes)
     return [_optimizer(prefix, names, left) for prefix in prefixes]
+
+
+def others(tensors: Iterable[str], prefixes: Iterable[str]) -> list[str]:
+    """The tensors that are of none of the optimizers with these prefixes."""
+    return [name for name in tensors if not any(_is_of(prefix, name) for prefix in prefixes)]
 
 
 def _places(name: str) -> list[tuple[str, str]]:
@@ -178,16 +184,23 @@ def groups(own: Optimizer, values: Mapping[str, Any]) -> list[dict[str, Any]]:
     if set(own.groups) == {""}:
         listed = values[own.groups[""][""]] if "" in own.groups[""] else None
         return [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[Any, dict[str, Any]] = {}
     for key, names in own.groups.items():
         group = {setting: values[name] for setting, name in names.items()}
         if "params" in group:
             found[key] = group
         else:
-            known = str(sorted((setting, shown(value)) for setting, value in group.items()))
-            same = found.setdefault(known, {**group, "params": []})
+            alike = tuple(sorted((setting, _key(value)) for setting, value in group.items()))
+            same = found.setdefault(alike, {**group, "params": []})
             same["params"].append(key)
     return list(found.values())
+
+
+def _key(value: Any) -> tuple[str, Any]:
+    """A key for a setting: the same for equal numbers, strings and lists of these, and for what looks the same."""
+    if isinstance(value, list | tuple) and all(type(one) in SCALARS for one in value):
+        return "", tuple((type(one).__name__, one) for one in value)
+    return (type(value).__name__, value) if type(value) in SCALARS else ("", shown(value))
 
 
 def _parameter(rest: str, known: set[str]) -> str:
@@ -214,10 +227,13 @@ def model_prefix(prefix: str, parameters: set[str], names: list[str]) -> tuple[s
     beside = max((_in_common(prefix, own) for own in most), default=0)
     most = [own for own in most if _in_common(prefix, own) == beside]  # of several models, the one in the same trainer
     if len(most) > 1:
-        of_models = [one for one in most if not one or one.rstrip(".").rpartition(".")[2] in OF_MODELS]
-        least = min((one.count(".") for one in of_models), default=0)  # a copy of a model is nested in another name
-        of_models = [one for one in of_models if one.count(".") == least]
-        return (of_models[0], ()) if len(of_models) == 1 else (None, tuple(most))
+        owners = {one: [part for part in one.split(".")[:-1] if part not in OF_MODELS] for one in most}
+        least = min(owners.values(), key=len)
+        # The others are copies only if their names begin with that of its owner, and go on.
+        first, *others = sorted(most, key=lambda one: len(owners[one]))
+        if all(len(owners[one]) > len(least) and owners[one][: len(least)] == least for one in others):
+            return first, ()
+        return None, tuple(most)
     return (most[0], ()) if most else (None, ())
 
 
@@ -227,8 +243,7 @@ def weights_prefix(tensors: Iterable[str], objects: Iterable[str], parameters: s
     found = {own.weights[name].removesuffix(name) for own in every for name in own.weights.keys() & parameters}
     if found:
         return found.pop() if len(found) == 1 else None
-    rest = [name for name in tensors if not any(_is_of(own.prefix, name) for own in every)]
-    return model_prefix("", parameters, rest)[0]
+    return model_prefix("", parameters, others(tensors, [own.prefix for own in every]))[0]
 
 
 def _in_common(one: str, other: str) -> int:
