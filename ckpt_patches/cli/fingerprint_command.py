@@ -181,14 +181,14 @@ def _compare(options: argparse.Namespace, one: _Read, other: _Read) -> int:
         _print_first((f"{what}  not compared: {why}" for what, why in values.unchecked.items()), file=sys.stderr)
     if options.json:
         rows = [each._asdict() for each in found]
-        more = {} if values is None else {"values": values.values, "unchecked": values.unchecked}
-        print(json.dumps({"schema": SCHEMA, "compared": states, "differences": rows, **more}, indent=1))
+        besides = {"values": values and values.values, "unchecked": values and values.unchecked}
+        print(json.dumps({"schema": SCHEMA, "compared": states, "differences": rows, **besides}, indent=1))
     elif found:
         _print_first(f"{each.parameter}  {each.state}  {each.what}" for each in found)
         of_all = f"{len(found)} of {states} states" if values is None else f"{len(found)} states or settings"
         print(f"{of_all} differ: {options.path} and {options.against}")
     else:
         parameters = len({each.parameter for each in one.fingerprints})
-        besides = "" if values is None else f" and {values.values} settings"
-        print(f"equal: {states} states{besides} of {parameters} parameters in {options.path} and {options.against}")
+        settings = "" if values is None else f" and {values.values} settings"
+        print(f"equal: {states} states{settings} of {parameters} parameters in {options.path} and {options.against}")
     return 1 if found else 0
