@@ -349,6 +349,46 @@ def test_two_models_stored_by_kind_are_never_damaged_for_it(places: str, tmp_pat
     assert verdict == UNKNOWN
 
 
+def test_each_model_in_folders_of_its_own_has_its_optimizer(tmp_path: Path) -> None:
+    """As Accelerate saves several, of other sizes but with the same names."""
+
+    def written(name: str, change: float) -> Path:
+        for number, width in enumerate((4, 6)):
+            torch.manual_seed(number)
+            model = nn.Linear(width, width)
+            optimizer = torch.optim.AdamW(model.parameters())
+            for _ in range(2):
+                model(torch.randn(8, width)).square().sum().backward()
+                optimizer.step()
+            record = fingerprint.of_training(model, optimizer)
+            weights, states = copy.deepcopy(get_state_dict(model, optimizer))
+            if number:
+                states["state"]["weight"]["exp_avg"] += change
+            saved(tmp_path / name / f"pytorch_model_fsdp_{number}", {"model": weights})
+            saved(tmp_path / name / f"optimizer_{number}", {"optimizer": states, KEY: record})
+        return tmp_path / name
+
+    assert judged(written("as saved", 0)) == (WHOLE, set(), 0)
+    assert judged(written("changed", 1)) == (DAMAGED, {"not_as_recorded"}, 1)
+
+
+def test_one_model_has_two_optimizers_in_folders_of_their_own(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [torch.optim.AdamW(part.parameters()) for part in model]
+    model(torch.randn(8, 4)).square().sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    record = fingerprint.of_training(model, optimizers)
+    saved(tmp_path / "pytorch_model_fsdp_0", {"model": model.state_dict(), KEY: record})
+    for number, part in enumerate(model):
+        _, states = get_state_dict(part, optimizers[number])
+        its = {f"{number}.{name}": value for name, value in states["state"].items()}
+        params = [f"{number}.{name}" for name in states["param_groups"][0]["params"]]
+        groups = [{**states["param_groups"][0], "params": params}]
+        saved(tmp_path / f"optimizer_{number}", {"optimizer": {"state": its, "param_groups": groups}})
+    assert judged(tmp_path) == (WHOLE, set(), 0)
+
+
 # Records from elsewhere
 
 HOSTILE: dict[str, Callable[[Model], object]] = {

@@ -31,6 +31,7 @@ KNOWN_STATES = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "mast
 # Accelerate, NeMo Automodel and others write the model and the optimizer into sibling folders.
 MODEL_FOLDER = re.compile(r"model|weights|(?:pytorch_)?model_fsdp_\d+")
 OPTIMIZER_FOLDER = re.compile(r"optim(?:izer)?(?:_\d+)?")
+NUMBER = re.compile(r"_(\d+)$")  # of a model's and its optimizer's folder
 OF_MODELS = ("model", "module", "state_dict", "app")  # prefixes of the weights, if there are also copies
 ITERATION = re.compile(r"iter_\d{7,}")  # Megatron-LM's folders
 BY_MEGATRON_CORE = (b"/shard_", *(b"optimizer.state.%b." % state for state in (b"exp_avg", b"param", b"fp32_param")))
@@ -68,19 +69,33 @@ def folders(path: Path) -> list[Path]:
 
 def merged(path: Path, indexes: Iterable[tuple[Path, Index]]) -> Index:
     """Merge the indexes of a checkpoint's folders. Files, and names in two indexes, get their folder as prefix."""
+    indexes = list(indexes)
+    before = _before([folder.name for folder, _ in indexes])
     tensors: dict[str, Tensor] = {}
     objects: dict[str, Place] = {}
     absent: list[str] = []
     for folder, own in indexes:
         inner = folder.relative_to(path)
-        both = (tensors.keys() | objects.keys()) & (own.tensors.keys() | own.objects.keys())
-        called = {name: f"{inner}/{name}" if name in both else name for name in (*own.tensors, *own.objects)}
+        names = {name: f"{before.get(folder.name, '')}{name}" for name in (*own.tensors, *own.objects)}
+        both = (tensors.keys() | objects.keys()) & set(names.values())
+        called = {name: f"{inner}/{its}" if its in both else its for name, its in names.items()}
         for name, tensor in own.tensors.items():
             places = {at: _within(inner, place) for at, place in tensor.places.items()}
             tensors[called[name]] = replace(tensor, name=called[name], places=places)
         objects.update({called[name]: _within(inner, place) for name, place in own.objects.items()})
         absent += own.absent
     return Index(tensors, objects, tuple(absent))
+
+
+def _before(folders: list[str]) -> dict[str, str]:
+    """What all names of a folder begin with, by folder, if a checkpoint has several models or optimizers.
+
+    `pytorch_model_fsdp_1` and `optimizer_1` belong together. Several optimizers can also be of one model.
+    """
+    models, optimizers = ([one for one in folders if kind.fullmatch(one)] for kind in (MODEL_FOLDER, OPTIMIZER_FOLDER))
+    if len(models) > 1:
+        return {folder: f"{number[1]}." for folder in folders if (number := NUMBER.search(folder))}
+    return {folder: f"{folder}/" for folder in optimizers} if len(optimizers) > 1 else {}
 
 
 def _within(folder: Path, place: Place) -> Place:
