@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,19 +112,22 @@ def _check(path: Path, index: torch_dist.Index, plain: Any, hashed: Hashes) -> o
         record = from_plain(plain)
     except NotARecord:
         return offline.check(plain, ())  # it has the reason
-    of_model, doubt = _model_prefix(index, record, hashed)
-    states = offline.check(plain, _named(index, record, fingerprints(index, hashed), of_model))
+    optimizers = dcp.optimizers(index.tensors, index.objects)
+    of_model, doubt = _model_prefix(index, optimizers, record, hashed)
+    states = offline.check(plain, _named(optimizers, record, fingerprints(index, hashed), of_model))
     unsure = offline.Checked(0, [], {"the weights": doubt} if doubt else {}, missed=bool(doubt) or not record.states)
     return offline.together([states, dcp_values.check(path, index, record, of_model), unsure])
 
 
-def _model_prefix(index: torch_dist.Index, record: Record, hashed: Hashes) -> tuple[str | None, str]:
+def _model_prefix(
+    index: torch_dist.Index, optimizers: Sequence[dcp.Optimizer], record: Record, hashed: Hashes
+) -> tuple[str | None, str]:
     """The prefix of the model's tensors, None if unknown; and why it is in doubt.
 
     Of several candidates it is the one with the recorded weights. If others have some of them, it is in doubt.
     """
     own = {parameter: state for (parameter, kind), state in record.states.items() if kind in ("master", "weight")}
-    several = {one for optimizer in dcp.optimizers(index.tensors, index.objects) for one in optimizer.several}
+    several = {one for optimizer in optimizers for one in optimizer.several}
 
     def equal(prefix: str) -> int:
         return sum(hashed.get(f"{prefix}{name}") == (state.numel, state.value) for name, state in own.items())
@@ -134,18 +137,17 @@ def _model_prefix(index: torch_dist.Index, record: Record, hashed: Hashes) -> tu
         is_one = len(counts) == 1 or set(counts.values()) == {len(own)}
         doubt = "" if is_one else f"some are the same under each of {', '.join(map(shown, counts))}"
         return max(counts, key=lambda prefix: counts[prefix]), doubt
-    return dcp.weights_prefix(index.tensors, index.objects, set(own)), ""
+    return dcp.weights_prefix(index.tensors, optimizers, set(own)), ""
 
 
 def _named(
-    index: torch_dist.Index, record: Record, found: list[Fingerprint], of_model: str | None
+    optimizers: Sequence[dcp.Optimizer], record: Record, found: list[Fingerprint], of_model: str | None
 ) -> list[Fingerprint]:
     """The fingerprints under the record's names.
 
     Optimizers without any state, or with several candidates for their weights, do not show which tensors are their
     weights: the record's names do.
     """
-    optimizers = dcp.optimizers(index.tensors, index.objects)
     owners = Counter(parameter for own in optimizers for parameter in own.states)
     if any(own.weights for own in optimizers) or max(owners.values(), default=0) > 1:
         return found

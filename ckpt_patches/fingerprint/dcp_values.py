@@ -3,6 +3,7 @@
 Needs no torch.
 """
 
+import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import numpy as np
 
 from ckpt_patches.fingerprint.offline import Checked
 from ckpt_patches.fingerprint.record import SETTINGS, STATE, Record, Settings, same, setting_differences, whole
-from ckpt_patches.fingerprint.states import FLOATS, Difference, blocks, buffer_digest
+from ckpt_patches.fingerprint.states import FLOATS, Difference, bits_of, blocks, buffer_digest
 from ckpt_patches.fingerprint.verdict import BUFFER
 from ckpt_patches.formats import dcp, torch_dist, torch_file
 from ckpt_patches.formats.ranged import RangedFiles
@@ -27,6 +28,14 @@ ABSENT = "not in the files under this name"
 UNREAD = object()  # a value that is no number
 # A numbered parameter's group and place in it. A load takes the states in the order of the places.
 PLACE = "place in the param groups"
+
+
+IN_16_BITS = ("bfloat16", "float16")
+Data = Callable[[], Iterator[memoryview]]  # reads a tensor in blocks
+
+
+class NotExactError(Exception):
+    """A type of 16 bits does not represent an element."""
 
 
 class OfParameter(NamedTuple):
@@ -54,7 +63,8 @@ def of_files(path: Path, index: Index) -> Values:
     of_states = {name for own in every for its in own.states.values() for name in _numbers(index, its).values()}
     others = [one for name, one in sorted(index.tensors.items()) if name not in of_states and one.dtype not in FLOATS]
     with RangedFiles() as files:
-        digests = {tensor.name: next(iter(_digests(files, path, tensor)), None) for tensor in others}
+        read = [(tensor, _data(files, path, tensor)) for tensor in others]
+        digests = {t.name: None if data is None else next(_digests(t, data)) for t, data in read}
     return Values(settings(path, index, everything=True), digests)
 
 
@@ -139,7 +149,7 @@ def _value(files: RangedFiles, path: Path, index: Index, name: str) -> Any:
 def _is_plain(value: Any) -> bool:
     """Whether a value is a number, a string, None, or a list of these."""
     every = value if isinstance(value, list | tuple) else [value]
-    return all(one is None or type(one) in (bool, int, float, str) for one in every)
+    return all(type(one) in dcp.SCALARS for one in every)
 
 
 def check(path: Path, index: Index, record: Record, of_model: str | None) -> Checked:
@@ -246,40 +256,50 @@ def _buffers(path: Path, index: Index, record: Record, of_model: str | None) -> 
         for what, its in record.others.items():
             name = what.removeprefix(BUFFER)
             tensor = index.tensors.get(f"{of_model}{name}") if of_model is not None else None
-            found = [] if tensor is None else _digests(files, path, tensor)
-            if not found:
+            data = None if tensor is None else _data(files, path, tensor)
+            if tensor is None or data is None:
                 unchecked[what] = ABSENT if tensor is None else "it is stored in several parts, or not in order"
                 continue
             count += 1
-            if its.get("value") not in found:
+            if not any(its.get("value") == digest for digest in _digests(tensor, data)):
                 differences.append(Difference(name, BUFFER.strip(), "other values"))
     return Checked(0, differences, unchecked, values=count)
 
 
-def _digests(files: RangedFiles, path: Path, tensor: Tensor) -> list[str]:
-    """The digests that a run can have recorded of a buffer; none if it is not stored in one part and in order.
-
-    FSDP1 can keep buffers in 16 bits and save them in 32, which is exact.
-    """
+def _data(files: RangedFiles, path: Path, tensor: Tensor) -> Data | None:
+    """A function that reads a tensor in blocks; None if it is not stored in one part and in order."""
     if list(tensor.chunks.values()) != [tensor.size] or not tensor.places:
-        return []
+        return None
     try:
         read = torch_dist.read_chunk(files, path, tensor, next(iter(tensor.chunks)))
     except NotContiguousError:
-        return []
-    data = b"".join(map(bytes, blocks(files, read.path, read.value.offset, read.value.nbytes)))
-    forms = {tensor.dtype: data, **(_in_16_bits(data) if tensor.dtype == "float32" else {})}
-    return [buffer_digest(dtype, tensor.size, [memoryview(own)]) for dtype, own in forms.items()]
+        return None
+    return partial(blocks, files, read.path, read.value.offset, read.value.nbytes)
 
 
-def _in_16_bits(data: bytes) -> dict[str, bytes]:
-    """The elements in those 16-bit types that represent all of them exactly."""
-    bits, values = np.frombuffer(data, "<u4"), np.frombuffer(data, "<f4")
-    found: dict[str, bytes] = {}
-    if not (bits & np.uint32(0xFFFF)).any():
-        found["bfloat16"] = (bits >> np.uint32(16)).astype("<u2").tobytes()
+def _digests(tensor: Tensor, data: Data) -> Iterator[str]:
+    """The digests that a run can have recorded of a buffer, as stored first; each reads it again.
+
+    FSDP1 can keep buffers in 16 bits and save them in 32, which is exact.
+    """
+    yield buffer_digest(tensor.dtype, tensor.size, data())
+    if tensor.dtype == "float32":
+        for dtype in IN_16_BITS:
+            with contextlib.suppress(NotExactError):
+                yield buffer_digest(dtype, tensor.size, (_in_16_bits(block, dtype) for block in data()))
+
+
+def _in_16_bits(block: memoryview, dtype: str) -> memoryview:
+    """The elements in a smaller type.
+
+    Raises:
+        NotExactError: the type cannot represent one of them.
+    """
+    bits = np.frombuffer(block, "<u4")
     with np.errstate(over="ignore"):
-        half = values.astype("<f2")
-    if (half.astype("<f4").view("<u4") == bits).all():
-        found["float16"] = half.tobytes()
+        half = np.frombuffer(block, "<f4").astype("<f2")
+    small = half.view("<u2") if dtype == "float16" else (bits >> np.uint32(16)).astype("<u2")
+    found = memoryview(small).cast("B")
+    if not np.array_equal(bits_of(found, dtype), bits):
+        raise NotExactError
     return found

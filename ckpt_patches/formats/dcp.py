@@ -13,7 +13,7 @@ import math
 import mmap
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -252,9 +252,14 @@ def model_prefix(prefix: str, parameters: set[str], names: list[str]) -> tuple[s
     return (most[0], ()) if most else (None, ())
 
 
-def weights_prefix(tensors: Iterable[str], objects: Iterable[str], parameters: set[str]) -> str | None:
-    """The prefix of the weights of these parameters; None if it has no weights, or is ambiguous."""
-    every = optimizers(tensors, objects)
+def weights_prefix(tensors: Iterable[str], every: Sequence[Optimizer], parameters: set[str]) -> str | None:
+    """The prefix of the weights of these parameters; None if it has no weights, or is ambiguous.
+
+    Args:
+        tensors: the names of all tensors.
+        every: the optimizers of them.
+        parameters: names without a prefix.
+    """
     found = {own.weights[name].removesuffix(name) for own in every for name in own.weights.keys() & parameters}
     if found:
         return found.pop() if len(found) == 1 else None
