@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from upstream import run_json
 
@@ -66,6 +67,19 @@ def write_universal(folder: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
+def write_dcp(folder: Path, dtype: torch.dtype) -> Path:
+    """Save with torch.distributed.checkpoint as a training script does; an fp32 weight is its own main parameter."""
+    values = arrays(dtype)
+    names = [f"layer{number}.weight" for number in range(PARAMETERS)]
+    main = {"master_param": values["fp32_param"]} if dtype is not torch.float32 else {}
+    moments = {"exp_avg": values["exp_avg"], "exp_avg_sq": values["exp_avg_sq"]}
+    states = {name: {"step": torch.tensor(3.0), **moments, **main} for name in names}
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.95), "params": names}]
+    weights = dict.fromkeys(names, values["weight"])
+    dcp.save({"model": weights, "optimizer": {"state": states, "param_groups": groups}}, checkpoint_id=folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("write", "dtype"),
     [
@@ -73,6 +87,8 @@ def write_universal(folder: Path, dtype: torch.dtype) -> Path:
         (write_zarr, torch.float16),
         (write_zarr, torch.float32),
         (write_universal, torch.bfloat16),
+        (write_dcp, torch.bfloat16),
+        (write_dcp, torch.float32),
     ],
     ids=lambda value: str(getattr(value, "__name__", value)).removeprefix("torch."),
 )
