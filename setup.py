@@ -162,6 +162,7 @@ TEST = [
     "beartype",
     "wrapt",
     "expecttest",  # what the tests of torch import
+    "huggingface_hub",  # what DeepSpeed's zero_to_fp32.py imports
     # Upstream's own linters, in its versions: tests/test_upstream_style.py.
     "black>=26,<27",
     "isort==5.13.2",

@@ -17,7 +17,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/7130",),
     symptom="training goes on with the frozen weights that the new run began with",
-    releases=(("0.13.2", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="ZeRO 3 with `zero_hpz_partition_size`, frozen parameters (LoRA)",
     silent=True,
     stages=("ordinary load", "universal load"),

@@ -16,7 +16,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4960",),
     symptom="a restart fails: `latest` names a checkpoint that a rank did not finish",
-    releases=(("0.12.0", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="ZeRO 1 and 2",
     silent=False,
     stages=("latest",),

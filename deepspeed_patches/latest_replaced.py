@@ -15,7 +15,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4960",),
     symptom="a restart fails: a crash in a save has left `latest` empty",
-    releases=(("0.12.0", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="every checkpoint",
     silent=False,
     stages=("latest",),

@@ -14,7 +14,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/5104",),
     symptom="`safe_get_full_optimizer_state` fails: `exp_avg not found` or `TypeError`",
-    releases=(("0.13.2", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="ZeRO 1 and 2, several param groups or after a load",
     silent=False,
     stages=("links",),

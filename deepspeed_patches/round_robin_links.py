@@ -21,7 +21,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py#L841",),
     symptom="links, conversions and universal loads take other parameters' data",
-    releases=(("0.12.0", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="ZeRO 1 and 2 with `round_robin_gradients`",
     silent=True,
     stages=("links", "extract"),

@@ -13,7 +13,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4680",),
     symptom="the first step after the load puts the initial weights back",
-    releases=(("0.12.0", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="fp16 or bf16 without ZeRO, `load_optimizer_states=False`",
     silent=True,
     stages=("ordinary load",),

@@ -37,7 +37,7 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/pull/6094",
     ),
     symptom="`UnpicklingError: Weights only load failed` in a load or conversion",
-    releases=(("0.12.0", "0.15.4"),),
+    releases=(("0.15.0", "0.15.4"),),
     stacks="ZeRO, torch 2.6 or later",
     silent=False,
     stages=("extract", "ordinary load", "universal load"),

@@ -19,7 +19,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/5289",),
     symptom="a load fails with `IndexError: list index out of range` at `steps[0]`",
-    releases=(("0.14.1", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="universal load, ZeRO 1 and 2, small param group",
     silent=False,
     stages=("universal load",),

@@ -24,7 +24,7 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/pull/5681",
     ),
     symptom="other experts are loaded on more ranks, or `FileNotFoundError`",
-    releases=(("0.14.1", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="universal load, ZeRO 1 and 2, `deepspeed.moe`",
     silent=True,
     stages=("universal load",),

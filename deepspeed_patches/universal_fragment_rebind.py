@@ -10,7 +10,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/8474",),
     symptom="`safe_get_full_fp32_param` returns a moment; a second load is ignored",
-    releases=(("0.14.1", "0.19.6"),),
+    releases=(("0.15.0", "0.19.6"),),
     stacks="universal load, ZeRO 1 and 2",
     silent=True,
     stages=("links",),

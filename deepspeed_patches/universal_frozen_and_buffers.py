@@ -24,7 +24,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4660",),
     symptom="frozen parameters and buffers keep the values of the new run",
-    releases=(("0.12.0", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="universal load, frozen parameters (LoRA) or buffers",
     silent=True,
     stages=("settings",),

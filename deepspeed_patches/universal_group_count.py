@@ -13,7 +13,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/base_optimizer.py#L299",),
     symptom="parameters stay at their initial values, or resume with other settings",
-    releases=(("0.14.1", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="universal load, ZeRO 1 and 2, another number of param groups",
     silent=True,
     stages=("universal load",),

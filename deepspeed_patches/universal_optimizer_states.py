@@ -35,7 +35,7 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/pull/8609",
     ),
     symptom="`ds_to_universal` fails with `KeyError: 'exp_avg'`, or drops states",
-    releases=(("0.14.1", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="Lion, SGD, Muon, Adagrad, AMSGrad, and any other optimizer than Adam",
     silent=True,
     stages=("extract", "merge", "universal load"),

@@ -19,11 +19,10 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/checkpoint/ds_to_universal.py#L624",),
     symptom="all pipeline stages resume with the first stage's rates and weight decays",
-    releases=(("0.12.0", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="conversion to universal, pipeline stages with other settings",
     silent=True,
     stages=("extract",),
-    depends_on=("universal_group_settings",),  # up to 0.14.0 only with it all stages get these settings
     test="tests/unit/checkpoint/test_universal_stage_settings.py",
 )
 

@@ -20,7 +20,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/issues/6918",),
     symptom="`ds_to_universal` fails with `narrow(): length must be non-negative`",
-    releases=(("0.12.0", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="ZeRO 1 and 2, many data-parallel ranks",
     silent=False,
     stages=("extract",),

@@ -20,7 +20,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py#L3664",),
     symptom="`load_optimizer_states=False` and `load_module_only=True` are ignored",
-    releases=(("0.14.1", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="universal load, ZeRO 1 and 2",
     silent=True,
     stages=("universal load",),

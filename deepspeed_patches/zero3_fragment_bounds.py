@@ -10,7 +10,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/8060",),
     symptom="`ds_to_universal` writes padding as part of the parameters",
-    releases=(("0.14.5", "0.19.2"),),
+    releases=(("0.15.0", "0.19.2"),),
     stacks="ZeRO 3",
     silent=True,
     stages=("extract",),

@@ -13,7 +13,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py#L4612",),
     symptom="`load_module_only=True` loads no weights and returns the checkpoint's path",
-    releases=(("0.13.0", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="ZeRO 3 with `load_module_only=True`",
     silent=True,
     stages=("ordinary load",),

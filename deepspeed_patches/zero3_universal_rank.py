@@ -15,7 +15,7 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/issues/6691",
     ),
     symptom="every node loads the parameter shards of the first node",
-    releases=(("0.14.5", "0.17.6"),),
+    releases=(("0.15.0", "0.17.6"),),
     stacks="universal load, ZeRO 3, several nodes",
     silent=True,
     stages=("universal load",),

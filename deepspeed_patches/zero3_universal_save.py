@@ -13,7 +13,7 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/pull/7599",
     ),
     symptom="a resumed run saves checkpoints that neither load nor convert",
-    releases=(("0.14.5", "0.17.6"),),
+    releases=(("0.15.0", "0.17.6"),),
     stacks="universal load, ZeRO 3",
     silent=False,
     stages=("model states",),

@@ -17,7 +17,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.3/deepspeed/checkpoint/ds_to_universal.py#L859",),
     symptom="the slices of tensor-parallel ranks are mixed in a universal checkpoint",
-    releases=(("0.14.5", "0.19.3"),),
+    releases=(("0.15.0", "0.19.3"),),
     stacks="conversion to universal, ZeRO 3, tensor parallelism",
     silent=True,
     stages=("extract",),

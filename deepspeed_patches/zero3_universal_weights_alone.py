@@ -23,7 +23,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.2/deepspeed/runtime/zero/stage3.py#L3164",),
     symptom="`load_optimizer_states=False` and `load_module_only=True` are ignored",
-    releases=(("0.14.5", "0.19.2"),),
+    releases=(("0.15.0", "0.19.2"),),
     stacks="universal load, ZeRO 3",
     silent=True,
     stages=("universal load",),

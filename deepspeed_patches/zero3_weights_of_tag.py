@@ -16,7 +16,7 @@ fix = Fix(
         "https://github.com/deepspeedai/DeepSpeed/pull/8501",
     ),
     symptom="`load_checkpoint(tag=…)` loads the weights of the latest checkpoint",
-    releases=(("0.12.0", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="ZeRO 3 with `load_optimizer_states=False`",
     silent=True,
     stages=("ordinary load",),

@@ -19,7 +19,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/utils/zero_to_fp32.py#L210",),
     symptom="`zero_to_fp32`: `… is not a zero checkpoint`",
-    releases=(("0.12.0", newest("deepspeed")),),
+    releases=(("0.15.0", newest("deepspeed")),),
     stacks="bf16, ZeRO 1, fp32 gradient accumulation",
     silent=False,
     stages=("ordinary load",),

@@ -65,9 +65,6 @@ def converted(kind: Kind, name: str, *, default: bool = False) -> Kind:
 
 
 MEGATRON = {
-    "0.7, zarr, buckets": megatron("0.7.0", "zarr", BUCKETS),
-    "0.7, zarr, gathered": megatron("0.7.0", "zarr", GATHERED),
-    "0.7, torch": megatron("0.7.0", "torch", BUCKETS),
     "0.12, zarr": megatron("0.12.0", "zarr", MODEL_SPACE),
     "0.12, zarr, buckets": megatron("0.12.0", "zarr", BUCKETS),
     "0.14, zarr": Kind(lambda: written(ZARR).whole[-1], default=True),

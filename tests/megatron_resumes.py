@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from upstream import all_releases, checkpoint_formats, numbers, run, tree
+from upstream import all_releases, checkpoint_formats, run, tree
 
 PLAIN = ["plain", "precision-aware"]
 HYBRID = [
@@ -20,18 +20,8 @@ ROUNDING = 1e-6
 SOME_HYBRID = ["hybrid-0.0", "hybrid-0.5", "hybrid-0.5-precision-aware-overlap", "hybrid-1.0-precision-aware"]
 
 
-def optimizers(version: str) -> list[str]:
-    """The optimizers that a release has."""
-    if numbers(version) < (0, 11):
-        return PLAIN[:1]
-    if numbers(version) < (0, 12):
-        return PLAIN
-    return PLAIN + (HYBRID if all_releases() else SOME_HYBRID)
-
-
-def inner_optimizers(version: str) -> list[str]:
-    """The inner optimizers of a release; up to 0.8, megatron-core needs Apex and always uses its optimizer."""
-    return ["fused"] if numbers(version) < (0, 9) else ["fused", "torch"]
+OPTIMIZERS = PLAIN + (HYBRID if all_releases() else SOME_HYBRID)
+INNER_OPTIMIZERS = ["fused", "torch"]
 
 
 def exact(row: Mapping[str, Any]) -> bool:
@@ -43,11 +33,9 @@ def exact(row: Mapping[str, Any]) -> bool:
     return split and loaded == " the loaded state is bit-equal" and float(size) < ROUNDING
 
 
-def refused_by_upstream(version: str, inner: str) -> set[str]:
-    """The optimizers that a release cannot build; 0.9 builds none without Apex or Transformer Engine."""
-    if inner == "fused":
-        return set()
-    return set(optimizers(version)) if numbers(version) < (0, 10) else {"precision-aware"} & set(optimizers(version))
+def refused_by_upstream(inner: str) -> set[str]:
+    """The optimizers that upstream cannot build."""
+    return set() if inner == "fused" else {"precision-aware"}
 
 
 class Resumes(NamedTuple):
@@ -70,7 +58,7 @@ def resumes(
             "--inner",
             inner,
             "--optimizers",
-            ",".join(optimizers(version)),
+            ",".join(OPTIMIZERS),
             "--resume-ranks",
             str(ranks),
         ),
@@ -79,5 +67,5 @@ def resumes(
         env=env,
     )
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == len(checkpoint_formats(version)) * len(optimizers(version))
+    assert len(rows) == len(checkpoint_formats(version)) * len(OPTIMIZERS)
     return Resumes(rows, done.stderr)

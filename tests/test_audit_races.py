@@ -13,7 +13,7 @@ from upstream import all_releases
 RUNS = [ZARR, ZARR_TP, ZARR_FP16]
 MORE = [
     Configuration(version, ranks, tp, dtype, "0,3,30", 25, seed)
-    for seed, version in enumerate(("0.8.0", "0.12.0", "0.14.0"), start=1)
+    for seed, version in enumerate(("0.12.0", "0.13.1", "0.14.0"), start=1)
     for ranks, tp in ((2, 1), (4, 2), (6, 1), (8, 1), (8, 4))
     for dtype in ("bf16", "fp16")
 ]

@@ -410,7 +410,7 @@ def test_a_module_that_a_release_does_not_have_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("distribution", "version"), [("megatron-core", "0.7.0"), ("megatron-core", "0.16.1"), ("deepspeed", "0.16.2")]
+    ("distribution", "version"), [("megatron-core", "0.12.0"), ("megatron-core", "0.16.1"), ("deepspeed", "0.16.2")]
 )
 def test_the_release_is_read_from_the_packages_own_files(distribution: str, version: str) -> None:
     package = "megatron.core" if distribution == "megatron-core" else "deepspeed"

@@ -19,9 +19,9 @@ from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.formats import torch_file
 from deepspeed_patches.ds_to_universal import Options
 from universal import both, changed, distinct, environment, files, ours, parallel, summary
-from upstream import all_releases, newest, numbers, releases, run_json, tree
+from upstream import all_releases, newest, releases, run_json, tree
 from zero_checkpoints import convert as convert_upstream
-from zero_checkpoints import dp768, losses, trained, with_layers
+from zero_checkpoints import dp768, losses, trained
 
 NEWEST = newest("deepspeed")
 RELEASES = [pytest.param(v, id=v) for v in ("0.16.2", NEWEST)]
@@ -30,23 +30,18 @@ if all_releases():
 
 # Releases in between write the same. In some (0.17.6) `safe_get_full_fp32_param` returns nothing: no true values.
 WRITERS = ("0.16.2", NEWEST)
-# Checkpoints of stages 1 and 2, and of stage 3, which 0.14.5 and later convert.
+# Checkpoints of stages 1 and 2, and of stage 3.
 FLAT = ["bf16_optimizer", "stage2", "stage1_fp16"] + (["stage1", "stage2_fp16"] if all_releases() else [])
 ZERO3 = ["stage3"] + (["stage3_fp16"] if all_releases() else [])
-
-
-def knows(version: str, oldest: str) -> bool:
-    return numbers(version) >= numbers(oldest)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", RELEASES)
 def test_of_real_trainings(version: str, tmp_path: Path) -> None:
     """Every file, entry, dtype and bit equals upstream's, for both bf16 optimizers and for fp16."""
-    kinds = FLAT + (ZERO3 if knows(version, "0.14.5") else [])
     writer = version if version in WRITERS else "0.16.2"
-    checkpoints = {kind: trained(writer, *FLAT, *ZERO3)[kind] for kind in kinds}
-    assert both(tmp_path, *checkpoints.values(), version=version) == {kind: [] for kind in kinds}
+    checkpoints = trained(writer, *FLAT, *ZERO3)
+    assert both(tmp_path, *checkpoints.values(), version=version) == {kind: [] for kind in (*FLAT, *ZERO3)}
 
 
 def test_of_stage_3_with_several_groups_and_sub_groups(tmp_path: Path) -> None:
@@ -59,26 +54,11 @@ def test_of_stage_3_with_several_groups_and_sub_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", RELEASES)
 def test_of_tensor_and_pipeline_parallel_models(version: str, tmp_path: Path) -> None:
     """Output equals upstream's for tied, replicated, averaged, row-parallel, vocabulary and sub-parameters."""
-    # Before 0.12.5 upstream's converter fails an assertion of `_sanity_check` for the first.
-    cases = ["megatron"] if knows(version, "0.12.5") else []
-    cases += ["megatron_fp16"] if knows(version, "0.12.4") else []  # two sub-parameters, and a vocabulary
-    cases += ["fused"] if knows(version, "0.14.1") else []
+    cases = ["megatron", "megatron_fp16", "fused"]
     if traits.in_tree(tree("deepspeed", version)) == (Traits(), ""):
         cases += ["fused_counted", "fused_uneven", "affine", "zero3_uneven", "zero3_affine"]
     checkpoints = parallel(*cases)
-    if not knows(version, "0.14.0"):
-        checkpoints = {case: copied_with_layers(source, tmp_path / case) for case, source in checkpoints.items()}
     assert both(tmp_path, *checkpoints.values(), version=version) == {case: [] for case in cases}
-
-
-def copied_with_layers(source: Path, folder: Path) -> Path:
-    """A copy with layer files of two ranks: up to 0.13 the converter accepts only pipeline checkpoints."""
-    copy = shutil.copytree(source, folder / source.name)
-    if not list(copy.glob("layer_*")):
-        with_layers(copy)
-        for file in list(copy.glob("layer_*")):
-            shutil.copy(file, copy / file.name.replace("model_00", "model_01"))
-    return copy
 
 
 @pytest.mark.slow

@@ -330,10 +330,6 @@ def test_a_fragment_that_is_moved_or_lost_is_found(shapes: list[tuple[int, ...]]
 
 
 LOADABLE: dict[str, tuple[dict[str, Any], str]] = {
-    "vocab_tensor": ({"info": {"vocabulary_parameter_patterns": ["p0"]}}, "has vocabulary_parameter_patterns"),
-    "two_sub_params": ({"info": {"parameter_with_2_sub_params_cat_dim_0": ["p0"]}}, "has parameter_with_2_sub_params"),
-    "sub_params": ({"info": {"parameter_with_sub_params": [{}]}}, "has parameter_with_sub_params"),
-    "zero3": ({"stage": 3}, "is of ZeRO stage 3"),
     "zero3_tensor_parallel": ({"stage": 3, "tp_degree": 2}, "is of 2 tensor-parallel ranks at ZeRO stage 3"),
     "autoep": ({"experts": {"p0": Experts(1, ((0,),), ((0,),))}}, "has layers of experts (ds_autoep_layers)"),
 }

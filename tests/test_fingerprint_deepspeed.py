@@ -61,7 +61,7 @@ def layouts() -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("saved", "ranks"), layouts())
 @pytest.mark.parametrize("tag", ["", "universal"])
-@pytest.mark.parametrize("version", newest_by_default(releases("deepspeed", oldest="0.14.0", newest=NEWEST)))
+@pytest.mark.parametrize("version", newest_by_default(releases("deepspeed", newest=NEWEST)))
 def test_every_exact_resume_is_proven_whole(version: str, tag: str, saved: int, ranks: int) -> None:
     if not tag and saved != ranks:
         pytest.skip("upstream resumes an ordinary checkpoint on as many ranks alone")

@@ -4,23 +4,19 @@ Only the record of the save detects it. Bugs that raise errors are in their own 
 the list.
 """
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from ckpt_patches.cli import command_line
-from ckpt_patches.convert.zero_fingerprints import fingerprints
 from ckpt_patches.demo import SHORT
 from ckpt_patches.demo.run import demonstrations
 from ckpt_patches.engine.registry import FIXES
-from ckpt_patches.fingerprint.record import KEY, Record, State
 from upstream import TIMEOUT, environment_for, newest, newest_affected, run, tree
-from zero_checkpoints import convert, of_ranks
+from zero_checkpoints import convert
 from zero_resumes import PROGRAM
 
 pytestmark = pytest.mark.long
@@ -74,36 +70,6 @@ def test_a_load_is_caught(bug: Bug, tmp_path: Path) -> None:
     said = resumed(bug, tmp_path)
     assert CAUGHT in said
     assert bug.said in said
-
-
-def test_other_rates_are_said(tmp_path: Path) -> None:
-    """Other rates are a warning, since a schedule may change them; other settings are an error."""
-    bug = Bug("universal_group_settings", "0.14.0", "stage1-2", "universal", "")
-    said = resumed(bug, tmp_path)
-    assert "WARNING: resume proven: 7 parameters, 21 states" in said
-    assert "rate: 0.003 now, 0.0015 when saved: 5 parameters" in said
-
-
-def test_moments_of_the_first_group_alone(tmp_path: Path) -> None:
-    """The bug is detected after a step; before one, such a load fails."""
-    case, release = (tmp_path, "stage1", "--small"), "0.14.0"
-    output("universal_loading", "write", *case, release=release, check=True)
-    resume = ("resume", *case, "--steps", "1")
-    assert "resume proven: " in output("universal_loading", *resume, release=release, check=True)
-    assert CAUGHT in output("universal_loading", *resume, release=release, skip="universal_all_moments")
-
-
-def test_ranks_in_the_order_of_their_names_are_caught_by_the_files(tmp_path: Path) -> None:
-    """The wrong order of more than ten ranks is detected; the record is built from crafted files, without a run."""
-    source = tmp_path / "11" / "global_step2"
-    shutil.copytree(of_ranks(11), source)
-    states = {(one.parameter, one.state): State(one.numel, one.value) for one in fingerprints(source)}
-    for file in source.glob("*model_states.pt"):
-        torch.save({**torch.load(file, weights_only=False), KEY: Record(states).as_plain()}, file)
-    for fixes, status in ((tuple(FIXES), 0), (tuple(fix for fix in FIXES if fix != "rank_order"), 1)):
-        made = tmp_path / str(status)
-        assert convert(made, source, version="0.14.0", delivery="hook", fixes=fixes) == {"11": ""}
-        assert command_line.main(["fingerprint", str(made / "11")]) == status
 
 
 def test_a_second_universal_load_that_leaves_the_masters_as_they_are(tmp_path: Path) -> None:

@@ -53,16 +53,6 @@ def test_a_checkpoint_without_a_record_is_said_to_prove_nothing(tmp_path: Path) 
     assert "it has no fingerprint: it was saved without CKPT_PATCHES_FINGERPRINT" in log
 
 
-def test_the_oldest_release_proves_it_of_sharded_checkpoints(tmp_path: Path) -> None:
-    """Of the `torch` format it has no names of parameters, and says so."""
-    formats = checkpoint_formats("0.7.0")
-    for what in ("save", "resume"):
-        rows, log = resumed(tmp_path, what, ",".join(formats), "0.7.0", CKPT_PATCHES_FINGERPRINT="1")
-    assert len([row for row in rows if '"bit-equal"' in row]) == len(formats) == 3
-    assert log.count("resume proven: 4 parameters, 12 states, settings") == 2
-    assert log.count("fingerprint: nothing is proven of this resume") == 1
-
-
 def test_a_layer_wise_optimizer_that_loads_as_any_chain_does_is_recorded() -> None:
     """As in commits on the way to 0.16.0."""
     file = "megatron/core/optimizer/layer_wise_optimizer.py"

@@ -36,7 +36,7 @@ def optimizer_cases() -> list[Any]:
     """Release, inner optimizer, and the fix that is off."""
     return [
         pytest.param(*release.values, inner, fix, id=f"{release.id}-{inner}-{fix}")
-        for release in newest_by_default(releases("megatron-core", oldest="0.12.0"))
+        for release in newest_by_default(releases("megatron-core"))
         for inner, fix in (
             ("fused", "hybrid_offload_resume"),
             ("torch", "torch_adam_step"),

@@ -166,9 +166,9 @@ def test_explain_prints_the_page(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_explain_on_a_terminal_is_wrapped_and_has_bold_headings() -> None:
-    shown = on_terminal("explain", "rank_order", columns=60, TERM="xterm")
-    assert shown.startswith("\x1b[1mrank_order\x1b[0m\n\n\x1b[1mSymptom\x1b[0m\n\nNone while converting.")
-    page = (REPOSITORY / "docs/rank_order.md").read_text()
+    shown = on_terminal("explain", "round_robin_links", columns=60, TERM="xterm")
+    assert shown.startswith("\x1b[1mround_robin_links\x1b[0m\n\n\x1b[1mSymptom\x1b[0m\n\nNone while converting.")
+    page = (REPOSITORY / "docs/round_robin_links.md").read_text()
     plain = re.sub(r"\x1b\[\d+m|^#+ ", "", shown, flags=re.MULTILINE)
     assert max(len(line) for line in plain.splitlines()) <= 60
     expected = re.sub(r"^#+ ", "", explain.without_links(page), flags=re.MULTILINE)
@@ -191,7 +191,7 @@ def test_explain_without_a_name_lists_all_pages_with_their_titles() -> None:
     rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith(tuple(explain.names())))
     assert rows.keys() == set(explain.names())
     assert rows["audit"] == (REPOSITORY / "docs/audit.md").read_text().splitlines()[0].lstrip("# ")
-    assert rows["rank_order"] == fixes.sentence("rank_order").rstrip(".")
+    assert rows["round_robin_links"] == fixes.sentence("round_robin_links").rstrip(".")
     assert done.stdout.index("audit ") < done.stdout.index("zarr_range_write ")  # topics before fixes
 
 

@@ -124,7 +124,7 @@ print("load_checkpoint_file" in vars(converter), "max(" in open(converter.__file
 def test_a_late_install_breaks_no_program_that_ran_without_us(tmp_path: Path) -> None:
     """No import fails; with the fix, the converter would import a function from a module loaded without it."""
     (tmp_path / "late.py").write_text(LATE_DEEPSPEED)
-    tree = upstream.tree("deepspeed", "0.12.6")
+    tree = upstream.tree("deepspeed", "0.15.4")
     done = upstream.run(tmp_path / "late.py", "warn", tree=tree)
     assert done.stdout.splitlines()[-1].split()[0] == "False"
     said = [line for line in warnings(done.stderr) if "torch_load_weights_only is NOT active" in line]

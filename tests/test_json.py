@@ -55,7 +55,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "list", "--json", "--for", "megatron-core==0.14.0")
     check("list --json", found)
     by_name = {fix["name"]: fix for fix in found["fixes"]}
-    assert by_name["zarr_create_synchronizer"]["releases"] == [["0.7.0", "0.14.0"]]
+    assert by_name["zarr_create_synchronizer"]["releases"] == [["0.9.0", "0.14.0"]]
 
 
 def test_audit(old: Path, capsys: pytest.CaptureFixture[str]) -> None:

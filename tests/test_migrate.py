@@ -56,12 +56,12 @@ RUNS = [
     Run("0.14.0", BUCKETS),
     Run("0.12.3", GATHERED),
     Run("0.14.0", GATHERED),
-    *(Run(version) for version in ("0.8.0", "0.9.0", "0.13.1", "0.15.3")),
-    *(Run(version, optimizer="plain-fp32") for version in ("0.9.0", "0.12.3", "0.14.0", "0.15.3")),
+    *(Run(version) for version in ("0.12.0", "0.13.1", "0.15.3")),
+    *(Run(version, optimizer="plain-fp32") for version in ("0.12.3", "0.14.0", "0.15.3")),
     *(Run(version, optimizer="precision-aware") for version in ("0.13.1", "0.14.0", "0.15.3")),
     *(Run(version, inner="torch") for version in ("0.12.3", "0.13.1", "0.14.0", "0.15.3")),
     Run("0.14.0", GATHERED, inner="torch"),
-    *(Run("0.7.0", name, "plain-aligned") for name in (BUCKETS, GATHERED)),
+    *(Run("0.12.0", name, "plain-aligned") for name in (BUCKETS, GATHERED)),
 ]
 
 
@@ -114,7 +114,6 @@ GPTS = [
     Gpt("0.14.0", "--ep 2 --dp 2", "--ep 2 --dp 4", "--experts"),
     Gpt("0.14.0", "--tp 2 --dp 1", "--tp 1 --dp 4", "--fp32"),
     Gpt("0.12.3", "--tp 2 --dp 2", "--pp 2 --dp 2", backend="zarr"),
-    Gpt("0.9.0", "--tp 2 --dp 2", "--tp 1 --dp 2", backend="zarr"),
     Gpt("0.15.3", "--tp 2 --dp 2", "--pp 2 --dp 2"),
     Gpt("0.15.3", "--tp 1 --dp 4", "--tp 2 --dp 1", backend="zarr"),
 ]
@@ -168,8 +167,6 @@ class Whole(NamedTuple):
 WHOLE = [
     Whole("0.12.3", "whole", default=True),
     Whole("0.12.3", "none"),
-    Whole("0.9.0", "whole"),
-    Whole("0.9.0", "none"),
     Whole("0.15.3", "whole"),
 ]
 

@@ -27,7 +27,7 @@ from upstream import newest
 VERSIONS = ["3.10", "3.11", "3.12", "3.13"]
 SHOWS_EDITED = {version: version == "3.13" for version in VERSIONS}  # in a traceback that the interpreter itself prints
 NEWEST = {"megatron-core": "0.16.1", "deepspeed": newest("deepspeed")}
-OLDER = {"megatron-core": ["0.7.0", "0.14.0"], "deepspeed": ["0.12.6", "0.16.2"]}
+OLDER = {"megatron-core": ["0.12.0", "0.14.0"], "deepspeed": ["0.15.0", "0.16.2"]}
 TREES = {
     f"{distribution}-{version}": (distribution, version)
     for distribution, newest in NEWEST.items()

@@ -8,7 +8,7 @@ from test_dp_zero_empty_state import save_and_resume
 from upstream import numbers, releases, tree, with_fix, without_fix
 
 FIX = "reshardable_padding_flag"
-AFFECTED = releases("megatron-core", oldest="0.11.0")
+AFFECTED = releases("megatron-core")
 NEWEST = "0.16.1"
 TWO_STEPS = ("--precision-aware", "--steps", "2")
 

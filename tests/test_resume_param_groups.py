@@ -63,8 +63,6 @@ def programs(
     """The findings of each run, by rank, in the format that stores the first rank's groups for all ranks."""
     root = tree("megatron-core", version)
     format_ = "fully_reshardable" if numbers(version) >= (0, 15) else "fully_sharded_model_space"
-    if numbers(version) < (0, 8):
-        format_ = "dp_zero_gather_scatter"
     of_all = ("--format", format_, *options)
     return run_json("param_groups", folder, *map(json.dumps, runs), *of_all, tree=root, delivery=delivery, fixes=fixes)
 
@@ -90,7 +88,7 @@ SECOND_STAGE = ["1/a.weight,a.bias,b.bias/now", "1/a.weight,a.bias,b.bias/end", 
 
 def stages(version: str, saved_by: str, loaded_by: str, folder: Path) -> list[str]:
     """The groups of two pipeline stages, in different orders, that do not resume as saved."""
-    optimizers = ["distributed"] if numbers(version) >= (0, 8) else ["float16"]  # shares the groups since 0.8
+    optimizers = ["distributed"]
     if numbers(version) == (0, 12, 0):
         optimizers.append("float16")
     wrong = []

@@ -18,7 +18,7 @@ STEP = "global_step2"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("version", releases("deepspeed", oldest="0.14.5"))
+@pytest.mark.parametrize("version", releases("deepspeed"))
 def test_existing_files_are_read_in_the_order_in_which_the_optimizer_wrote_them(
     version: str, ranks: int, tmp_path: Path
 ) -> None:

@@ -70,8 +70,8 @@ def test_an_environment_has_what_its_row_names() -> None:
     environments.check(row, here)
     with pytest.raises(NotInstalled, match=f"expected numpy!={numpy} in the environment, found {numpy}"):
         environments.check(replace(row, others=(f"numpy!={numpy}",)), here)
-    with pytest.raises(NotInstalled, match=r"expected megatron-core==0\.7\.0 in the environment, found none"):
-        environments.check(replace(row, megatron="0.7.0", formats_of=""), here)
+    with pytest.raises(NotInstalled, match=r"expected megatron-core==0\.12\.0 in the environment, found none"):
+        environments.check(replace(row, megatron="0.12.0", formats_of=""), here)
 
 
 FOUND = {

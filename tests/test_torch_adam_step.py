@@ -1,20 +1,12 @@
 """torch_adam_step: the real megatron-core without Apex and Transformer Engine resumes with torch's AdamW."""
 
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-import edits
 from test_dp_zero_empty_state import save_and_resume
-from upstream import affected, checkpoint_formats, releases, run, tree, with_and_without_fix, with_fix, without_fix
+from upstream import affected, checkpoint_formats, with_fix, without_fix
 
 FIX = "torch_adam_step"
 AFFECTED = affected(FIX)
-# Only a run over all releases includes it.
-WITHOUT_TORCHS_ADAM = releases("megatron-core", oldest="0.9.0", newest="0.9.0") or [
-    pytest.param("0.9.0", marks=pytest.mark.skip(reason="not a default release; CKPT_PATCHES_TEST_ALL=1 runs it"))
-]
 THREE_STEPS = ("--inner", "torch", "--steps", "3")
 
 
@@ -30,18 +22,6 @@ def test_a_resume_is_bit_equal_in_every_format(version: str, delivery: str, tmp_
     assert {name: (line["error"], line["resume"]) for name, line in found.items()} == dict.fromkeys(
         checkpoint_formats(version), ("", "bit-equal")
     )
-
-
-@with_and_without_fix(FIX, WITHOUT_TORCHS_ADAM)
-def test_a_release_that_refuses_torchs_adam_goes_on_to_do_so(
-    version: str, delivery: str, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    """Upstream still refuses, and its same but unreachable code stays unchanged."""
-    edits.check_not_needed(tree("megatron-core", version), FIX)
-    arguments = (tmp_path / "out", "--formats", "torch", *THREE_STEPS)
-    done = run("empty_state", *arguments, tree=tree("megatron-core", version), delivery=delivery, check=False)
-    assert "AssertionError: Please install Apex or Transformer Engine to use DistributedOptimizer." in done.stderr
-    record_property("compat", "refused by upstream")
 
 
 def test_the_dp_reshardable_format_of_0_15_leaves_the_step_out_too(tmp_path: Path) -> None:

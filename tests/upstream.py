@@ -84,23 +84,19 @@ def numbers(version: str) -> tuple[int, ...]:
     return (sys.maxsize,) if version == MAIN else tuple(int(part) for part in version.split("."))
 
 
-_NO_SOCKET = (
-    "does not import: takes _get_socket_with_port from torch.distributed.elastic, which torch 2.13 does not have"
-)
+HAS_NUMPY_2 = numbers(metadata.version("numpy")) >= (2,)
+
+# The oldest release of the reports that two fixes are for. Other tests begin at the oldest supported release.
+OLDEST_REPORTED = "0.9.0"
 
 RELEASES: tuple[Release, ...] = (
     *_table(
         "megatron-core",
-        RECORDED[CORE],
-        default="0.7.0 0.12.0 0.14.0 0.19.2",
-        notes={},
+        [OLDEST_REPORTED, *RECORDED[CORE]],
+        default=f"{OLDEST_REPORTED} 0.12.0 0.14.0 0.19.2",
+        notes={OLDEST_REPORTED: "uses np.product, which NumPy 2 does not have"} if HAS_NUMPY_2 else {},
     ),
-    *_table(
-        "deepspeed",
-        RECORDED[DEEPSPEED],
-        default="0.12.6 0.16.2 0.19.2 0.19.8",
-        notes=dict.fromkeys(("0.14.1", "0.14.2", "0.14.3"), _NO_SOCKET),
-    ),
+    *_table("deepspeed", RECORDED[DEEPSPEED], default="0.15.0 0.16.2 0.19.2 0.19.8", notes={}),
     *_table("nvidia-resiliency-ext", RECORDED[NVRX], default="0.4.1 0.6.0", notes={}),
     *_table("apex", RECORDED[APEX], default="0.1", notes={}),  # a checkout: CHECKOUT_VARIABLES
     *_table(
@@ -118,16 +114,6 @@ COMPILED = ("numpy", "triton")  # packages that crash a Python other than the on
 
 # What megatron-core imports since 0.18, and torch for the CPU does not bring: a tree behind that of a release.
 _TRITON = ("triton", "3.9.0")
-
-# Folders with stubs of modules that a release needs to import on a machine without its accelerator.
-_INTEL_RELEASES = "0.12.0 0.12.1 0.12.2 0.12.3 0.12.4 0.12.5 0.12.6 0.13.0 0.13.1 0.13.2 0.13.3 0.13.4 0.13.5 0.14.0"
-STUBS: dict[tuple[str, str], Path] = {
-    # Later releases run without Apex; for them a program takes the stand-in for Transformer Engine's optimizer.
-    ("megatron-core", "0.7.0"): PROGRAMS / "stub_apex",
-    ("megatron-core", "0.8.0"): PROGRAMS / "stub_apex",
-    **dict.fromkeys((("deepspeed", version) for version in _INTEL_RELEASES.split()), PROGRAMS / "stub_intel"),
-}
-
 
 # The variables that name a checkout of an upstream main branch.
 MAIN_VARIABLES = {
@@ -207,8 +193,10 @@ def releases(distribution: str, *, oldest: str | None = None, newest: str | None
     """
 
     def within(version: str) -> bool:
-        return (oldest is None or numbers(oldest) <= numbers(version)) and (
-            newest is None or numbers(version) <= numbers(newest)
+        return (
+            version != OLDEST_REPORTED
+            and (oldest is None or numbers(oldest) <= numbers(version))
+            and (newest is None or numbers(version) <= numbers(newest))
         )
 
     return _parameters(distribution, within, with_main=newest is None)
@@ -291,7 +279,7 @@ def checkpoint_formats(version: str) -> list[str]:
     chosen = ["torch", "dp_zero_gather_scatter"]
     if numbers(version) < (0, 15):
         chosen.append("fully_sharded_bucket_space")
-    if (0, 8) <= numbers(version) < (0, 16):
+    if numbers(version) < (0, 16):
         chosen.append("fully_sharded_model_space")
     if numbers(version) >= (0, 15):
         chosen += ["dp_reshardable", "fully_reshardable"]
@@ -403,9 +391,6 @@ def _install(distribution: str, version: str, folder: Path, source: str = "") ->
         systems = (f"manylinux_2_{glibc}_x86_64" for glibc in (31, 39))
         options += ["--python-version", "3.12", "--only-binary=:all:", *(f"--platform={system}" for system in systems)]
     environment = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "CKPT_PATCHES": "off"}
-    if stub := STUBS.get((distribution, version)):
-        inherited = os.environ.get("PYTHONPATH")
-        environment["PYTHONPATH"] = os.pathsep.join([*([inherited] if inherited else []), str(stub)])
     _pip_install(sys.executable, [*options, source or f"{distribution}=={version}"], folder, environment)
 
 
@@ -468,7 +453,7 @@ def in_place(tree: Path, fixes: Sequence[str] = ()) -> Path:
 @functools.cache
 def _in_place(tree: Path, fixes: tuple[str, ...]) -> Path:
     def make(folder: Path) -> None:
-        copy = folder / tree.name  # the name selects its stub
+        copy = folder / tree.name
         # Another process may be writing bytecode, under a temporary name until it is complete.
         shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("*.pyc.*", ".git"), symlinks=True)
         command = [sys.executable, "-m", "ckpt_patches", "apply", *fixes, "--tree", str(copy)]
@@ -592,16 +577,15 @@ def run_pytest(*files: Path, rootdir: Path, options: Sequence[str] = (), **keywo
 def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) -> dict[str, str]:
     """The environment of a program under test; a copy, free to change."""
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    distribution, _, version = root.name.rpartition("-")
-    stub = STUBS.get((distribution, version))
-    if (apex := checkout("apex")) and root.name == apex.tree.name:
-        stub = PROGRAMS / "stub_apex_kernels"
-    folders = [root, *path, *([stub] if stub else []), *needed(root), PROGRAMS]
+    apex = checkout("apex")
+    stubs = [PROGRAMS / "stub_apex_kernels"] if apex and root.name == apex.tree.name else []
+    folders = [root, *path, *stubs, *needed(root), PROGRAMS]
     product_alone = delivery == "none" and lacks_product(root, path)
     return {
         **{name: os.environ[name] for name in ["CKPT_PATCHES_TEST_PATIENCE"] if name in os.environ},
         **demonstrating.environment(inherited, patched=delivery == "hook" or product_alone),
         **({"CKPT_PATCHES_SKIP": ",".join(FIXES.keys() - {PRODUCT})} if product_alone else {}),
+        **({"CKPT_PATCHES": "warn"} if delivery == "hook" and root.name.endswith(f"core-{OLDEST_REPORTED}") else {}),
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -615,11 +599,7 @@ def lacks_product(root: Path, path: Sequence[str | Path] = ()) -> bool:
     """
     distribution, _, version = root.name.rpartition("-")
     is_old = distribution == "megatron-core" and numbers(version) < (0, 16)
-    return is_old and has_numpy_2() and not any(Path(folder).name.startswith("numpy-") for folder in path)
-
-
-def has_numpy_2() -> bool:
-    return numbers(metadata.version("numpy")) >= (2,)
+    return is_old and HAS_NUMPY_2 and not any(Path(folder).name.startswith("numpy-") for folder in path)
 
 
 def needed(root: Path) -> list[Path]:

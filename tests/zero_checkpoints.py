@@ -32,7 +32,6 @@ def trained(version: str, *kinds: str) -> dict[str, Path]:
 def _trained(version: str, kind: str) -> Path:
     def train(out: Path) -> None:
         run("zero_training", "write", out, kind, tree=tree("deepspeed", version))
-        with_layers(out / kind / "global_step2")
 
     return shared.once(f"trained-by-{version}-{kind}", train)
 
@@ -42,29 +41,14 @@ def dp768() -> dict[str, Path]:
     return {case: crafted(case) for case in ("dp768", "dp768_stage3")}
 
 
-def of_ranks(count: int) -> Path:
-    """A crafted stage-1 checkpoint of `count` ranks: three parameters over all ranks, without padding."""
-    return crafted(str(count))
-
-
 @functools.cache
 def crafted(case: str) -> Path:
     """A checkpoint written without training, once per session."""
 
     def write(out: Path) -> None:
         run("write_parallel_checkpoint", out, case, tree=tree("deepspeed", newest("deepspeed")))
-        if (out / case / "truth.pt").exists():
-            with_layers(out / case / "global_step7")
 
     return shared.once(f"crafted-{case}", write) / case / "global_step7"
-
-
-def with_layers(folder: Path) -> Path:
-    """Add layer files: up to 0.13, the converter accepts only pipeline checkpoints and detects them by these files."""
-    if list(folder.glob("mp_rank_*")):  # not ZeRO-3
-        for layer in range(4):
-            torch.save({}, folder / f"layer_{layer:02d}-model_00-model_states.pt")
-    return folder
 
 
 def convert(

@@ -14,6 +14,7 @@ from ckpt_patches.engine import plugins
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
 from ckpt_patches.engine.registry import CORE, FOLDERS, NVRX, OFF_BY_DEFAULT, TORCH, packages
+from ckpt_patches.engine.releases import is_too_old, too_old
 from ckpt_patches.engine.trees import root_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import running
@@ -78,7 +79,7 @@ class Status:
     installed: tuple[Installed, ...]
     fixes: tuple[FixStatus, ...]
     warnings: tuple[str, ...]
-    errors: tuple[str, ...]  # missing packages, unusable plug-ins
+    errors: tuple[str, ...]  # missing packages, unsupported releases, unusable plug-ins
     async_saves: str  # the package that runs Megatron's asynchronous saves, and how many of its fixes are active
     proofs: tuple[Proof, ...] = ()
 
@@ -141,6 +142,11 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
         warnings += _warning_of_torch_alone(roots)
         warnings += [warning for package, root in roots.items() for warning in _warning_of_another_tree(package, root)]
     errors = _errors(roots, tree, required)
+    errors += [
+        too_old(one, version)
+        for one, root in roots.items()
+        if root and is_too_old(one, version := version_in(root, one))
+    ]
     errors += plugins.complaints(switches.skip)
     return Status(
         __version__,
@@ -237,7 +243,7 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
 
 def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: Switches) -> FixStatus:
     off = OFF_BY_DEFAULT.get(result.name) if result.name in switches.skip - switches.skip_requested else None
-    state, reason = NOT_PRESENT, "this release does not have the code"
+    state, reason = NOT_PRESENT, result.reason or "this release does not have the code"
     if result.outcome is Outcome.ALREADY_THERE:
         state, reason = (APPLIED_IN_PLACE, "") if result.name in in_place else (FIXED_UPSTREAM, "")
     elif result.outcome is Outcome.NO_MATCH and off:

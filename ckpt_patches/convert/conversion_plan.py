@@ -97,18 +97,13 @@ def _left_out(checkpoint: Checkpoint, *, strict: bool) -> Iterator[str]:
 
 
 def _check_loadable(checkpoint: Checkpoint, traits: Traits) -> None:
-    is_stage_3, info = checkpoint.stage > 2, checkpoint.info
     for has, known, what in (
-        (is_stage_3, traits.zero3, "is of ZeRO stage 3"),
         (
-            is_stage_3 and checkpoint.tp_degree > 1,
+            checkpoint.stage > 2 and checkpoint.tp_degree > 1,
             traits.zero3_tensor_parallel,
             f"is of {checkpoint.tp_degree} tensor-parallel ranks at ZeRO stage 3",
         ),
         (checkpoint.experts, traits.autoep, f"has layers of experts ({KEY})"),
-        (info.get(rules.VOCABULARY), traits.vocab_tensor, f"has {rules.VOCABULARY}"),
-        (info.get(rules.TWO_SUB_PARAMS), traits.two_sub_params, f"has {rules.TWO_SUB_PARAMS}"),
-        (info.get(rules.SUB_PARAMS), traits.sub_params, f"has {rules.SUB_PARAMS}"),
     ):
         if has and not known:
             raise UserError(
@@ -284,7 +279,7 @@ class _Stage1And2:
 
     def _steps_of(self, name: str, by_slice: Sequence[Sequence[Fragment]]) -> Iterator[Output | Link]:
         step = next((f.partition.step for fragments in by_slice for f in fragments if f.partition.step), None)
-        if step and self.traits.steps:
+        if step:
             yield self._step_file(state_file(name, "step"), step)
 
     def _states(

@@ -16,31 +16,21 @@ CONVERTER = Path("deepspeed", "checkpoint", "ds_to_universal.py")
 class Traits:
     """Features of a DeepSpeed release; the defaults are those of the latest."""
 
-    steps: bool = True  # zero/<parameter>/step.pt
     # Sub-parameters of unequal shares, counts converted to widths, a shape per tensor-parallel rank
     shard_widths: bool = True
     module_weights: bool = True  # fp32.pt from the model's weights, if the optimizer has none
     affine_maps: bool = True
     # A checkpoint with one of these is refused if DeepSpeed does not support it.
-    vocab_tensor: bool = True
-    two_sub_params: bool = True  # `parameter_with_2_sub_params_cat_dim_0`
-    sub_params: bool = True  # `parameter_with_sub_params`
-    zero3: bool = True
     zero3_tensor_parallel: bool = True
     autoep: bool = True
 
 
-# By feature, a name or string that a converter with the feature uses. In forks and back-ports, the syntax tree is
+# By feature, a name that a converter with the feature uses. In forks and back-ports, the syntax tree is
 # reliable and the version is not.
 SIGNS = {
-    "steps": "step.pt",
     "shard_widths": "SUB_PARAM_SHARD_WIDTHS",
     "module_weights": "module_state",
     "affine_maps": "AFFINE_MAP",
-    "vocab_tensor": "VOCAB_TENSOR",
-    "two_sub_params": "PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0",
-    "sub_params": "PARAMETER_WITH_SUB_PARAMS",
-    "zero3": "extract_zero_shards_stage3",
     "zero3_tensor_parallel": "_build_zero3_rank_grid",
     "autoep": "_rebuild_zero3_autoep_rank_tensors",
 }
@@ -71,16 +61,12 @@ def in_tree(root: Path) -> tuple[Traits, str]:
 
 
 def _words(node: ast.AST) -> Iterator[str]:
-    """The names that a module defines and uses, and the file names in its strings; no imports or docstrings."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        return
+    """The names that a module defines and uses, no imports."""
     if isinstance(node, ast.FunctionDef):
         yield node.name
     elif isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, ast.Attribute):
         yield node.attr
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value.rpartition("/")[2]
     for child in ast.iter_child_nodes(node):
         yield from _words(child)

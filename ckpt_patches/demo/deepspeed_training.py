@@ -6,7 +6,6 @@ comparable.
 """
 
 import argparse
-import contextlib
 import functools
 import gc
 import inspect
@@ -37,21 +36,12 @@ def prepare() -> None:
     """Let DeepSpeed train on a CPU, without a compiler, and without DeepSpeed's own race."""
     # On a CPU, DeepSpeed would compile its shared-memory operator at run time; tests must not need a compiler.
     deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
-    # Up to 0.14.0 it would also compile oneCCL; up to 0.15 it trains in fp16 only on a GPU.
+    # It would also use oneCCL, if that is installed; up to 0.15 it trains in fp16 only on a GPU.
     if REAL_GPU:
         return
     get_accelerator()._communication_backend_name = "gloo"
     get_accelerator().is_fp16_supported = lambda: True
     torch.distributed.all_gather_into_tensor = gather_and_wait
-    if (0, 13, 5) <= numbers(deepspeed.__version__) <= (0, 14, 3):
-        get_accelerator().current_stream = DoneStream
-
-
-class DoneStream:
-    """A stream to wait for: these releases need one with hpZ, but a CPU has None."""
-
-    def synchronize(self) -> None:
-        pass
 
 
 def gather_and_wait(*args: Any, **kwargs: Any) -> Any:
@@ -314,31 +304,15 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 def reduce_as_on_a_gpu() -> None:
     """Let the engine reduce 16-bit gradients itself, as it does without ZeRO and for BF16_Optimizer.
 
-    Up to 0.16 it reduces only dtypes that the accelerator lists, and a CPU does not list fp16. Up to 0.12 it expects
-    `torch.cpu.HalfTensor`, but torch's name is `torch.HalfTensor`.
+    Up to 0.16 it reduces only dtypes that the accelerator lists, and a CPU does not list fp16.
     """
     if REAL_GPU:
         return
     get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
-    if numbers(deepspeed.__version__) < (0, 13):
-        deepspeed.runtime.engine.split_half_float_double_sparse = by_type
-
-
-def by_type(gradients: list[torch.Tensor]) -> list[tuple[str, list[torch.Tensor]]]:
-    kinds = sorted({gradient.type() for gradient in gradients})
-    return [(kind, [gradient for gradient in gradients if gradient.type() == kind]) for kind in kinds]
 
 
 def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split("+")[0].split("."))
-
-
-class OneTensorParallelRank:
-    """A stub of Megatron's `mpu`, which the loader of universal checkpoints requires up to 0.14.0."""
-
-    get_tensor_model_parallel_rank = staticmethod(lambda: 0)
-    get_tensor_model_parallel_world_size = staticmethod(lambda: 1)
-    get_slice_parallel_world_size = staticmethod(lambda: 1)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -360,20 +334,7 @@ def save(run: Any, folder: Path) -> None:
 
 def load(run: Any, folder: Path, tag: str, **asked: bool) -> Any:
     """Load a checkpoint. Returns the client state."""
-    with model_parallel(run, universal=tag != TAG):
-        _, client_state = run.load_checkpoint(str(folder), tag=tag, **asked)
-    return client_state
-
-
-@contextlib.contextmanager
-def model_parallel(run: Any, *, universal: bool) -> Iterator[None]:
-    """Set the `mpu` that a load of a universal checkpoint requires up to 0.14.0."""
-    needed = universal and numbers(deepspeed.__version__) <= (0, 14, 0)
-    if needed:
-        run.optimizer.mpu = OneTensorParallelRank
-    yield
-    if needed:
-        run.optimizer.mpu = None
+    return run.load_checkpoint(str(folder), tag=tag, **asked)[1]
 
 
 def show_result(
@@ -456,8 +417,6 @@ def load_weights(rank: int, folder: Path, case: str, ranks: int, options: dict[s
     found = weights(loaded)
     wrong = on_any_rank(differences(found, saved))
     stale = on_any_rank(differences(full(loaded, "fp32"), {name: weight.float() for name, weight in found.items()}))
-    if numbers(deepspeed.__version__) < (0, 13) and loaded.zero_optimization():
-        stale = []  # there, loads without states never update main parameters
     if not wrong and not stale:
         return ""
     return f"{len(wrong)} of {len(saved)} weights are not those saved, {len(stale)} masters not the weights; no error"

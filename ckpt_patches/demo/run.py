@@ -1,7 +1,7 @@
 """Find the fixes' demonstrations, and run one in an environment.
 
 from ckpt_patches.demo import run
-run.run(run.demonstrations()["rank_order"], run.environment(os.environ, patched=False))
+run.run(run.demonstrations()["round_robin_links"], run.environment(os.environ, patched=False))
 """
 
 import ast

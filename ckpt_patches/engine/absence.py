@@ -60,8 +60,7 @@ def compared_with(package: str, version: str) -> tuple[str, ...]:
     version = without_build(package, version)
     if version in releases:
         return (version,)
-    found = re.match(r"\d+(\.\d+)*", version)
-    here = numbers(found[0]) if found else (999,)
+    here = numbers(version) or (999,)
     before = [release for release in releases if numbers(release) < here]
     after = [release for release in releases if numbers(release) >= here]
     return (*after[:1], *before[-1:])

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ EditFunction = Callable[[Source], None]
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """A release such as 0.16.1 as a tuple that compares in release order."""
-    return tuple(map(int, version.split(".")))
+    """The release numbers of a version, such as (0, 16, 1) of 0.16.1rc2; empty if it begins with none."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from ckpt_patches.engine.fix import Edit, Fix, load
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, is_released, version_in
 from ckpt_patches.engine.names import new_unbound_names
 from ckpt_patches.engine.registry import FIXES, PLUGINS, SWITCHED, TARGETS, root_of
+from ckpt_patches.engine.releases import is_too_old
 from ckpt_patches.engine.requirements import unmet
 from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, NotConcerned, Repaired, Source, UnreadableSource
 from ckpt_patches.errors import UserError
@@ -252,10 +253,12 @@ def _try(name: str, tree: _Tree) -> FixResult:
     before = tree.marks()
     try:
         fix = load(name)
+        if is_too_old(tree.package, tree.version) and not fix.affects(tree.version):
+            return FixResult(name, Outcome.NOT_PRESENT, "the release is older than those that the fix is for")
         if reason := unmet(fix.requires, tree.root):
             return FixResult(name, Outcome.NOT_NEEDED, reason)
         found = _make(fix, tree)
-        if name not in PLUGINS:  # plug-ins have no record
+        if name not in PLUGINS and not is_too_old(tree.package, tree.version):  # these have no record
             _check_absence(fix, tree, found)
         modules, functions = tuple(tree.edited_since(before)), tuple(tree.functions_edited_since(before))
         return FixResult(name, _outcome(found), modules=modules, functions=functions, found=found)

@@ -1,15 +1,14 @@
 """The upstream releases that the tests ran on. Statements about a bug hold for these releases only."""
 
+from ckpt_patches.engine.fix import numbers
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, TORCH
 from ckpt_patches.errors import UserError
 
 _RECORDED = {
-    CORE: """0.7.0 0.8.0 0.9.0 0.10.0 0.11.0 0.12.0 0.12.1 0.12.2 0.12.3 0.13.0 0.13.1 0.14.0
-        0.15.0 0.15.1 0.15.2 0.15.3 0.16.0 0.16.1
-        0.17.0 0.17.1 0.18.0 0.18.2 0.19.0 0.19.2""",
-    DEEPSPEED: """0.12.0 0.12.1 0.12.2 0.12.3 0.12.4 0.12.5 0.12.6 0.13.0 0.13.1 0.13.2 0.13.3 0.13.4 0.13.5
-        0.14.0 0.14.1 0.14.2 0.14.3 0.14.4 0.14.5 0.15.0 0.15.1 0.15.2 0.15.3 0.15.4
+    CORE: """0.12.0 0.12.1 0.12.2 0.12.3 0.13.0 0.13.1 0.14.0 0.15.0 0.15.1 0.15.2 0.15.3
+        0.16.0 0.16.1 0.17.0 0.17.1 0.18.0 0.18.2 0.19.0 0.19.2""",
+    DEEPSPEED: """0.15.0 0.15.1 0.15.2 0.15.3 0.15.4
         0.16.0 0.16.1 0.16.2 0.16.3 0.16.4 0.16.5 0.16.6 0.16.7 0.16.8 0.16.9
         0.17.0 0.17.1 0.17.2 0.17.3 0.17.4 0.17.5 0.17.6
         0.18.0 0.18.1 0.18.2 0.18.3 0.18.4 0.18.5 0.18.6 0.18.7 0.18.8 0.18.9
@@ -21,11 +20,27 @@ _RECORDED = {
 _PACKAGES = {DISTRIBUTIONS[package]: package for package in _RECORDED}
 # Oldest first.
 RECORDED = {package: tuple(versions.split()) for package, versions in _RECORDED.items()}
+# The oldest supported releases. Fixes have no forms for older ones, but those whose `releases` begin earlier.
+FLOORS = {package: RECORDED[package][0] for package in (CORE, DEEPSPEED)}
 
 
 def newest(distribution: str) -> str:
     """The newest of the releases: the end of the range of a bug that upstream has not fixed."""
     return RECORDED[_PACKAGES[distribution]][-1]
+
+
+def is_too_old(package: str, version: str) -> bool:
+    """Whether a version is older than the oldest supported release; not if it is unknown."""
+    here = numbers(version)
+    return package in FLOORS and bool(here) and here < numbers(FLOORS[package])
+
+
+def too_old(package: str, version: str) -> str:
+    """The message about such a version."""
+    return (
+        f"{DISTRIBUTIONS[package]} {version} is older than this version of training-checkpoint-patches supports "
+        f"({FLOORS[package]} and later): fixes may be missing; version 0.2 supports it"
+    )
 
 
 def without_build(package: str, version: str) -> str:
@@ -46,6 +61,8 @@ def recorded_release(requirement: str) -> tuple[str, str]:
         raise UserError(f"expected PACKAGE==VERSION, such as {known}, found {requirement}")
     versions = RECORDED[package]
     version = without_build(package, version)
+    if is_too_old(package, version):
+        raise UserError(too_old(package, version))
     if version not in versions:
         raise UserError(
             f"expected a tested release of {DISTRIBUTIONS[package]} ({versions[0]} to {versions[-1]}), found "

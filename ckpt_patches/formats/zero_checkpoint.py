@@ -402,7 +402,6 @@ def _common(optimizer: Mapping[str, Any], dp_degree: int) -> dict[str, Any]:
         common["partition_count"] = [dp_degree] * len(common["partition_count"])
     if common.get("group_paddings"):
         common["group_paddings"] = [0] * len(common["group_paddings"])
-    # Upstream leaves these out up to 0.14.0; see universal_group_settings.
     common["param_groups"] = optimizer["base_optimizer_state"]["param_groups"]
     return common
 

@@ -10,6 +10,7 @@ from ckpt_patches import __version__
 from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, fixes_for
 from ckpt_patches.engine.registry import EVERYTHING, SWITCHED, TARGETS
+from ckpt_patches.engine.releases import is_too_old, too_old
 from ckpt_patches.errors import StrictModeError
 from ckpt_patches.runtime.ranks import is_rank_zero
 
@@ -27,11 +28,13 @@ def tell(plan: TreePlan, switches: "Switches", *, at_exit: bool = False) -> None
     `at_exit`: print to stderr, because logging is shut down by then.
 
     Raises:
-        StrictModeError: in strict mode, a fix does not match; on every rank.
+        StrictModeError: in strict mode, a fix does not match or the release is not supported; on every rank.
     """
     if not at_exit:
         _announce(plan)
-    messages = [mismatch(plan, result) for result in plan.results if result.outcome is Outcome.NO_MATCH]
+    version = version_in(plan.root, plan.package)
+    messages = [too_old(plan.package, version)] if is_too_old(plan.package, version) else []
+    messages += [mismatch(plan, result) for result in plan.results if result.outcome is Outcome.NO_MATCH]
     warn_or_raise(messages, switches, at_exit=at_exit)
 
 

@@ -24,7 +24,7 @@ fix = Fix(
         "https://github.com/volcengine/verl/issues/3517",
     ),
     symptom="`KeyError: 'exp_avg'` in a save before the first real step",
-    releases=(("0.7.0", newest("megatron-core")),),
+    releases=(("0.9.0", newest("megatron-core")),),
     stacks="distributed optimizer, every format",
     silent=False,
     stages=("state",),

@@ -22,7 +22,7 @@ fix = Fix(
         "https://github.com/volcengine/verl/issues/1992",
     ),
     symptom="a save runs out of host memory on data-parallel rank 0",
-    releases=(("0.7.0", newest("megatron-core")),),
+    releases=(("0.12.0", newest("megatron-core")),),
     stacks="torch and fully_reshardable formats, distributed optimizer",
     silent=False,
     off_because="it has not run over NCCL on several GPUs",

@@ -17,7 +17,7 @@ fix = Fix(
         "https://github.com/NVIDIA/TransformerEngine/pull/3318",
     ),
     symptom="a param group counts its steps from 1 after a resume",
-    releases=(("0.7.0", newest("megatron-core")),),
+    releases=(("0.12.0", newest("megatron-core")),),
     stacks="distributed optimizer, FusedAdam; saved by 0.13.1 or earlier",
     silent=True,
     stages=("state", "groups"),

@@ -14,7 +14,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/pull/5929",),
     symptom="`Optimizer shape … does not match model shape` in a save with fp32 parameters",
-    releases=(("0.7.0", "0.19.2"),),
+    releases=(("0.12.0", "0.19.2"),),
     stacks="bf16 or fp16 without the distributed optimizer; fp32 parameters",
     silent=False,
     stages=("state",),

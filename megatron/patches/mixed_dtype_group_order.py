@@ -21,7 +21,7 @@ fix = Fix(
         "https://github.com/NVIDIA/Megatron-LM/pull/2872",
     ),
     symptom="parameters resume with each other's main parameters and moments",
-    releases=(("0.11.0", newest("megatron-core")),),
+    releases=(("0.12.0", newest("megatron-core")),),
     stacks="a param group with fp32 and 16-bit parameters",
     silent=True,
     stages=("state",),

@@ -10,7 +10,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/1563",),
     symptom="`AttributeError: np.product` in a save or load",
-    releases=(("0.7.0", "0.15.3"),),
+    releases=(("0.12.0", "0.15.3"),),
     stacks="NumPy 2",
     silent=False,
     stages=("share", "check"),

@@ -22,7 +22,7 @@ fix = Fix(
         "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/1917",
     ),
     symptom="the checkpoint's learning rate stays in use despite the override",
-    releases=(("0.9.0", newest("megatron-core")),),
+    releases=(("0.12.0", newest("megatron-core")),),
     stacks="`--override-opt-param-scheduler`",
     silent=True,
     stages=("scheduler",),

@@ -19,7 +19,7 @@ fix = Fix(
         "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.2/megatron/core/optimizer/distrib_optimizer.py",
     ),
     symptom="weights that are loaded into a run are gone after its next step",
-    releases=(("0.11.0", newest("megatron-core")),),
+    releases=(("0.12.0", newest("megatron-core")),),
     stacks="precision-aware optimizer, weights loaded into a run that has trained",
     silent=True,
     stages=("optimizer",),

@@ -13,7 +13,7 @@ fix = Fix(
         "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/1730",
     ),
     symptom="`'bool' object has no attribute 'dtype'` or `KeyError: 'padding'` at a resume",
-    releases=(("0.11.0", "0.16.1"),),
+    releases=(("0.12.0", "0.16.1"),),
     stacks="dp_reshardable format, precision-aware optimizer",
     silent=False,
     stages=("optimizer",),

@@ -20,7 +20,7 @@ fix = Fix(
         "https://github.com/NVIDIA/Megatron-LM/issues/6191",
     ),
     symptom="a save fails with `empty bucket encountered` or `out of bounds chunk`",
-    releases=(("0.11.0", newest("megatron-core")),),
+    releases=(("0.12.0", newest("megatron-core")),),
     stacks="dp_reshardable format, distributed optimizer",
     silent=False,
     stages=("state",),

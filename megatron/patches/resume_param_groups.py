@@ -34,7 +34,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/pull/4705",),
     symptom="a param group resumes with another group's weight decay or learning rate",
-    releases=(("0.7.0", "0.13.1"), ("0.16.0", newest("megatron-core"))),
+    releases=(("0.12.0", "0.13.1"), ("0.16.0", newest("megatron-core"))),
     stacks="pipeline stages; `--decoupled-lr` or muP; from 0.19.0 a new `--lr`",
     silent=True,
     stages=("groups",),

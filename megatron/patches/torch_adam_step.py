@@ -17,7 +17,7 @@ fix = Fix(
         "https://github.com/areal-project/AReaL/issues/142",
     ),
     symptom="`KeyError: 'step'` at a resume, or a step count that runs ahead",
-    releases=(("0.10.0", newest("megatron-core")),),
+    releases=(("0.12.0", newest("megatron-core")),),
     stacks="distributed optimizer without Apex and Transformer Engine",
     silent=True,
     stages=("state", "optimizer"),

@@ -20,7 +20,7 @@ fix = Fix(
         "https://github.com/modelscope/ms-swift/issues/4111",
     ),
     symptom="`_write_item() missing … 'serialization_format'` in a save",
-    releases=(("0.7.0", "0.12.3"),),
+    releases=(("0.12.0", "0.12.3"),),
     stacks="torch_dist format, torch 2.7 or later",
     stages=("async",),
     test="tests/unit_tests/dist_checkpointing/test_torch_dist_write_item.py",

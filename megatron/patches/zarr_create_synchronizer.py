@@ -12,7 +12,7 @@ fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/1053",),
     symptom="slices of the optimizer state are saved as zeros",
-    releases=(("0.7.0", "0.14.0"),),
+    releases=(("0.9.0", "0.14.0"),),
     stacks="zarr format, distributed optimizer",
     silent=True,
     stages=("zarr",),

@@ -37,7 +37,7 @@ fix = Fix(
         "https://github.com/NVIDIA/Megatron-LM/issues/1053",
     ),
     symptom="slow saves; slices are lost where file locks do not reach other nodes",
-    releases=(("0.7.0", "0.15.3"),),
+    releases=(("0.12.0", "0.15.3"),),
     stacks="zarr format, distributed optimizer",
     silent=True,
     stages=("zarr",),

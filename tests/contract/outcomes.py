@@ -49,7 +49,7 @@ def text(record: Mapping[str, Mapping[str, str]]) -> str:
             last = letters
         lines.append(f'    "{fix}": "{" ".join(changes)}",\n')
     doc = MODULE.read_text().splitlines()[0]
-    return f"{doc}\n\n# fmt: off\n# ruff: noqa: E501\nOUTCOMES: dict[str, str] = {{\n{''.join(lines)}}}\n"
+    return f"{doc}\n\n# fmt: off\nOUTCOMES: dict[str, str] = {{\n{''.join(lines)}}}\n"
 
 
 def main() -> None:

@@ -180,7 +180,7 @@ def _has_fsdp2(version: str, run: Case, load: Case) -> bool:
     """Whether a case is one of torch FSDP2: data parallelism alone, without the distributed optimizer."""
     is_alone = all(one[name] == PLAIN_LOAD[name] for one in (run, load) for name in LAYOUT)
     is_plain = run["optimizer"] == "whole" and run["algorithm"] == "adam" and run["backend"] == "torch_dist"
-    is_there = numbers(version) >= (0, 10) and not (run["trainer"] or load["saved_by"] or run["format"] == "torch")
+    is_there = not (run["trainer"] or load["saved_by"] or run["format"] == "torch")
     return is_alone and is_plain and is_there
 
 

@@ -27,7 +27,7 @@ from explore.judged import LOUD, NOT_TRAINED, RIGHT, SILENT, Stack, outcome
 from explore.megatron_space import formats
 from explore.spaces import SPACES, complete
 from stacks.rows import BY_NAME, Row
-from upstream import STUBS, numbers
+from upstream import numbers
 
 # The expected results of a fix. Any other text describes a failure.
 WORKS, REFUSED = "works", "refused"
@@ -120,11 +120,8 @@ def shown_at_length(demonstration: Demonstration, row: Row, mode: str) -> Shown:
 
 
 def _on_path(row: Row) -> dict[str, str]:
-    """Variables that put a checkout and the accelerator stub for an old release on the path."""
-    releases = {"megatron-core": row.megatron_release, "deepspeed": row.deepspeed}
-    stubs = [str(STUBS[one]) for one in releases.items() if one in STUBS]
-    path = os.pathsep.join([*stubs, os.environ.get("STACK_PATH", "")]).strip(os.pathsep)
-    return {**os.environ, "PYTHONPATH": path}
+    """Variables that put a checkout on the path."""
+    return {**os.environ, "PYTHONPATH": os.environ.get("STACK_PATH", "")}
 
 
 def word(fix: FixStatus, without: Shown | None, with_it: Shown | None) -> str:
@@ -168,11 +165,9 @@ def judged(package: str, version: str) -> Iterable[tuple[str, str]]:
 
 def cases(package: str, version: str) -> Mapping[str, Case]:
     if package == "megatron":
-        chosen = "fully_reshardable" if numbers(version) >= (0, 15) else formats(version)[0]
-        run = {"format": chosen if numbers(version) >= (0, 9) else "torch"}  # torch_dist fails with torch 2.4
-        proven = {"ranks": 2, "fingerprint": numbers(version) >= (0, 12)}
-        what = "audit, repair, fingerprint" if proven["fingerprint"] else "audit, repair"
-        return {what: {"package": package, "ranks": 2, "run": run, "load": proven}}
+        run = {"format": "fully_reshardable" if numbers(version) >= (0, 15) else formats(version)[0]}
+        load = {"ranks": 2, "fingerprint": True}
+        return {"audit, repair, fingerprint": {"package": package, "ranks": 2, "run": run, "load": load}}
     plain = {"package": package, "ranks": 2, "nodes": 1, "load": {"ranks": 2, "nodes": 1, "fingerprint": True}}
     stage = 3 if numbers(version) >= (0, 18) else 2
     load = {"ranks": 3, "nodes": 1, "kind": "universal", "fingerprint": True}
@@ -185,7 +180,7 @@ def cases(package: str, version: str) -> Mapping[str, Case]:
 def its_flattened(row: Row) -> str:
     """The release that saves torch_dist in flattened ranges here: the row's own, or the last such release."""
     version = row.megatron_release
-    return version if version and (0, 12) <= numbers(version) < (0, 16) else FLATTENED
+    return version if version and numbers(version) < (0, 16) else FLATTENED
 
 
 def flattened(version: str) -> str:

@@ -22,7 +22,6 @@ from packaging.utils import canonicalize_name
 
 from installs import copy_working_tree, find_python
 from stacks.rows import MEGATRON_LM, Row
-from upstream import STUBS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Each environment takes a few GB. The run of a row removes its environment at the end, unless the user keeps it.
@@ -141,11 +140,8 @@ def _install(row: Row, environment: Environment) -> None:
     elif row.megatron:
         _pip(environment, [f"megatron-core=={row.megatron}"])
     if row.deepspeed:
-        # The setup of this source distribution imports torch and queries its accelerator.
-        stub = STUBS.get(("deepspeed", row.deepspeed))
-        build = {"DS_BUILD_OPS": "0", **({"PYTHONPATH": str(stub)} if stub else {})}
         _pip(environment, SET_UP)
-        _pip(environment, ["--no-build-isolation", f"deepspeed=={row.deepspeed}"], build)
+        _pip(environment, ["--no-build-isolation", f"deepspeed=={row.deepspeed}"], {"DS_BUILD_OPS": "0"})
     if row.nvrx:
         target = ("--no-deps", "--target", str(environment.site_packages))
         _pip(environment, [*target, *NVRX_OPTIONS, *NVRX_PLATFORMS, f"{NVRX}=={row.nvrx}"])

@@ -39,14 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _on_ranks(test: Any, arguments: Mapping[str, Any], ranks: int) -> None:
-    import deepspeed
-
-    from ckpt_patches.demo.deepspeed_training import numbers, prepare, reduce_as_on_a_gpu
+    from ckpt_patches.demo.deepspeed_training import prepare
     from ckpt_patches.demo.ranks import free_port
 
     prepare()
-    if numbers(deepspeed.__version__) < (0, 13):  # whose BF16_Optimizer does not train on a CPU
-        reduce_as_on_a_gpu()
     port, context = free_port(), multiprocessing.get_context("fork")
     processes, waiting = [], []
     for rank in range(ranks):

@@ -1,1 +1,0 @@
-"""Imported by DeepSpeed up to 0.14.0 on a CPU; the tests use Gloo."""
