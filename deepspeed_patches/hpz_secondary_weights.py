@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/7130
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import NoBug, NotConcerned, Source
+from ckpt_patches.engine.source import Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,10 +48,6 @@ class DeepSpeedZeroOptimizer_Stage3:
 @fix.edit(STAGE3)
 def drop_the_copies_of_frozen_parameters(source: Source) -> None:
     """Upstream drops only the copies of trained parameters, and up to 0.18.2 none."""
-    if b"def invalidate_secondary_tensor(" not in source.data:
-        raise NotConcerned
-    if not source.has(OF_TRAINED, within=source.function(f"{OWNER}._post_step")):
-        raise NoBug  # up to 0.13.1 no step drops any: training itself uses old weights
     epilogue = source.function(f"{OWNER}.checkpoint_event_epilogue")
     method = DeepSpeedZeroOptimizer_Stage3._invalidate_all_secondary_tensors
     source.check_parts({**source.functions_there(f"{OWNER}.", method), OF_ALL: source.has(OF_ALL, within=epilogue)})

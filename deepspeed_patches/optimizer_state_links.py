@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/5104
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
 BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer"
@@ -32,7 +32,6 @@ NOT_LINKED = "self._hp_optimizer_states_linked = False"
 @fix.edit(STAGE_1_AND_2, independent=True)
 def link_when_all_groups_have_stepped(source: Source) -> None:
     """Upstream links all groups only once, after the first has stepped, when the others have no moments."""
-    check_links_are_made_late(source)
     step = source.function("DeepSpeedZeroOptimizer._optimizer_step")
     if source.has(LINK_AFTER_LAST, within=step):
         raise AlreadyThere
@@ -42,7 +41,6 @@ def link_when_all_groups_have_stepped(source: Source) -> None:
 @fix.edit(STAGE_1_AND_2, BF16_OPTIMIZER, independent=True)
 def link_again_after_a_load(source: Source) -> None:
     """A load makes new links, only to the main parameters, but upstream assumes that moments are linked, too."""
-    check_links_are_made_late(source)
     owner = "DeepSpeedZeroOptimizer" if source.has_function("DeepSpeedZeroOptimizer.step") else "BF16_Optimizer"
     link = source.function(f"{owner}._link_all_hp_params")
     if source.has(NOT_LINKED, within=link):
@@ -53,16 +51,9 @@ def link_again_after_a_load(source: Source) -> None:
 @fix.edit(STAGE_1_AND_2, BF16_OPTIMIZER, independent=True)
 def link_right_after_a_load(source: Source) -> None:
     """Upstream waits for the next step, although the moments are already loaded."""
-    check_links_are_made_late(source)
     at_stages = source.has_function("DeepSpeedZeroOptimizer.step")
     load = source.function(f"{'DeepSpeedZeroOptimizer' if at_stages else 'BF16_Optimizer'}._load_legacy_checkpoint")
     loaded = LINK_LOADED.format("single_partition_of_fp32_groups" if at_stages else "fp32_groups_flat_partition")
     if source.has(loaded, within=load):
         raise AlreadyThere
     source.insert_after(source.one("self._link_all_hp_params()", within=load), loaded)
-
-
-def check_links_are_made_late(source: Source) -> None:
-    """Raise NotConcerned up to 0.13.1, where moments exist from the start. Checks only the text: parsing is slow."""
-    if LINK.partition("(")[0].removeprefix("self.").encode() not in source.data:
-        raise NotConcerned

@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/5289
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,8 +48,6 @@ def _step_and_state_keys(folder: str) -> "tuple[list[object], set[str]]":
 @fix.edit(BASE_OPTIMIZER)
 def take_step_and_states_from_the_group(source: Source) -> None:
     """Upstream takes them from the parameters that a rank owns, and fails at `steps[0]` if it owns none."""
-    if LOAD.partition(".")[2].encode() not in source.data:
-        raise NotConcerned
     load = source.function(LOAD)
     own = {
         **source.functions_there("", _step_and_state_keys),

@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/issues/5716
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ PREPARED = (
     f"{SETTINGS} = _settings_to_load(self.optimizer.param_groups, {SAVED})",
 )
 GROUPS = "zip(self.optimizer.param_groups, {})"
-PARTITION_SIZE = "self.bit16_groups_flat[i].numel() // {}"
-OF_ALL, OF_GROUP = "dp_world_size", "dist.get_world_size(group=self.real_dp_process_group[i])"
 
 
 def _folder_names(param_names: "dict[torch.Tensor, str]", checkpoint_dir: str) -> "dict[torch.Tensor, str]":
@@ -98,8 +96,6 @@ def _settings_to_load(param_groups: "list[dict[str, Any]]", saved: "list[dict[st
 @fix.edit(BASE_OPTIMIZER)
 def load_each_expert_by_its_number(source: Source) -> None:
     """Upstream uses an expert's number on its rank, and the group's ranks from the checkpoint."""
-    if LOAD.partition(".")[2].encode() not in source.data:
-        raise NotConcerned
     load = source.function(LOAD)
     groups = GROUPS.format(SETTINGS)
     parts = {part: source.has(part, within=load) for part in (*PREPARED, NAME_OF_FOLDER, groups)}
@@ -109,13 +105,3 @@ def load_each_expert_by_its_number(source: Source) -> None:
     source.insert_before(source.loop("i, (param_group, loaded_param_group)", within=load), "\n".join(PREPARED))
     for function in (_folder_names, _settings_to_load):
         source.insert_function_before(source.class_named("DeepSpeedOptimizer"), function)
-
-
-@fix.edit(STAGE_1_AND_2, independent=True)
-def link_experts_to_their_part(source: Source) -> None:
-    """Up to 0.14.4 upstream computes an expert group's partition size as if all ranks shared the group."""
-    link = source.function("DeepSpeedZeroOptimizer._link_all_hp_params")
-    if source.has(PARTITION_SIZE.format(OF_GROUP), within=link):
-        raise AlreadyThere
-    size = source.one(PARTITION_SIZE.format(OF_ALL), within=link)
-    source.replace(size, PARTITION_SIZE.format(OF_GROUP))

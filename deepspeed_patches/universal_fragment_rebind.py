@@ -4,7 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/8474
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 fix = Fix(
     __name__,
@@ -24,8 +24,6 @@ TO_MOMENT = "lp._hp_mapping.optim_fragment[key]"
 @fix.edit("deepspeed.utils.tensor_fragment")
 def link_moments_to_their_buffer(source: Source) -> None:
     """Upstream replaces the main parameter's view by a view of a moment's new buffer."""
-    if not source.has_function(FLATTEN):
-        raise NotConcerned  # up to 0.14.0 moments are loaded in place
     flatten = source.function(FLATTEN)
     if source.has(f"{TO_MOMENT} = hp_fragment", within=flatten):
         raise AlreadyThere

@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/base_opt
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 BASE_OPTIMIZER = "deepspeed.runtime.base_optimizer"
 
@@ -37,8 +37,6 @@ DIFFERENT = CHECK.strip().partition("\n")[2].partition(":")[0].removeprefix("if 
 @fix.edit(BASE_OPTIMIZER)
 def compare_the_numbers_of_groups(source: Source) -> None:
     """Upstream iterates over pairs of groups, and ignores groups without a counterpart."""
-    if LOAD.partition(".")[2].encode() not in source.data:
-        raise NotConcerned
     load = source.function(LOAD)
     if source.has(DIFFERENT, within=load):
         raise AlreadyThere

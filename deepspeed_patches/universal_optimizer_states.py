@@ -23,11 +23,6 @@ STAGE3 = "deepspeed.runtime.zero.stage3"
 BASE_OPTIMIZER = "deepspeed.runtime.base_optimizer"
 
 
-def loads_any_state(source: Source) -> bool:
-    """Whether the load at stages 1 and 2 takes the states, with the step, from the files (since 0.14.1)."""
-    return b'flat_state["step"]' in source.data or b"def _flat_states(" in source.data
-
-
 fix = Fix(
     __name__,
     upstream=(
@@ -40,7 +35,6 @@ fix = Fix(
     silent=True,
     stages=("extract", "merge", "universal load"),
     concerns=CONVERTER,
-    where=loads_any_state,
     test="tests/unit/checkpoint/test_universal_optimizer_states.py",
 )
 
@@ -171,8 +165,6 @@ def extract_the_states_of_the_optimizer(source: Source) -> None:
 
 @fix.edit(CONVERTER)
 def extract_them_at_stage_3(source: Source) -> None:
-    if not source.has_function("extract_zero_shards_stage3"):
-        raise NotConcerned
     extract = source.function("extract_zero_shards_stage3")
     if source.has("_flat_states(...)", within=extract):
         raise AlreadyThere
@@ -231,8 +223,6 @@ def load_the_momentum_of_muon(source: Source) -> None:
 @fix.edit(STAGE3)
 def load_the_saved_states_at_stage_3(source: Source) -> None:
     """Upstream loads only Adam's states and a step."""
-    if f"def {LOAD}_stage3(".encode() not in source.data:
-        raise NotConcerned
     owner = source.class_named("DeepSpeedZeroOptimizer_Stage3")
     load = source.function(f"{owner.name}.{LOAD}_stage3")
     by_list = bool(source.all(f"{KEYS_BEFORE_0_18} = ...", within=load))

@@ -43,16 +43,6 @@ def strip_at_most_the_partition(source: Source) -> None:
     source.insert_at(length, ")", end=True)
 
 
-@fix.edit(ZERO_CHECKPOINT, independent=True)
-def never_strip_the_step(source: Source) -> None:
-    """Up to 0.14.0 a 0-dimensional `step` tensor is narrowed, too; later releases do not change it."""
-    strip = source.function("ZeROCheckpoint._strip_tensor_paddings")
-    if source.all("state_name != 'step'", within=strip):
-        raise AlreadyThere
-    tensors = source.one("torch.is_tensor(state_value)", within=strip)
-    source.insert_at(tensors, 'state_name != "step" and ')
-
-
 @fix.edit(DEEPSPEED_CHECKPOINT, independent=True)
 def accept_the_argument(source: Source) -> None:
     """The reader of a rank's file has the parameter, but the checkpoint class does not pass it on."""

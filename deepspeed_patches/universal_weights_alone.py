@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/sta
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ class ZeROOptimizer:
 
 @fix.edit(BASE_OPTIMIZER)
 def load_weights_without_states(source: Source) -> None:
-    if f"def {LOAD}(".encode() not in source.data:
-        raise NotConcerned
     method = ZeROOptimizer.load_hp_weights_from_checkpoint_dir
     source.check_parts(source.functions_there("ZeROOptimizer.", method))
     source.insert_method_before(source.function(f"ZeROOptimizer.{LOAD}"), method)
@@ -73,8 +71,6 @@ def load_weights_without_states(source: Source) -> None:
 @fix.edit(STAGE_1_AND_2, BF16_OPTIMIZER)
 def ask_whether_states_are_wanted(source: Source) -> None:
     """Upstream ignores `load_optimizer_states`."""
-    if f"self.{LOAD}(".encode() not in source.data:
-        raise NotConcerned
     owner = "DeepSpeedZeroOptimizer" if b"class DeepSpeedZeroOptimizer(" in source.data else "BF16_Optimizer"
     load = source.function(f"{owner}._load_universal_checkpoint")
     call = source.one(f"self.{LOAD}(..., checkpoint_folder)", within=load)
@@ -86,8 +82,6 @@ def ask_whether_states_are_wanted(source: Source) -> None:
 @fix.edit(ENGINE, independent=True)
 def want_no_states_for_the_module_only(source: Source) -> None:
     """Upstream does so since 0.19.3."""
-    if b"or self.load_universal_checkpoint()" not in source.data:
-        raise NotConcerned
     load = source.function("DeepSpeedEngine.load_checkpoint")
     if source.has(LOAD_ZERO.format(STATES_OF_ALL), within=load):
         raise AlreadyThere

@@ -4,7 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/8060
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 fix = Fix(
     __name__,
@@ -21,8 +21,6 @@ fix = Fix(
 @fix.edit("deepspeed.checkpoint.ds_to_universal")
 def count_no_negative_elements(source: Source) -> None:
     """4096 elements on 768 ranks are 6 per rank. Rank 683 starts at 4098: -2 elements, which `abs` turns into 2."""
-    if not any(line.lstrip().startswith(b"def ") and b"stage3" in line for line in source.data.splitlines()):
-        raise NotConcerned
     extract = source.function("extract_zero_shards_stage3")
     bounded = ("padding_free_numel = max(0, min(...))", "padding_free_numel = min(..., max(0, ...))")
     if any(source.all(pattern, within=extract) for pattern in bounded):

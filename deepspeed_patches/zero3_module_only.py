@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.p
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import NotConcerned, Source
+from ckpt_patches.engine.source import Source
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -29,8 +29,6 @@ WEIGHTS_ALONE = f"{NAME} = load_module_only or not load_optimizer_states"
 @fix.edit(ENGINE)
 def put_the_weights_together(source: Source) -> None:
     """The model's file has placeholders. Upstream reads the ranks' files only if `load_optimizer_states` is false."""
-    if b"and not load_module_only" not in source.data:
-        raise NotConcerned  # up to 0.12.6 it loads all states
     load = source.function("DeepSpeedEngine._load_checkpoint")
     branch = source.branch_around("get_fp32_state_dict_from_zero_checkpoint(...)", within=load)
     source.check_parts({WEIGHTS_ALONE: source.has(WEIGHTS_ALONE, load), NAME: source.has(NAME, branch.test)})

@@ -6,7 +6,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/7601
 import ast
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NoBug, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, NoBug, Source
 
 fix = Fix(
     __name__,
@@ -29,8 +29,6 @@ OF_THE_NODE, OF_THE_PARTITIONS = "dist.get_local_rank()", "dist.get_rank(group=s
 @fix.edit("deepspeed.runtime.zero.stage3")
 def take_the_part_of_the_rank(source: Source) -> None:
     """The tensor is partitioned over the data-parallel group, so the offset depends on the rank in it."""
-    if b"def load_hp_checkpoint_state(" not in source.data:
-        raise NotConcerned  # checks only the text: parsing this large module takes 0.1 s
     load = source.function("DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state")
     if not source.has(OF_THE_NODE, within=load) and not _names(source, load, LOCAL):
         raise AlreadyThere if source.has(OF_THE_PARTITIONS, within=load) else NoBug

@@ -4,7 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.3/deepspeed/checkpoint/ds_to
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import NoBug, NotConcerned, Source
+from ckpt_patches.engine.source import NoBug, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ def _check_tensor_parallel_size_stage3(model_files: "list[str]") -> None:
 @fix.edit(CONVERTER)
 def refuse_several_tensor_parallel_ranks(source: Source) -> None:
     """Upstream takes each file for the partition of another data-parallel rank. Since 0.19.4 it tells them apart."""
-    if b"_get_zero3_model_state_files" not in source.data and b"_get_model_state_files" not in source.data:
-        raise NotConcerned  # no ZeRO-3 before 0.14.5
     if source.has_function("_build_zero3_rank_grid"):
         raise NoBug
     source.check_parts({**source.functions_there("", _check_tensor_parallel_size_stage3), CALL: source.has(CALL)})

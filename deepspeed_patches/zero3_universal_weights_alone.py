@@ -4,7 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.2/deepspeed/runtime/zero/sta
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -12,11 +12,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 STAGE3 = "deepspeed.runtime.zero.stage3"
-
-
-def loads_universal_checkpoints(source: Source) -> bool:
-    """Whether the release loads universal checkpoints. Checks only the text: parsing takes long."""
-    return LOAD.encode() in source.data
 
 
 fix = Fix(
@@ -27,8 +22,6 @@ fix = Fix(
     stacks="universal load, ZeRO 3",
     silent=True,
     stages=("universal load",),
-    concerns=STAGE3,
-    where=loads_universal_checkpoints,
     depends_on=("universal_weights_alone",),
     test="tests/unit/checkpoint/test_zero3_universal_weights_alone.py",
 )
@@ -85,8 +78,6 @@ class DeepSpeedZeroOptimizer_Stage3:
 @fix.edit(STAGE3)
 def load_weights_without_states(source: Source) -> None:
     """Up to 0.19.2 upstream ignores `load_optimizer_states`."""
-    if not loads_universal_checkpoints(source):
-        raise NotConcerned
     load = source.function(f"{OWNER}._load_universal_checkpoint")
     if source.has(MODULE_LOAD, within=load):
         raise AlreadyThere

@@ -361,8 +361,6 @@ def save_each_rank(source: Source) -> None:
     if not any(parts.values()) and source.has(UPSTREAMS, within=get):
         raise AlreadyThere
     source.check_parts(parts)
-    if source.has("mpu.get_data_modulo_expert_parallel_rank"):  # up to 0.9
-        raise NoMatch("expected mpu with ranks for expert-tensor parallelism, found one without")
     groups = [name for name in ("dp_cp_group", "dp_group") if has_parameter(get, name)]
     listed = ", ".join(["rng_state_list", *groups])
     made = source.one("rng_state_list = ShardedObject(...)", within=get)

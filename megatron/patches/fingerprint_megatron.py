@@ -45,9 +45,9 @@ def layer_wise_optimizer(source: Source) -> None:
         decorate(source, "LayerWiseDistributedOptimizer.load_state_dict", "proven")
 
 
-@fix.edit("megatron.core.optimizer_param_scheduler", optional=True, ours_alone=True)
+@fix.edit("megatron.core.optimizer_param_scheduler", ours_alone=True)
 def scheduler(source: Source) -> None:
-    """It is loaded after the optimizer. Before 0.9 it was in `megatron.training`."""
+    """It is loaded after the optimizer."""
     begin(source)
     decorate(source, "OptimizerParamScheduler.load_state_dict", "scheduler_proven")
 

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 UTILS = "megatron.core.utils"
 
 
-def knows_fsdp2(source: Source) -> bool:
-    """Whether the release supports FSDP2 parameters (since 0.10)."""
-    return source.has("HAVE_DTENSOR = True")
-
-
 fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/5714",),
@@ -30,8 +25,6 @@ fix = Fix(
     stacks="torch FSDP2 (`--use-torch-fsdp2`), SwiGLU or another gated MLP",
     silent=True,
     stages=("check",),
-    concerns=UTILS,
-    where=knows_fsdp2,
     test="tests/unit_tests/dist_checkpointing/test_fsdp2_swiglu_rows.py",
 )
 

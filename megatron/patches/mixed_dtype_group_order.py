@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -169,8 +169,6 @@ METHODS = (
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def follow_groups(source: Source) -> None:
     """Upstream records parameters' indices in grad buffer order, but later moves the fp32 ones to the front."""
-    if not source.has_function(f"DistributedOptimizer.{SET}"):
-        raise NotConcerned  # up to 0.10
     init = source.function("DistributedOptimizer.__init__")
     load = source.function("DistributedOptimizer.load_state_dict")
     from_file = source.function("DistributedOptimizer.load_parameter_state")

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import NotConcerned, Source
+from ckpt_patches.engine.source import NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def reload_main_params(source: Source) -> None:
     reload = source.function(f"{CLASS}._copy_model_params_to_main_params")
     used = [name for name in settings if source.has(f"self.config.{name}", within=reload)]
     if not used:
-        raise NotConcerned  # up to 0.10 this optimizer does not exist
+        raise NoMatch(f"expected one of {', '.join(settings)} in {reload.name}, found none")
     method = DistributedOptimizer._reload_precision_aware
     branch = source.branch(f"self.config.{used[0]}", within=reload)
     source.check_parts(

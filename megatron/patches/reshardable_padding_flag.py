@@ -4,7 +4,7 @@ https://github.com/NVIDIA/Megatron-LM/pull/2576
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source
 
 fix = Fix(
     __name__,
@@ -31,7 +31,7 @@ def drop_padding_flag(source: Source) -> None:
     functions = [source.function(method) for method in methods if source.has_function(method)]
     affected = [function for function in functions if source.all(pattern, within=function)]
     if not affected:
-        raise NotConcerned  # up to 0.10 loads use only the optimizer's own keys
+        raise NoMatch(f"expected `{pattern}` in one of {', '.join(methods)}, found none")
     states = source.function("DistributedOptimizer._set_main_param_and_optimizer_states")
     if source.has("if not isinstance(v, torch.Tensor):\n    continue", within=states):
         raise AlreadyThere  # it skips all values that are not tensors

@@ -177,7 +177,7 @@ def load_with_empty_shards(source: Source) -> None:
 
 
 def _methods(source: Source) -> "tuple[Function, Function]":
-    """The methods that save and load the format. Raises NoMatch or NotConcerned."""
+    """The methods that save and load the format. Raises NoMatch."""
     for name in NAMES:
         save, load = (
             f"DistributedOptimizer.{prefix}_{name}"
@@ -187,6 +187,4 @@ def _methods(source: Source) -> "tuple[Function, Function]":
             break
     else:
         raise NoMatch("expected a method that saves the optimizer's state in buckets, found none")
-    if not source.has_function("DistributedOptimizer._get_main_param_and_optimizer_states"):
-        raise NotConcerned  # up to 0.10, not examined
     return source.function(save), source.function(load)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Function, NoBug, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import AlreadyThere, Function, NoBug, NoMatch, Source
 
 fix = Fix(
     __name__,
@@ -25,12 +25,6 @@ fix = Fix(
 )
 
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-# Since 0.11 every load ends in the first method, before that in one of the others.
-LOADS = (
-    "_set_main_param_and_optimizer_states",
-    "load_parameter_state_from_fs_bucket_space",
-    "load_parameter_state_from_fs_model_space",
-)
 # The method of a sharded format that reads the state, and the one in which a later release drops the step.
 SAVES = {
     "get_parameter_state_fs_bucket_space": "sharded_param_state_fs_bucket_space",
@@ -43,18 +37,6 @@ SKIP_STEP = """if key == "step":
     continue  # loaded with the param groups"""
 
 
-def check_concerned(source: Source) -> None:
-    """Raise NotConcerned if upstream's optimizer requires Apex or Transformer Engine."""
-    init, load = (
-        source.function(f"DistributedOptimizer.{name}") for name in ("__init__", "load_state_dict")
-    )
-    refuses = any(
-        source.text(node.test) == "HAVE_APEX_OR_TE" for node in source.all_of(ast.Assert, init)
-    )
-    if refuses or "HAVE_APEX_OR_TE" not in source.text(load):
-        raise NotConcerned
-
-
 def methods(source: Source, names: Sequence[str]) -> list[Function]:
     """The optimizer's methods with these names, as far as this release has them."""
     full = [f"DistributedOptimizer.{name}" for name in names]
@@ -64,10 +46,10 @@ def methods(source: Source, names: Sequence[str]) -> list[Function]:
 @fix.edit(DISTRIB_OPTIMIZER)
 def load_without_step(source: Source) -> None:
     """A checkpoint's tensors do not include `step`; the state that they are copied into does."""
-    check_concerned(source)
-    functions = methods(source, LOADS)
-    loops = [loop for function in functions for loop in source.all_of(ast.For, function)]
-    loops = [loop for loop in loops if source.text(loop.iter) == "dst_tensors"]
+    load = source.function("DistributedOptimizer._set_main_param_and_optimizer_states")
+    loops = [
+        loop for loop in source.all_of(ast.For, load) if source.text(loop.iter) == "dst_tensors"
+    ]
     if not loops:
         raise NoMatch("expected `for key in dst_tensors`, found none")
     source.check_parts(
@@ -80,7 +62,6 @@ def load_without_step(source: Source) -> None:
 @fix.edit(DISTRIB_OPTIMIZER)
 def one_step_each(source: Source) -> None:
     """torch adds 1 in place per parameter: with one shared tensor, each step counts once per parameter."""
-    check_concerned(source)
     load = source.function("DistributedOptimizer.load_state_dict")
     if source.all("s['step'] = step.clone()", within=load):
         raise AlreadyThere
@@ -90,7 +71,6 @@ def one_step_each(source: Source) -> None:
 @fix.edit(DISTRIB_OPTIMIZER, independent=True)
 def save_without_step(source: Source) -> None:
     """These sharded formats treat every key of the state as a tensor of the parameter's size."""
-    check_concerned(source)
     pairs = [methods(source, pair) for pair in SAVES.items()]
     affected = [
         pair[0]

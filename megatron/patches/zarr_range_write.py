@@ -318,16 +318,15 @@ def import_modules(source: Source) -> None:
 def agree_first(source: Source) -> None:
     """`_raise_failures` and upstream's barrier do not match."""
     save = source.function("ZarrSaveShardedStrategy.save")
-    # Since 0.9 a save creates the strategy before ranks first wait for each other.
-    made = "ZarrSaveShardedStrategy.__init__"
-    by_save = source.has_function("register_default_zarr_strategies") and source.has_function(made)
+    # A save creates the strategy before ranks first wait for each other.
+    made = source.function("ZarrSaveShardedStrategy.__init__")
     insert_agreement(
         source,
         f"{fix.name}.2",
         by_upstream=source.has("_raise_failures(failures)", save),
-        announce=source.function(made).body[-1] if by_save else None,
+        announce=made.body[-1],
         check=(save,),
         ranks="None",
-        patience=30 if by_save else 300,
+        patience=30,
         before=source.class_named("ZarrSaveShardedStrategy"),
     )
