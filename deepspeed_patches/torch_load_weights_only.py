@@ -55,14 +55,12 @@ def checkpoint_classes() -> "list[type]":
     """
     import argparse
 
-    from deepspeed.checkpoint import universal_checkpoint
+    from deepspeed.checkpoint.universal_checkpoint import SubparamShape
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-    if hasattr(universal_checkpoint, "SubparamShape"):
-        classes.append(universal_checkpoint.SubparamShape)
+    classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, SubparamShape]
     classes.append(argparse.Namespace)  # client state, returned by DeepSpeedCheckpoint.get_args()
     return classes
 

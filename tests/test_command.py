@@ -52,6 +52,19 @@ def test_status_tells_switched_off_and_applied_in_place() -> None:
     assert found["dcp_async_copy"] == "switched off"  # the installed torch is as it was
 
 
+def test_status_on_a_release_below_the_floor() -> None:
+    """It is an error; the two fixes whose reports are of this release are active all the same."""
+    on = tree("megatron-core", upstream.OLDEST_REPORTED)
+    found = states(on)
+    core = {name: state for name, state in found.items() if package_of(name) == CORE}
+    active = [name for name, state in core.items() if state == "active"]
+    assert sorted(active) == ["dp_zero_empty_state", "zarr_create_synchronizer"]
+    assert {state for name, state in core.items() if name not in active} == {"not present"}
+    done = command("status", on=on)
+    assert done.returncode == 1
+    assert "megatron-core 0.9.0 is older than this version of training-checkpoint-patches supports" in done.stdout
+
+
 OFF = "dp_zero_lean_gather"
 PLACES = "megatron/core/ or deepspeed/ or nvidia_resiliency_ext/ or apex/ or torch/distributed/checkpoint/"
 

@@ -266,6 +266,23 @@ def test_strict_mode_refuses_unknown_code_on_every_rank(tmp_path: Path) -> None:
     assert python("-c", f"import {ZARR}", tree=tmp_path, env=env).returncode == 0
 
 
+def test_a_release_below_the_floor_is_warned_about_and_refused_in_strict_mode(tmp_path: Path) -> None:
+    """Only the fixes that state such a release apply to it; the warning says what supports it."""
+    make(tmp_path)
+    info = tmp_path / "megatron/core/package_info.py"
+    info.write_text(info.read_text().replace("MINOR = 14", "MINOR = 11"))
+    done = python("-c", IS_PATCHED, tree=tmp_path)
+    assert done.stdout.strip() == "False"
+    (line,) = [line for line in done.stderr.splitlines() if "WARNING" in line]
+    assert "megatron-core 0.11.0 is older than this version of training-checkpoint-patches supports (0.12.0" in line
+    assert "version 0.2 supports it" in line
+    for rank in ("0", "1"):
+        refused = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "strict", "RANK": rank}, check=False)
+        assert refused.returncode == 1
+        assert "StrictModeError: megatron-core 0.11.0 is older than" in refused.stderr
+    assert python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "off"}).stderr == ""
+
+
 def test_other_fixes_of_the_tree_are_active_beside_one_that_does_not_match(tmp_path: Path) -> None:
     make_unknown(tmp_path)
     assert patched(tmp_path)

@@ -61,7 +61,6 @@ RUNS = [
     *(Run(version, optimizer="precision-aware") for version in ("0.13.1", "0.14.0", "0.15.3")),
     *(Run(version, inner="torch") for version in ("0.12.3", "0.13.1", "0.14.0", "0.15.3")),
     Run("0.14.0", GATHERED, inner="torch"),
-    *(Run("0.12.0", name, "plain-aligned") for name in (BUCKETS, GATHERED)),
 ]
 
 

@@ -15,7 +15,6 @@ An optimizer's name is `plain`, `precision-aware`, or `hybrid-F` with an offload
 """
 
 import argparse
-import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +41,6 @@ class Optimizer:
             precision_aware="precision" in words,
             overlap="overlap" in words,
             native_fp32="fp32" in words,
-            # Parameters start at a multiple of 64 elements in the buffers of any release.
-            make_model=functools.partial(mt.tiny_model, hidden=64, out=64) if "aligned" in words else None,
         )
 
 
