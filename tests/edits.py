@@ -40,7 +40,7 @@ def check_left_alone(copy: Path, fix: str, module: str, old: str, new: str) -> s
 
 
 def check_not_needed(tree: Path, fix: str) -> str:
-    """Check that a fix has nothing to change in a tree; return the text for the compatibility page."""
+    """Check that a fix has nothing to change in a tree; return its state as `status` prints it."""
     result, made = plan(tree, fix)
     words = {Outcome.ALREADY_THERE: FIXED_UPSTREAM, Outcome.NOT_PRESENT: NOT_PRESENT}
     assert result.outcome in words, result

@@ -1,18 +1,15 @@
-"""The table of bugs by release agrees with the records; `list` and docs/symptoms.md show it."""
+"""The table of bugs by release: `list` and docs/symptoms.md show it."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-import compatibility
 import fix_tables
 import generated
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine import fix_table
-from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
@@ -21,7 +18,6 @@ from small_tree import command, one_line
 from upstream import RELEASES, REPOSITORY, all_releases, newest, tree
 
 NEWEST = newest("megatron-core")
-WITHOUT_THE_BUG = {compatibility.NO_BUG, "no bug", "refused by upstream"}
 
 
 @pytest.mark.parametrize("name", FIXES)
@@ -34,27 +30,6 @@ def test_every_fix_has_a_row_that_fits(name: str) -> None:
     assert ends == sorted(ends, key=fixes.numbers)
     assert ends
     assert set(ends) <= set(RECORDED[fix.package])
-
-
-def contradictions(fix: Fix) -> list[str]:
-    """The releases for which a fix contradicts the recorded tests; releases that were not run are ignored."""
-    record = [result for result in compatibility.recorded().values() if result["fix"] == fix.name]
-    found = []
-    for version in RECORDED[fix.package]:
-        word = compatibility.cells([result for result in record if result["version"] == version])[0]
-        shown, absent = word == compatibility.COLUMNS["none"], word in WITHOUT_THE_BUG
-        found += [version] if (shown and not fix.affects(version)) or (absent and fix.affects(version)) else []
-    return found
-
-
-@pytest.mark.parametrize("name", FIXES)
-def test_the_releases_of_a_fix_are_those_that_were_recorded(name: str) -> None:
-    assert contradictions(fixes.load(name)) == []
-
-
-def test_a_range_that_is_too_long_or_too_short_contradicts_the_record() -> None:
-    fix = fixes.load("zarr_create_synchronizer")
-    assert contradictions(dataclasses.replace(fix, releases=(("0.8.0", "0.15.0"),))) == ["0.7.0", "0.15.0"]
 
 
 # All releases of the default matrix in each run, not only the newest, since ranges begin and end at older ones.

@@ -67,7 +67,6 @@ OF_ALL_FIXES = "fix_table help map readme rooms"
 OTHERS = "command compatibility completion demonstrations format_patch json training_modules"
 OF_THE_RECORD = (
     "test_absence.py::test_(the_record_|a_newer_release_is_compared)|test_readme.py::test_the_number_of_fixes_is_theirs"
-    "|test_compatibility.py::test_the_page_is_that_of_the_records"
 )
 
 

@@ -23,14 +23,14 @@ def small(version: str) -> bool:
     return version != TWO_GROUPS
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_dies_before_a_step(version: str, delivery: str) -> None:
     error = error_of_resume(version, small=small(version))
     assert "in get_optim_state_keys" in error
     assert "AttributeError: 'NoneType' object has no attribute 'keys'" in error
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_loads_the_first_groups_moments_after_a_step(version: str, delivery: str) -> None:
     """Upstream silently loads only the first group's moments, and is one step ahead."""
     for kind, found in resumed(version, delivery, *AFTER_A_STEP, small=small(version)).items():
@@ -43,7 +43,7 @@ def test_upstream_loads_the_first_groups_moments_after_a_step(version: str, deli
         assert found["losses"] != found["expected"]
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 @pytest.mark.parametrize("options", [(), AFTER_A_STEP], ids=["before a step", "after a step"])
 def test_loads_all_that_was_saved(version: str, delivery: str, options: Sequence[str]) -> None:
     """The load is bit-equal, with all ranks' steps, and the next two losses equal the uninterrupted run's."""

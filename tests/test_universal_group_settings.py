@@ -40,7 +40,7 @@ def common_state(universal: Path) -> dict[str, Any]:
     return found
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_goes_on_with_the_settings_that_the_run_was_started_with(version: str, delivery: str) -> None:
     """Upstream silently ignores the settings in the checkpoint."""
     found = resumed(version, delivery, SETTINGS, "--load-only", "--steps", "1")
@@ -48,7 +48,7 @@ def test_upstream_goes_on_with_the_settings_that_the_run_was_started_with(versio
         assert set(GROUPS) <= set(result["loaded"])
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_leaves_the_settings_out_of_a_universal_checkpoint(
     version: str, delivery: str, tmp_path: Path
 ) -> None:
@@ -56,7 +56,7 @@ def test_upstream_leaves_the_settings_out_of_a_universal_checkpoint(
     assert "param_groups" not in common_state(tmp_path / "10")
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 def test_goes_on_with_the_settings_that_were_saved(version: str, delivery: str, tmp_path: Path) -> None:
     """The release's converter keeps the settings; all other state equals that of the run that saved."""
     universal = converted(version, delivery, tmp_path)

@@ -15,7 +15,7 @@ STEPS = ["group 0.steps", "group 1.steps"]
 AFTER_MORE_STEPS = ("--steps", "2")  # twice the saved steps
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 @pytest.mark.parametrize("options", [(), AFTER_MORE_STEPS], ids=["at the start", "after more steps"])
 def test_upstream_counts_from_the_step_of_the_new_run(version: str, delivery: str, options: Sequence[str]) -> None:
     """Upstream silently keeps the new run's step; all other state is loaded."""
@@ -23,7 +23,7 @@ def test_upstream_counts_from_the_step_of_the_new_run(version: str, delivery: st
         assert found["loaded"] == STEPS
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 @pytest.mark.parametrize("options", [(), AFTER_MORE_STEPS], ids=["at the start", "after more steps"])
 def test_counts_from_the_step_that_was_saved(version: str, delivery: str, options: Sequence[str]) -> None:
     """The step is right on every rank, also after a second load, and the next losses are right."""

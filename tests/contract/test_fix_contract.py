@@ -8,16 +8,14 @@ import importlib
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import compatibility
 import edits
 from ckpt_patches import PREFIXES
-from ckpt_patches.cli.status import FIXED_UPSTREAM, NOT_PRESENT
 from ckpt_patches.demo.run import demonstrations
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine import plan
@@ -32,7 +30,6 @@ from demo import SHOWN
 from upstream import (
     DELIVERIES,
     MAIN,
-    PLAN,
     REPOSITORY,
     affected,
     all_releases,
@@ -141,14 +138,14 @@ def demonstrated() -> Iterator[Any]:
     """
     for name in NAMES:
         own = REPOSITORY / "tests" / f"test_{name}.py"
-        has_own = own.exists() and bool(re.search(r"@with_fix\(|@with_and_without_fix\(|compat\(fix=", own.read_text()))
+        has_own = own.exists() and bool(re.search(r"@with_fix\(|@with_and_without_fix\(", own.read_text()))
         newest_with_it = newest_affected(name)[1]
         releases_with_it = [] if has_own else [one for one in affected(name) if one.values != (newest_with_it,)]
         releases_with_it.append(pytest.param(newest_with_it))
         for one, delivery in itertools.product(releases_with_it, ("none", *DELIVERIES)):
             (version,) = one.values
             is_slow = name in SHOWN if delivery == "in place" else has_own and name not in SHOWN
-            marks = [pytest.mark.compat(fix=name), *[pytest.mark.slow] * is_slow, *one.marks]
+            marks = [*[pytest.mark.slow] * is_slow, *one.marks]
             yield pytest.param(name, version, delivery, id=f"{name}-{version}-{delivery}", marks=marks)
 
 
@@ -164,37 +161,19 @@ def on_releases() -> Iterator[Any]:
     for name in NAMES:
         for one in releases(DISTRIBUTIONS[fixes.package_of(name)]):
             (version,) = one.values
-            yield pytest.param(name, version, PLAN, id=f"{name}-{version}-{PLAN}")
+            yield pytest.param(name, version, id=f"{name}-{version}")
 
 
-@pytest.mark.parametrize(("name", "version", "delivery"), list(on_releases()))
-def test_a_fix_applies_where_the_bug_is_and_changes_nothing_elsewhere(
-    name: str,
-    version: str,
-    delivery: str,
-    request: pytest.FixtureRequest,
-    record_property: Callable[[str, object], None],
-) -> None:
-    """A fix applies to each release with the bug, and changes no other release, for the recorded reason."""
+@pytest.mark.parametrize(("name", "version"), list(on_releases()))
+def test_a_fix_applies_where_the_bug_is_and_changes_nothing_elsewhere(name: str, version: str) -> None:
+    """A fix applies to each release with the bug, and changes no other release."""
     result, made = edits.plan(tree_for(name, version), name)
     if version != MAIN and fixes.load(name).affects(version):
         assert result.outcome is Outcome.APPLIES, result
         return
-    request.applymarker(pytest.mark.compat(fix=name))
-    words = {Outcome.ALREADY_THERE: FIXED_UPSTREAM, Outcome.NOT_PRESENT: NOT_PRESENT}
-    if version == MAIN:
-        words[Outcome.APPLIES] = "applies"
-    assert result.outcome in words, result
+    applies = {Outcome.APPLIES} if version == MAIN else set()
+    assert result.outcome in {Outcome.ALREADY_THERE, Outcome.NOT_PRESENT, *applies}, result
     assert version == MAIN or made.files == {}
-    record_property("compat", words[result.outcome])
-    recorded = recorded_words(name, version)
-    assert all_releases() or not recorded or recorded == {words[result.outcome]}
-
-
-def recorded_words(name: str, version: str) -> set[str]:
-    """The entry in docs/compatibility.md for a fix that a release does not need."""
-    rows = [row for row in compatibility.recorded().values() if (row["fix"], row["version"]) == (name, version)]
-    return {row["words"] for row in rows} & compatibility.NOTHING_TO_DO if version != MAIN else set()
 
 
 # Edits
