@@ -1,6 +1,5 @@
 """The messages of patches for upstream, for a reviewer of one release."""
 
-import itertools
 import os
 import re
 from pathlib import Path
@@ -11,11 +10,9 @@ from ckpt_patches.cli import command_line
 from ckpt_patches.engine.diffs import upstream_test
 from ckpt_patches.engine.fix import load, package_of
 from ckpt_patches.engine.format_patch import CONDITION, WIDTH, Author, files_of, message_of, page
-from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, NVRX, TORCH
 from ckpt_patches.engine.series import Patch, Series, plan_series
 from ckpt_patches.errors import UserError
-from contract import added_lines
 from test_patches import PACKAGES, PINNED
 from upstream import newest, tree
 
@@ -47,17 +44,6 @@ def test_a_message_is_for_the_reviewer_of_one_release(name: str) -> None:
     assert lines
     assert max(map(len, lines)) <= WIDTH
     assert not FOREIGN.search(message.subject + message.body), FOREIGN.search(message.body)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FIXES if CONDITION.search(page(name).read_text())])
-def test_each_paragraph_is_in_the_message_for_some_release(name: str) -> None:
-    text, package = page(name).read_text(), package_of(name)
-    found = set()
-    for version in {*added_lines.forms(name), *itertools.chain(*load(name).releases)}:
-        for one in plan_series(str(tree(DISTRIBUTIONS[package], version)), package, [name]).patches:
-            found |= {*message_of(text, one).body.split("\n\n")} if one.name == name else set()
-    assert found == {*message_of(CONDITION.sub("", text), patch()).body.split("\n\n")}
 
 
 @pytest.mark.parametrize("name", FIXES)
