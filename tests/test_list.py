@@ -1,13 +1,9 @@
-"""The table of bugs by release: `list` and docs/symptoms.md show it."""
+"""`ckpt-patches list`: the bugs of a release, or of a tree."""
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
-import fix_tables
-import generated
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine import fix_table
 from ckpt_patches.engine.installed import DISTRIBUTIONS
@@ -33,9 +29,6 @@ def test_list_for_a_release_agrees_with_list_of_its_tree(release: tuple[str, str
     of_release = names("--for", "==".join(release))
     assert of_release
     assert of_release == names("--tree", str(tree(*release)))
-
-
-# list
 
 
 def names(*arguments: str) -> list[str]:
@@ -95,37 +88,3 @@ def test_list_of_a_tree_has_the_fixes_that_apply_to_it() -> None:
     root = tree("deepspeed", newest("deepspeed"))
     assert names("--tree", str(root)) == plan_tree(str(root), DEEPSPEED).named(Outcome.APPLIES)
     assert "expected megatron/core/ or deepspeed/" in one_line(command("list", "--tree", str(REPOSITORY / "docs")))
-
-
-# docs/symptoms.md
-
-
-PAGES = [pytest.param(path, id=str(path.relative_to(REPOSITORY))) for path in fix_tables.PAGES]
-
-
-@pytest.mark.parametrize("path", PAGES)
-@pytest.mark.parametrize("name", FIXES)
-def test_the_row_of_a_fix_is_current(path: Path, name: str) -> None:
-    rows = [line for line in fix_tables.PAGES[path]().splitlines() if re.search(rf"[(/]{name}\.md\)", line)]
-    assert rows
-    assert {*rows} <= {*path.read_text().splitlines()}, "python tests/fix_tables.py"
-
-
-@pytest.mark.parametrize("path", PAGES)
-def test_the_table_of_a_page_is_in_order_and_has_nothing_else(path: Path) -> None:
-    page = path.read_text()
-    shown = generated.block(page, fix_tables.BLOCK)
-    assert shown == [line for line in fix_tables.PAGES[path]().splitlines() if line in shown]
-    stale = generated.filled(page, {fix_tables.BLOCK: "stale"})
-    assert generated.filled(stale, {fix_tables.BLOCK: "\n".join(shown)}) == page
-
-
-def test_an_error_of_several_fixes_has_one_row() -> None:
-    (row,) = (line for line in fix_tables.by_symptom().splitlines() if line.startswith("| `KeyError: 'exp_avg'` |"))
-    assert "dp_zero_empty_state.md" in row
-    assert "universal_optimizer_states.md" in row
-
-
-def test_a_page_without_the_markers_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected one <!-- fixes: begin -->"):
-        generated.filled("# A page\n", {fix_tables.BLOCK: ""})
