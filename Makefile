@@ -5,12 +5,12 @@ DOCS_VENV ?= .venv-docs
 SITE ?= build/site
 PY := $(VENV)/bin/python
 CHECKED := ckpt_patches megatron/patches deepspeed_patches nvrx_patches apex_patches torch_patches tests
-SPELLED := *.md docs/*.md ckpt_patches megatron deepspeed_patches nvrx_patches apex_patches torch_patches
+SPELLED := *.md docs/*.md docs/*/*.md ckpt_patches megatron deepspeed_patches nvrx_patches apex_patches torch_patches
 # Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
 # With bytecode, as pytest compiles all test files in each process.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n 3 --dist worksteal
 
-.PHONY: test fixes rest older quick test-all lint check bench stacks writers upstream demo compatibility explore pictures docs
+.PHONY: test fixes rest older quick test-all lint check bench stacks writers demo explore pictures docs
 .PHONY: clean
 
 # Formatting, lint, types, wording, and the tests of the engine, the hook, the formats and the tools.
@@ -32,11 +32,9 @@ older: $(VENV)/ready
 quick: $(VENV)/ready
 	$(PYTEST) -m quick
 
-# The tests on every upstream release, and the pages that are made from their results.
+# The tests on every upstream release.
 test-all: lint
-	rm -f tests/recorded/compatibility.json
-	CKPT_PATCHES_TEST_ALL=1 $(PYTEST); status=$$?; \
-	  $(PY) tests/compatibility.py && exit $$status
+	CKPT_PATCHES_TEST_ALL=1 $(PYTEST)
 
 check: $(VENV)/ready
 	$(PYTEST)
@@ -58,8 +56,8 @@ explore: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m explore
 
 # The stacks that people run, each in an environment of its own that pip makes: `make stacks [ROW=verl_0.9] [KEEP=1]`.
-# A row takes minutes, and gigabytes in .stacks/ while it runs. FIX=…: a new fix alone, in all rows. ROW=hugging_face:
-# Transformers and Accelerate.
+# A row takes minutes, and gigabytes in .stacks/ while it runs. FIX=…: a fix alone. ROW=hugging_face: Transformers and
+# Accelerate. It prints a table with the result of each row; docs/reference/compatibility.md is written by hand.
 stacks: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m stacks
 
@@ -68,16 +66,9 @@ stacks: $(VENV)/ready
 writers: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m writers && $(PY) tests/writers/page.py
 
-# What has changed in the newest release and the main branch of each package since the last record: minutes.
-upstream: $(VENV)/ready
-	PYTHONPATH=tests $(PY) tests/keeping_up.py
-
 # Eight bugs, without and with the patches; `make demo ALL=1` shows those of all fixes.
 demo: $(VENV)/ready
 	$(PY) tests/demo.py $(if $(ALL),--all)
-
-compatibility: $(VENV)/ready
-	$(PY) tests/compatibility.py
 
 # The pictures of docs/: the map, and the plot of holes. That of docs/scale.md is drawn by `make bench`, which counts.
 pictures: $(VENV)/ready

@@ -34,9 +34,9 @@ PACKAGES = {
 # The index of the fixes; in a checkout, each process builds it again.
 DISCOVERY = "ckpt_patches/engine/discovery.py"
 INDEX = Path("ckpt_patches", "engine", "index.py")
-# The pages of docs/, where `ckpt-patches explain` finds them.
+# The pages of docs/ (but not of its folders), where `ckpt-patches explain` finds them.
 PAGES = Path("ckpt_patches", "pages")
-NOT_INSTALLED = ("README", "architecture", "compatibility", "symptoms")
+NOT_INSTALLED = ("README", "architecture", "symptoms")
 # A folder in the checkout with links to the packages, by import name; an editable install puts it on sys.path.
 EDITABLE = ".editable"
 

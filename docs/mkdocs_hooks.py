@@ -1,4 +1,4 @@
-"""What the site needs beside docs/*.md: the root's pages, links that work there, the list of bugs and their tests.
+"""What the site needs beside the Markdown of docs/: the root's pages, links that work there, the list of bugs.
 
 The Markdown is written for a forge. A page of the root, such as CHANGELOG.md, is in the site under its name in small
 letters; a link to a file that is not in the site becomes its text.
@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     markdown = re.sub(r"^<!--.*?-->\n", "", markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^```(\w+) .*$", r"```\1", markdown, flags=re.MULTILINE)
     uri = page.file.src_uri
-    folder = "" if uri in ROOT_PAGES.values() else "docs"
+    folder = "" if uri in ROOT_PAGES.values() else posixpath.join("docs", posixpath.dirname(uri))
     pages = {file.src_uri for file in files}
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(p if p.startswith("```") else _with_links(p, folder, pages) for p in parts)
@@ -90,5 +90,6 @@ def _adapted(link: "re.Match[str]", folder: str, pages: set[str]) -> str:
     path = "docs/README.md" if path == "docs" else path
     in_site = ROOT_PAGES.get(path) or path.removeprefix("docs/")
     if in_site in pages:
-        return f"{picture}[{text}]({in_site}{anchor})"
+        here = folder.removeprefix("docs").removeprefix("/") or "."
+        return f"{picture}[{text}]({posixpath.relpath(in_site, here)}{anchor})"
     return text if (ROOT / path).exists() else link[0]

@@ -1,9 +1,7 @@
-"""Shared pytest setup: markers, a check that the hook is active, and the record for docs/compatibility.md."""
+"""Shared pytest setup: markers, the selection of tests by target, and a check that the hook is active."""
 
-import datetime
 import gc
 import os
-import platform
 import signal
 import sys
 from collections.abc import Generator
@@ -27,10 +25,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tests")
 
-# The records are in the repository: no single session runs all the tests behind the generated pages.
-RECORDED = Path(__file__).parent / "recorded"
 MAIN = "main"  # as in upstream.py, which needs this setup
-CHECKOUT = "CKPT_PATCHES_TEST_APEX"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,12 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "quick: runs no upstream package; put on all tests of the files in QUICK")
     config.addinivalue_line("markers", "long: not part of `make test`: `make rest` runs it, or `make fixes`")
     config.addinivalue_line("markers", "slow: only `make older` runs it")
-    config.addinivalue_line(
-        "markers",
-        "compat(fix): the outcome is a cell of docs/compatibility.md; takes parameters `version` and `delivery` "
-        '("none", "hook" or "in place")',
-    )
-    config.stash[_CELLS] = {}
 
 
 def pytest_report_header() -> list[str]:
@@ -64,15 +53,12 @@ def pytest_report_header() -> list[str]:
 
 # Test files that `make quick` runs: the engine, the hook, in-place files, file formats, and planning.
 QUICK = """
-    audit_blocks checksum convert_new_file convert_plan convert_writer durable hook in_place map names plan
+    audit_blocks checksum convert_new_file convert_plan convert_writer durable hook in_place names plan
     processes rooms shared source stored_zip torch_file unfinished
 """
 
 # Files whose tests take longest.
 LONGEST = ("test_removals", "test_explore", "test_patches")
-
-_Rows = dict[str, Any]  # lists of rows, by test
-_CELLS = pytest.StashKey[_Rows]()  # one row per test
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -87,7 +73,7 @@ def _hook_is_active() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select the target's tests, mark quick ones, skip GPU tests without a GPU, and check `compat` parameters."""
+    """Select the target's tests, mark quick ones, and skip GPU tests without a GPU."""
     if os.environ.get("CKPT_PATCHES_TEST_ALL") != "1":
         asked = (part for part in (OLDER, REST, RUNS) if os.environ.get(f"CKPT_PATCHES_TEST_{part.upper()}") == "1")
         wanted = next(asked, TEST)
@@ -100,8 +86,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.quick)
         if item.get_closest_marker("gpu") and (reason := _no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))
-        if item.get_closest_marker("compat") and not {"version", "delivery"} <= _parameters(item).keys():
-            raise pytest.UsageError(f"{item.nodeid}: marked compat, expected the parameters `version` and `delivery`")
 
 
 def pytest_collection_finish() -> None:
@@ -147,7 +131,7 @@ def _part(item: pytest.Item, *, is_newest: bool) -> str:
     delivery = _parameters(item).get("delivery")
     if item.get_closest_marker("slow"):
         return OLDER
-    if delivery == "in place" and not _on_main(item):
+    if delivery == "in place" and _parameters(item).get("version") != MAIN:
         return "" if _release(item) else OLDER
     if not is_newest:
         return OLDER
@@ -159,8 +143,7 @@ def _part(item: pytest.Item, *, is_newest: bool) -> str:
 def _is_of_a_fix(item: pytest.Item) -> bool:
     if item.get_closest_marker("quick"):
         return False
-    of_one = item.path.stem.removeprefix("test_") in EVERYTHING or item.get_closest_marker("compat") is not None
-    return of_one or item.path.parent.name == "contract"
+    return item.path.stem.removeprefix("test_") in EVERYTHING or item.path.parent.name == "contract"
 
 
 def _case(item: pytest.Item) -> str:
@@ -188,57 +171,14 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Record the outcome of a test marked `compat`. keeping_up.py records main branches.
-
-    The record property "compat" replaces the cell's text.
-    """
+    """Add the command of its last program to the report of a failed test."""
     report = yield
     if by_hand := sys.modules.get("by_hand"):
         if report.failed and by_hand.ran:
             report.sections.append(("the last program of this test, from the repository root", by_hand.ran[-1]))
         if report.when == "teardown":
             by_hand.ran.clear()
-    marker = item.get_closest_marker("compat")
-    if marker and not _on_main(item) and (report.when == "call" or report.outcome != "passed"):
-        parameters = _parameters(item)
-        cell = {
-            **_commit(marker.kwargs["fix"]),
-            "fix": marker.kwargs["fix"],
-            "version": parameters["version"],
-            "delivery": parameters["delivery"],
-            "outcome": report.outcome,
-            "words": dict(report.user_properties).get("compat", ""),
-            "reason": _reason(report),
-            "date": datetime.date.today().isoformat(),
-            "python": platform.python_version(),
-            "torch": _version("torch"),
-        }
-        item.config.stash[_CELLS][item.nodeid] = [cell]
     return report
-
-
-def _on_main(item: pytest.Item) -> bool:
-    return bool(_parameters(item).get("version") == MAIN)
-
-
-def _commit(fix: str) -> dict[str, str]:
-    """The tested commit and its date, for a package that is on no package index."""
-    if CHECKOUT not in os.environ:
-        return {}
-    from ckpt_patches.engine.fix import package_of
-    from ckpt_patches.engine.installed import DISTRIBUTIONS
-    from upstream import checkout
-
-    found = checkout(DISTRIBUTIONS[package_of(fix)])
-    return {"commit": found.commit, "commit_date": found.date} if found else {}
-
-
-def _reason(report: pytest.TestReport) -> str:
-    """The reason for a skip, or the last line of a failure."""
-    if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
-        return str(report.longrepr[2]).removeprefix("Skipped: ")
-    lines = report.longreprtext.strip().splitlines() if report.outcome != "passed" else []
-    return lines[-1] if lines else ""
 
 
 def _version(distribution: str) -> str:
@@ -248,16 +188,3 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Add the results on all releases, or on a checkout, to those of earlier sessions, by test."""
-    import recorded_results
-
-    cells = session.config.stash[_CELLS]
-    on_checkouts = {test: rows for test, rows in cells.items() if "commit" in rows[0]}
-    recorded_results.add(RECORDED / "checkouts.json", on_checkouts)
-    if os.environ.get("CKPT_PATCHES_TEST_ALL") == "1":
-        others = {test: rows for test, rows in cells.items() if test not in on_checkouts}
-        of_releases = {test: rows for test, rows in others.items() if CHECKOUT not in rows[0]["reason"]}
-        recorded_results.add(RECORDED / "compatibility.json", of_releases)

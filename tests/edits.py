@@ -1,7 +1,6 @@
 """Check what a fix changes in a tree, for tests of the edits themselves on copies of a few files."""
 
 import ast
-import difflib
 import os
 import shutil
 from pathlib import Path
@@ -40,24 +39,12 @@ def check_left_alone(copy: Path, fix: str, module: str, old: str, new: str) -> s
 
 
 def check_not_needed(tree: Path, fix: str) -> str:
-    """Check that a fix has nothing to change in a tree; return the text for the compatibility page."""
+    """Check that a fix has nothing to change in a tree; return its state as `status` prints it."""
     result, made = plan(tree, fix)
     words = {Outcome.ALREADY_THERE: FIXED_UPSTREAM, Outcome.NOT_PRESENT: NOT_PRESENT}
     assert result.outcome in words, result
     assert made.files == {}
     return words[result.outcome]
-
-
-def added_lines(made: TreePlan) -> dict[str, list[str]]:
-    """The lines that a plan adds, by file name; tests may quote these lines, but not upstream's code."""
-    added = {}
-    for module, file in made.files.items():
-        before, after = file.original.decode().splitlines(), file.patched.decode().splitlines()
-        lines = difflib.unified_diff(before, after, n=0, lineterm="")
-        added[module.rpartition(".")[2]] = [
-            line[1:].strip() for line in lines if line.startswith("+") and line[:3] != "+++"
-        ]
-    return added
 
 
 def write(made: TreePlan) -> None:

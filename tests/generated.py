@@ -1,17 +1,9 @@
 """The blocks of pages that programs generate, between `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
 
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckpt_patches.runtime.durable import replace_durably
-from upstream import RELEASES
-
-# Releases, oldest first.
-KNOWN = {
-    distribution: [release.version for release in RELEASES if release.distribution == distribution]
-    for distribution in ("megatron-core", "deepspeed", "nvidia-resiliency-ext", "apex", "torch")
-}
 
 
 def filled(page: str, blocks: Mapping[str, str]) -> str:
@@ -39,13 +31,6 @@ def write(path: Path, blocks: Mapping[str, str]) -> None:
     """Update the blocks of a page."""
     replace_durably(path, filled(path.read_text(encoding="utf-8"), blocks).encode())
     print(f"wrote {path}")
-
-
-def require(*records: Path) -> None:
-    """Exit with an error if a record is missing, so that no page is written without results."""
-    for path in records:
-        if not path.exists():
-            sys.exit(f"expected recorded results in {path}, found none; run `make test-all` first")
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

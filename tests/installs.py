@@ -2,7 +2,6 @@
 
 import functools
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import shared
-from upstream import REPOSITORY, trees
+from upstream import REPOSITORY
 
 SHOW_HOOK = "import sys; print([type(finder).__name__ for finder in sys.meta_path])"
 PTH = "training_checkpoint_patches.pth"
@@ -143,20 +142,6 @@ def editable(clone: Path) -> Environment:
     lines = [str(clone / ".editable"), str(Path(pytest.__file__).parent.parent), (clone / PTH).read_text()]
     (environment.site_packages / "clone.pth").write_text("\n".join(lines))
     return environment
-
-
-def failed_tests(clone: Path, *options: str, of_fixes: bool = False) -> list[str]:
-    """The tests of a working-tree copy that fail or raise an error, on the upstream releases installed here.
-
-    `of_fixes`: those of `make fixes`, not of `make test`.
-    """
-    subprocess.run(["git", "init", "--quiet"], cwd=clone, check=True)  # some tests list git's files
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", *options)
-    asked = {"CKPT_PATCHES_TEST_FIXES": "1"} if of_fixes else {}
-    done = editable(clone).python(*command, cwd=clone, CKPT_PATCHES_TREES=str(trees()), **asked)
-    assert re.search(r"\d+ (passed|failed)", done.stdout), done.stdout + done.stderr
-    lines = [line.split(" - ")[0] for line in done.stdout.splitlines()]
-    return [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
 
 
 def wheel() -> Path:

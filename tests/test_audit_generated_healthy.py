@@ -1,7 +1,6 @@
 """No undamaged checkpoint of the real DeepSpeed and megatron-core, with generated options, is called DAMAGED."""
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from zero_checkpoints import convert
 
 pytestmark = pytest.mark.long
 
-PAGE = Path(__file__).parent.parent / "docs/audit.md"
-# Reasons for UNKNOWN: docs/audit.md, "Detection coverage".
+# Reasons for UNKNOWN. docs/audit.md, "Detection coverage", has these and the numbers below.
 REASONS = {"parameter_without_moments", "unusual", "mask_or_damage", "moment_gap", "not_read", "no_optimizer_state"}
 COUNT = 108
 RACE = fix_files.load("zarr_create_synchronizer")
@@ -73,23 +71,13 @@ def test_a_few_of_megatron() -> None:
 @pytest.mark.slow
 def test_two_hundred() -> None:
     found = verdicts(written(2, COUNT)) + verdicts(written(3, COUNT))
-    assert found.total() >= 200
-    assert_published("DeepSpeed", found)
+    assert found == {WHOLE: 155, UNKNOWN: 48}
 
 
 @pytest.mark.slow
 def test_a_hundred_of_megatron() -> None:
     found = sum((verdicts(written_by_megatron(*runs)) for runs in MEGATRON), Counter[str]())
-    assert found.total() >= 100
-    assert_published("megatron-core", found)
-
-
-def assert_published(package: str, found: Counter[str]) -> None:
-    """Assert that the page states these figures, and that all verdicts are WHOLE or UNKNOWN."""
-    assert found.total() == found[WHOLE] + found[UNKNOWN], found
-    stated = re.sub(r"\s+", " ", PAGE.read_text())
-    figures = f"of {found.total()} by {package} {found[WHOLE]}"
-    assert figures in stated.replace("Of ", "of "), f"expected in {PAGE}: {figures}"
+    assert found == {WHOLE: 64, UNKNOWN: 40}
 
 
 def test_what_upstreams_converter_takes_ours_takes(tmp_path: Path) -> None:

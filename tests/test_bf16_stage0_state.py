@@ -48,7 +48,7 @@ def resumes_with(version: str, delivery: str) -> dict[str, dict[str, Any]]:
     return dict(zip(names, resumed(version, delivery, *folders), strict=True))
 
 
-@without_fix(FIX, STATELESS)
+@without_fix(STATELESS)
 def test_upstream_saves_no_state_and_the_first_step_undoes_the_load(version: str, delivery: str) -> None:
     found = resumes_without(version)["own"]
     if numbers(version) == (0, 17, 6):
@@ -61,7 +61,7 @@ def test_upstream_saves_no_state_and_the_first_step_undoes_the_load(version: str
     assert found["losses"][1] > found["expected"][1] + 0.5
 
 
-@without_fix(FIX, newest_by_default(LATER))
+@without_fix(newest_by_default(LATER))
 def test_upstream_dies_where_bf16_optimizer_runs_without_zero(version: str, delivery: str) -> None:
     """Upstream's BF16_Optimizer without ZeRO fails to load a pipeline's checkpoint and one without the state."""
     found = resumes_without(version)
@@ -72,7 +72,7 @@ def test_upstream_dies_where_bf16_optimizer_runs_without_zero(version: str, deli
     assert exact(found["own"]) == (version != "0.18.5")
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 def test_resumes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
     """Weights, main parameters, moments, steps, settings and counters are bit-equal after the load and two steps."""
     found = resumes_with(version, delivery)
@@ -81,7 +81,7 @@ def test_resumes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
         assert exact(found["saved without"])
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 def test_a_checkpoint_without_the_state_is_refused(version: str, delivery: str) -> None:
     """The error names the missing state, and the option to load the rest."""
     found = resumes_with(version, delivery)
@@ -91,7 +91,7 @@ def test_a_checkpoint_without_the_state_is_refused(version: str, delivery: str) 
         assert "load_optimizer_states=False" in one["error"]
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 def test_it_keeps_its_weights_where_no_state_is_asked_for(version: str, delivery: str) -> None:
     """The step after a load without states starts from the loaded weights, with new moments."""
     _, _, old = saved_without_fix(version)

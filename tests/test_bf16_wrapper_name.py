@@ -21,7 +21,7 @@ def found(version: str, delivery: str) -> tuple[dict[str, str], dict[str, dict[s
     return optimizers(folder), dict(zip(CASES, results, strict=True))
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_runs_without_zero_and_nothing_can_be_resumed(version: str, delivery: str) -> None:
     chosen, results = found(version, delivery)
     assert chosen == dict.fromkeys(CASES, "FP16_UnfusedOptimizer")
@@ -30,7 +30,7 @@ def test_upstream_runs_without_zero_and_nothing_can_be_resumed(version: str, del
     assert not any(map(exact, results.values()))
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 def test_the_optimizer_that_was_asked_for_resumes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
     """Resumes are exact, without ZeRO too, due to `bf16_stage0_state`."""
     chosen, results = found(version, delivery)

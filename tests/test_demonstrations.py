@@ -13,20 +13,6 @@ import pytest
 from ckpt_patches.demo import prove, ranks
 from ckpt_patches.demo import run as running
 from ckpt_patches.demo.run import Demonstration, DemonstrationFailed, Outcome, environment, read, run
-from installs import copy_working_tree, failed_tests
-
-
-@pytest.mark.quick
-def test_a_fix_without_a_demonstration_fails_the_quick_tests(tmp_path: Path) -> None:
-    clone = copy_working_tree(tmp_path / "clone")
-    (clone / "deepspeed_patches" / "demos" / "round_robin_links.py").unlink()
-    options = ("-m", "quick", "tests/contract/test_fix_contract.py", "-k", "has_a")
-    assert failed_tests(clone, *options) == [
-        "tests/contract/test_fix_contract.py::test_a_fix_has_a_demonstration[round_robin_links]"
-    ]
-
-
-# Reading and running
 
 
 def program(folder: Path, text: str) -> Path:

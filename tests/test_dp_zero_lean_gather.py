@@ -50,7 +50,7 @@ def with_nccl(version: str) -> bool:
     return numbers(version) >= (0, 15)
 
 
-@without_fix(FIX, ALL)
+@without_fix(ALL)
 def test_upstream_needs_buckets_beside_the_state(version: str, delivery: str) -> None:
     rank_0, *_ = lean_gather(version, delivery, "--parts", "memory")["memory"]
     names = ["gloo", *(["nccl", "gloo, all ranks", "nccl, all ranks"] if with_nccl(version) else [])]
@@ -58,7 +58,7 @@ def test_upstream_needs_buckets_beside_the_state(version: str, delivery: str) ->
     assert rank_0["load"] > 1.5 * rank_0["bucket"]
 
 
-@with_fix(FIX, ALL)
+@with_fix(ALL)
 def test_the_same_state_in_its_place(version: str, delivery: str) -> None:
     found = lean_gather(version, delivery)
     check_equal(found["equal"])

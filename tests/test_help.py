@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import command_tables
-import generated
 from ckpt_patches import __version__
 from ckpt_patches.cli import command_line, explain
 from ckpt_patches.engine import fix as fixes
@@ -52,33 +51,6 @@ def test_the_fixes_are_not_the_help_of_an_argument() -> None:
 
 def test_the_version_has_the_name() -> None:
     assert command("--version").stdout == f"training-checkpoint-patches {__version__}\n"
-
-
-# docs/commands.md
-
-
-def test_the_tables_of_commands_are_current() -> None:
-    """The tables are current; `python tests/command_tables.py` writes them."""
-    page = command_tables.PAGE.read_text()
-    assert generated.block(page, command_tables.BLOCK) == command_tables.tables().splitlines()
-
-
-def test_the_tables_have_every_command_and_option() -> None:
-    rows = [line for line in command_tables.tables().splitlines() if line.startswith("|")]
-    for name, parser in COMMANDS.items():
-        assert sum(bool(re.match(rf"\| \[?`{name}[ `]", row)) for row in rows) == 1
-        for action in parser._actions:
-            shown = [option for option in action.option_strings if action.help != argparse.SUPPRESS]
-            for option in shown if action.dest != "help" else []:
-                owners = [row for row in rows if re.search(rf"`{option}[ `]", row)]
-                assert any(re.search(rf"(^|[ ,]){name}(,| \|)", row) for row in owners), option
-
-
-def test_the_exit_status_in_the_tables_is_that_of_the_help() -> None:
-    (row,) = (line for line in command_tables.tables().splitlines() if line.startswith("| [`audit "))
-    assert row.endswith(
-        "| 0 all are WHOLE or REPAIRED, 1 one is DAMAGED or INCOMPLETE, 2 wrong usage, 3 one is UNKNOWN |"
-    )
 
 
 # Unknown names

@@ -25,7 +25,7 @@ def load_and_step(version: str, delivery: str, *options: str) -> Found:
     return found
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_steps_back_to_the_initial_weights(version: str, delivery: str) -> None:
     found = load_and_step(version, delivery)
     for (precision_aware, fraction, _), result in found.items():
@@ -39,7 +39,7 @@ def test_upstream_steps_back_to_the_initial_weights(version: str, delivery: str)
             assert result["stale"] == ["CPU clone"]
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 @pytest.mark.parametrize(
     "options", [(), ("--steps-before", "2"), ("--state-dict",)], ids=["fresh", "after steps", "state dict"]
 )

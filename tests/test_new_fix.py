@@ -1,7 +1,6 @@
 """`tests/new_fix.py` creates files in our style whose tests fail until the fix is written."""
 
 import os
-import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -11,8 +10,8 @@ import pytest
 
 import new_fix
 from ckpt_patches.errors import UserError
-from installs import Environment, copy_working_tree, editable, failed_tests
-from upstream import REPOSITORY, all_releases, trees
+from installs import Environment, copy_working_tree, editable
+from upstream import REPOSITORY, trees
 
 NAME, URL = "lost_momentum", "https://github.com/someone/something/issues/1"
 MODULES = {"megatron": "megatron.core.optimizer.optimizer", "deepspeed": "deepspeed.runtime.engine"}
@@ -60,30 +59,6 @@ def test_the_files_of_a_fix_are_made_in_our_style_and_its_tests_fail(package: st
 
     again = scaffold(environment, clone, package)
     assert (again.returncode, again.stderr) == (2, f"there is a fix {NAME} already\n")
-
-
-# Tests that concern each or all of the fixes; and others that might.
-OF_ALL_FIXES = "fix_table help map readme rooms"
-OTHERS = "command compatibility completion demonstrations format_patch json training_modules"
-OF_THE_RECORD = (
-    "test_absence.py::test_(the_record_|a_newer_release_is_compared)|test_readme.py::test_the_number_of_fixes_is_theirs"
-    "|test_compatibility.py::test_the_page_is_that_of_the_records"
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("package", MODULES if all_releases() else ["megatron"])
-def test_a_fresh_scaffold_fails_its_own_tests_alone(package: str, clone: Path) -> None:
-    names = [*OF_ALL_FIXES.split(), *(OTHERS.split() if all_releases() else ())]
-    scaffold(editable(clone), clone, package)
-    # Tests of one fix run only for the new one.
-    chosen = f"not demonstration_shows and ({NAME} or not (test_fix_contract or is_missed))"
-    failed = failed_tests(clone, "-k", chosen, "tests/contract", of_fixes=True)
-    failed += failed_tests(clone, "-k", chosen, "tests/contract", *(f"tests/test_{name}.py" for name in names))
-    # These need a new record of outcomes and the README's number of fixes, as in CONTRIBUTING.
-    assert [test for test in failed if NAME not in test and not re.search(OF_THE_RECORD, test)] == []
-    for needed in ("test_a_fix_is_on_the_map", "test_the_row_of_a_fix_is_current"):
-        assert any(needed in test for test in failed)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ FIRST_GROUP = {"w1.weight", "w2.weight"}
 OTHER_GROUPS = {"w1.bias", "ln.weight", "ln.bias", "w2.bias", "scale"}
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_finds_those_of_the_first_group_and_none_after_a_load(version: str, delivery: str) -> None:
     for kind, found in written(version, delivery).items():
         if kind == "bf16_optimizer":  # all groups step at once
@@ -26,7 +26,7 @@ def test_upstream_finds_those_of_the_first_group_and_none_after_a_load(version: 
         assert found["unlinked right after a load"] == found["unlinked after a load"]
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 def test_those_of_every_group_are_found(version: str, delivery: str) -> None:
     """The moments equal the flat partitions; the run, and a load of its own files, do not change."""
     for kind, found in written(version, delivery).items():

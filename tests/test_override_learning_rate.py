@@ -53,7 +53,7 @@ def resumes(version: str, delivery: str, folder: Path, keep: dict[str, str], **m
     return {name: differences(*pair) for name, *pair in zip(names, right, loaded, strict=True)}
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_stays_at_the_learning_rate_of_the_checkpoint_or_dies(
     version: str, delivery: str, tmp_path: Path
 ) -> None:
@@ -69,7 +69,7 @@ def test_upstream_stays_at_the_learning_rate_of_the_checkpoint_or_dies(
         ]
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 def test_every_group_goes_on_at_the_rates_of_the_run(version: str, delivery: str, tmp_path: Path) -> None:
     assert resumes(version, delivery, tmp_path, OVERRIDE) == {name: [] for name in runs_for(version)}
 

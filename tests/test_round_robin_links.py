@@ -44,7 +44,7 @@ def wrong(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_converts_and_loads_the_data_of_other_parameters(
     version: str, delivery: str, ranks: int, tmp_path: Path
 ) -> None:
@@ -55,7 +55,7 @@ def test_upstream_converts_and_loads_the_data_of_other_parameters(
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 def test_each_parameter_gets_its_own(version: str, delivery: str, ranks: int, tmp_path: Path) -> None:
     """Each parameter gets its own data: saved with the fix or without, converted, and loaded on 2 and on 3 ranks."""
     for written_by in (delivery, "none"):

@@ -86,6 +86,25 @@ def test_comments_strings_and_docstrings_are_not_anchors() -> None:
     assert [node.lineno for node in found] == [7]
 
 
+CALL = "if ready:\n    a.b(c, 'd', e=1)\n"
+CHANGED = [("ready", "x"), ("a.", "x."), (".b", ".x"), ("c,", "x,"), ("'d'", "'x'"), ("e=", "x="), ("1", "2")]
+
+
+@pytest.mark.parametrize(("old", "new"), CHANGED)
+def test_an_anchor_with_another_name_or_literal_is_none(old: str, new: str) -> None:
+    def anchors(text: str) -> str:
+        made = source(text)
+        return made.text(made.one("a.b(c, 'd', e=1)", made.branch("ready")))
+
+    assert CALL.count(old) == 1
+    assert anchors(CALL) == "a.b(c, 'd', e=1)"
+    with pytest.raises(NoMatch, match="found it 0 times"):
+        anchors(CALL.replace(old, new))
+    # As it was, it is in a comment and in a string: these are no anchors.
+    with pytest.raises(NoMatch):
+        anchors(f"{CALL.replace(old, new)}# {CALL.splitlines()[1]}\nNOTE = {CALL!r}\n")
+
+
 def test_quotes_and_layout_do_not_matter() -> None:
     made = source("f('a',\n  [1,2])\n")
     assert made.one('f("a", [1, 2])') is made.tree.body[0].value  # type: ignore[attr-defined]

@@ -10,13 +10,13 @@ AFFECTED = affected(FIX)
 THREE_STEPS = ("--inner", "torch", "--steps", "3")
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_does_not_resume_torchs_adam(version: str, delivery: str, tmp_path: Path) -> None:
     found = save_and_resume(version, delivery, tmp_path, *THREE_STEPS, only=("torch",))["torch"]
     assert found["error"] == "load: KeyError: 'step'" or found["resume"] == "differs"
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 def test_a_resume_is_bit_equal_in_every_format(version: str, delivery: str, tmp_path: Path) -> None:
     found = save_and_resume(version, delivery, tmp_path, *THREE_STEPS)
     assert {name: (line["error"], line["resume"]) for name, line in found.items()} == dict.fromkeys(

@@ -48,7 +48,7 @@ def written(version: str, delivery: str = "none") -> Path:
     return shared.once(f"own-files-{version}-{delivery}", train)
 
 
-@with_and_without_fix(FIX, AFFECTED)
+@with_and_without_fix(AFFECTED)
 def test_reads_its_own_files(version: str, delivery: str, tmp_path: Path) -> None:
     """Files resume, convert and resume, and merge to fp32: all bit-equal to the uninterrupted training."""
     arguments: tuple[str | Path, ...] = (written(version), tmp_path, *KINDS, "--universal", *KINDS)

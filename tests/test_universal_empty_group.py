@@ -24,14 +24,14 @@ def loading(version: str) -> dict[str, Any]:
     return {"writer": TRAINED_BY} if first <= numbers(version) <= last else {}
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_dies(version: str, delivery: str) -> None:
     error = error_of_resume(version, small=True, **loading(version))
     assert "if steps[0] is not None" in error
     assert "IndexError: list index out of range" in error
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 def test_every_rank_is_where_the_run_was(version: str, delivery: str) -> None:
     """The step and moments equal the uninterrupted run's, also on the rank that holds only padding."""
     options = ["--load-only"] if loading(version) else []

@@ -17,7 +17,7 @@ def resumed(version: str, delivery: str) -> dict[str, dict[str, Any]]:
     return universal_loads.resumed(version, delivery)
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_takes_a_moment_for_the_master(version: str, delivery: str) -> None:
     """The load itself is right. Later reads, writes and loads of main parameters use another tensor."""
     for found in resumed(version, delivery).values():
@@ -31,7 +31,7 @@ def test_upstream_takes_a_moment_for_the_master(version: str, delivery: str) -> 
         assert found["losses"] != found["expected"]
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 def test_the_master_is_taken_for_the_master(version: str, delivery: str) -> None:
     """A second load and the next two losses are right, too, bit for bit."""
     for found in resumed(version, delivery).values():

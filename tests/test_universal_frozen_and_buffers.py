@@ -14,12 +14,12 @@ FIX = "universal_frozen_and_buffers"
 AFFECTED = affected(FIX)
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_keeps_the_values_of_the_new_run(version: str, delivery: str) -> None:
     shown = demonstrate(FIX, delivery, version)
     assert shown.found == "seen, w1.bias, w1.weight are not those saved, and no error"
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 def test_they_are_those_saved(version: str, delivery: str) -> None:
     assert not demonstrate(FIX, delivery, version).bug

@@ -6,7 +6,7 @@ import pytest
 
 import edits
 from ckpt_patches.engine.plan import Outcome
-from upstream import DELIVERIES, newest, releases, run, run_json, tree, without_fix
+from upstream import newest, releases, run, run_json, tree, with_fix, without_fix
 from zero_checkpoints import CRASH, convert, converted, differences, dp768, losses, trained
 
 FIX = "universal_tensor_paddings"
@@ -21,15 +21,13 @@ def checkpoints() -> dict[str, Path]:
     return {**trained(OLD_WRITER, "stage1", "stage2"), **trained(NEW_WRITER, "bf16_optimizer")}
 
 
-@without_fix(FIX, RELEASES)
+@without_fix(RELEASES)
 def test_upstream_crashes(version: str, delivery: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     outcome = convert(tmp_path, *checkpoints.values(), version=version, delivery=delivery)
     assert outcome == {"stage1": CRASH, "stage2": CRASH, "bf16_optimizer": CRASH}
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("version", RELEASES)
-@pytest.mark.parametrize("delivery", DELIVERIES)
+@with_fix(RELEASES)
 def test_converts_what_was_trained(version: str, delivery: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The result is bit-equal to the main parameters and moments at the save."""
     outcome = convert(tmp_path, *checkpoints.values(), version=version, delivery=delivery)

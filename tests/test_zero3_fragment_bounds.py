@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from upstream import DELIVERIES, affected, newest_affected, run, tree, without_fix
+from upstream import affected, newest_affected, run, tree, with_fix, without_fix
 from zero_checkpoints import (
     convert,
     converted,
@@ -50,16 +50,14 @@ def checkpoint() -> Path:
     return trained(WRITER, "stage3")["stage3"]
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_writes_padding_as_data(version: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
     """Upstream silently writes padding as data."""
     assert convert(tmp_path, checkpoint, version=version, delivery=delivery) == {"stage3": ""}
     assert element_counts(converted(tmp_path / "stage3")) == wrong(TRAINED)
 
 
-@pytest.mark.compat(fix=FIX)
-@pytest.mark.parametrize("version", AFFECTED)
-@pytest.mark.parametrize("delivery", DELIVERIES)
+@with_fix(AFFECTED)
 def test_converts_what_was_trained(version: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
     """The result is bit-equal to the main parameters and moments at the save."""
     assert convert(tmp_path, checkpoint, version=version, delivery=delivery) == {"stage3": ""}

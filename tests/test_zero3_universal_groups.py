@@ -23,7 +23,7 @@ def decays(settings: dict[str, Any]) -> list[float]:
     return [group["weight_decay"] for group in settings["groups"]]
 
 
-@without_fix(FIX, newest_by_default(AFFECTED))
+@without_fix(newest_by_default(AFFECTED))
 def test_upstream_takes_the_first_groups_settings_and_one_step_for_all(version: str, delivery: str) -> None:
     """Silently, all tensors are right after the load and wrong two steps later."""
     found, expected = resumed(version, *RUN, delivery), uninterrupted(version, *RUN)
@@ -34,7 +34,7 @@ def test_upstream_takes_the_first_groups_settings_and_one_step_for_all(version: 
     assert found["losses"][1] != expected["losses"][1]
 
 
-@with_fix(FIX, newest_by_default(AFFECTED))
+@with_fix(newest_by_default(AFFECTED))
 def test_resumes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
     """Tensors after the load, groups' settings, steps, the next losses and the tensors after them are equal."""
     assert resumed(version, *RUN, delivery) == uninterrupted(version, *RUN)

@@ -10,7 +10,7 @@ RUN = ("stage3", 4)  # ranks; at other stages the rank is determined elsewhere
 TWO_NODES = ("--node", "2")
 
 
-@without_fix(FIX, AFFECTED)
+@without_fix(AFFECTED)
 def test_upstream_gives_each_node_what_the_first_has(version: str, delivery: str) -> None:
     """Silently, rank 2, the first of the second node, loads the shard of rank 0."""
     found, expected = resumed(version, *RUN, delivery, *TWO_NODES), uninterrupted(version, *RUN)
@@ -19,7 +19,7 @@ def test_upstream_gives_each_node_what_the_first_has(version: str, delivery: str
     assert resumed(version, *RUN, delivery) == expected  # one node
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 def test_resumes_on_two_nodes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
     """Tensors after the load, the next losses, and tensors after them are bit-equal."""
     assert resumed(version, *RUN, delivery, *TWO_NODES) == uninterrupted(version, *RUN)

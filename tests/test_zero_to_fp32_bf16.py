@@ -13,11 +13,11 @@ AFFECTED = affected(FIX)
 SHOWN_ALONE = [*releases("deepspeed", newest="0.17.5"), *releases("deepspeed", oldest="0.18.5")]
 
 
-@without_fix(FIX, SHOWN_ALONE)
+@without_fix(SHOWN_ALONE)
 def test_upstream_has_the_bug(version: str, delivery: str) -> None:
     assert demonstrate(FIX, delivery, version).bug
 
 
-@with_fix(FIX, AFFECTED)
+@with_fix(AFFECTED)
 def test_it_comes_out_right(version: str, delivery: str) -> None:
     assert not demonstrate(FIX, delivery, version).bug

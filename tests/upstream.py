@@ -4,12 +4,11 @@ Each release is installed into its own folder (a tree); a program runs in a proc
 Trees are in `.trees/` or in the folder `CKPT_PATCHES_TREES`, and are installed on first use.
 `CKPT_PATCHES_TEST_ALL=1` runs every release of the table instead of the default ones.
 
-`CKPT_PATCHES_TEST_MEGATRON_MAIN` and `CKPT_PATCHES_TEST_DEEPSPEED_MAIN` each name a clean git checkout of the main
-branch of an upstream repository. It counts as one more release, `main`, newer than those of the table. `make upstream`
-(keeping_up.py) records what the fixes do on it.
+`CKPT_PATCHES_TEST_MEGATRON_MAIN` and `CKPT_PATCHES_TEST_DEEPSPEED_MAIN` each name a checkout of the main branch of an
+upstream repository. It counts as one more release, `main`, newer than those of the table.
 
-apex is on no package index. `CKPT_PATCHES_TEST_APEX` names a git checkout, which is its only release; without it, the
-tests that need apex are skipped. Their results are recorded with the commit.
+apex is on no package index. `CKPT_PATCHES_TEST_APEX` names a checkout, which is its only release; without it, the tests
+that need apex are skipped.
 
 Of torch, only the installed release runs. Its tree has links to its files, but for those that fixes edit, which are
 copies. The trees of other releases have only these files, and the fixes are planned on them; `make stacks` runs them.
@@ -55,8 +54,6 @@ DELIVERIES = ("hook", "in place")
 # Time limit of a program in seconds: ten times what the slowest needs on an idle machine.
 TIMEOUT = 900
 MAIN = "main"  # the version name of the checkout of a main branch
-# In place of a delivery: the edits were planned, and nothing was run.
-PLAN = "plan"
 PRODUCT = "numpy2_product"  # the fix without which megatron-core before 0.16 does not run with NumPy 2
 
 
@@ -125,25 +122,16 @@ MAIN_VARIABLES = {
 CHECKOUT_VARIABLES = {"apex": "CKPT_PATCHES_TEST_APEX"}
 
 
-@dataclass(frozen=True)
-class Checkout:
-    """A checkout of an upstream repository, most often of its main branch."""
-
-    tree: Path
-    commit: str  # 40 hexadecimal digits
-    date: str  # of the commit, as YYYY-MM-DD
-
-
-def main_branch(distribution: str) -> Checkout | None:
+def main_branch(distribution: str) -> Path | None:
     """The checkout that a distribution's variable names; None if it is not set.
 
     Raises:
-        ValueError: it is not the top folder of a git checkout, or its files are not those of the commit.
+        ValueError: there is no such folder.
     """
     return _named(MAIN_VARIABLES.get(distribution, ""))
 
 
-def checkout(distribution: str) -> Checkout | None:
+def checkout(distribution: str) -> Path | None:
     """The checkout in place of a distribution's releases; None if it is on a package index, or no checkout is named.
 
     Raises:
@@ -157,27 +145,11 @@ def is_available(distribution: str) -> bool:
     return distribution not in CHECKOUT_VARIABLES or checkout(distribution) is not None
 
 
-def _named(variable: str) -> Checkout | None:
-    folder = os.environ.get(variable)
-    return _checkout(Path(folder).resolve(), variable) if folder else None
-
-
-@functools.cache
-def _checkout(folder: Path, variable: str) -> Checkout:
-    if _git(folder, "rev-parse", "--show-toplevel") != str(folder):
-        raise ValueError(f"{variable}: expected the top folder of a git checkout, found {folder}; clone upstream there")
-    if changes := _git(folder, "status", "--porcelain"):
-        raise ValueError(
-            f"{variable}: expected the files of a commit in {folder}, found changes; take them back:\n{changes}"
-        )
-    commit, date = _git(folder, "log", "-1", "--format=%H %cs").split()
-    return Checkout(folder, commit, date)
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    """The output of git for a folder; empty if git fails."""
-    done = subprocess.run(["git", "-C", str(folder), *arguments], text=True, capture_output=True)
-    return done.stdout.strip() if done.returncode == 0 else ""
+def _named(variable: str) -> Path | None:
+    name = os.environ.get(variable)
+    if name and not Path(name).is_dir():
+        raise ValueError(f"{variable}: expected a checkout, found no folder {name}; clone upstream there")
+    return Path(name).resolve() if name else None
 
 
 def all_releases() -> bool:
@@ -230,29 +202,25 @@ def _parameters(distribution: str, wanted: Callable[[str], bool], *, with_main: 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-def without_fix(fix: str, versions: list[Any]) -> Decorator:
-    """Decorate a test of `version` and `delivery` that shows a bug; see `with_fix`."""
-    return _cells(fix, versions, ["none"])
+def without_fix(versions: list[Any]) -> Decorator:
+    """Decorate a test of `version` and `delivery` that shows a bug."""
+    return _deliveries(versions, ["none"])
 
 
-def with_fix(fix: str, versions: list[Any]) -> Decorator:
-    """Decorate a test of `version` and `delivery`, whose outcomes are cells of docs/compatibility.md."""
-    return _cells(fix, versions, DELIVERIES)
+def with_fix(versions: list[Any]) -> Decorator:
+    """Decorate a test of `version` and `delivery` that shows that a bug is gone."""
+    return _deliveries(versions, DELIVERIES)
 
 
-def with_and_without_fix(fix: str, versions: list[Any]) -> Decorator:
-    """Decorate a test whose result is the same with and without a fix; see `with_fix`."""
-    return _cells(fix, versions, ["none", *DELIVERIES])
+def with_and_without_fix(versions: list[Any]) -> Decorator:
+    """Decorate a test of `version` and `delivery` whose result is the same with and without a fix."""
+    return _deliveries(versions, ["none", *DELIVERIES])
 
 
-def _cells(fix: str, versions: list[Any], deliveries: Sequence[str]) -> Decorator:
+def _deliveries(versions: list[Any], deliveries: Sequence[str]) -> Decorator:
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        for mark in (
-            pytest.mark.parametrize("version", versions),
-            pytest.mark.parametrize("delivery", deliveries),
-            pytest.mark.compat(fix=fix),
-        ):
-            test = mark(test)
+        for name, values in (("version", versions), ("delivery", deliveries)):
+            test = pytest.mark.parametrize(name, values)(test)
         return test
 
     return decorate
@@ -295,16 +263,21 @@ def tree(distribution: str, version: str) -> Path:
         pytest.skip.Exception: it is on no package index, and no checkout is named.
     """
     if version == MAIN and (main := main_branch(distribution)):
-        return main.tree
+        return main
     if not any((r.distribution, r.version) == (distribution, version) for r in RELEASES):
         raise ValueError(f"expected a release of the table in {__file__}, found {distribution} {version}; add it there")
     if variable := CHECKOUT_VARIABLES.get(distribution):
         if named := checkout(distribution):
-            return named.tree
+            return named
         pytest.skip(f"{distribution} is on no package index, and {variable} names no checkout of it")
     if distribution == "torch" and version == INSTALLED_TORCH:
         return _linked_torch() / f"torch-{version}"
-    return released(distribution, version)
+    folder = trees() / tree_name(distribution, version)
+    if not folder.is_dir():
+        with _locked(folder):
+            if not folder.is_dir():
+                _install(distribution, version, folder)
+    return folder
 
 
 def _linked_torch() -> Path:
@@ -327,20 +300,6 @@ def _linked_torch() -> Path:
     return shared.once("torch", make)
 
 
-def released(distribution: str, version: str) -> Path:
-    """The tree of a release on a package index, in the table or not.
-
-    Raises:
-        RuntimeError: as `tree`.
-    """
-    folder = trees() / tree_name(distribution, version)
-    if not folder.is_dir():
-        with _locked(folder):
-            if not folder.is_dir():
-                _install(distribution, version, folder)
-    return folder
-
-
 def tree_name(distribution: str, version: str, python: str = "") -> str:
     """The name of a release's folder; with the Python version (by default, of this Python) for compiled packages."""
     name = f"{distribution}-{version}"
@@ -361,22 +320,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def installed_checkout(distribution: str, source: Path) -> Path:
-    """A new tree that pip installs from a checkout: some packages have their version only when installed.
-
-    Raises:
-        RuntimeError: as `tree`.
-    """
-    folder = trees() / f"{distribution}-{MAIN}-installed"
-    shutil.rmtree(folder, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as temporary:  # a build writes into its folder
-        copy = Path(temporary, source.name)
-        shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns(".git"))
-        _install(distribution, MAIN, folder, str(copy))
-    return folder
-
-
-def _install(distribution: str, version: str, folder: Path, source: str = "") -> None:
+def _install(distribution: str, version: str, folder: Path) -> None:
     if distribution == "torch":
         _install_edited_files_of_torch(version, folder)
         return
@@ -391,7 +335,7 @@ def _install(distribution: str, version: str, folder: Path, source: str = "") ->
         systems = (f"manylinux_2_{glibc}_x86_64" for glibc in (31, 39))
         options += ["--python-version", "3.12", "--only-binary=:all:", *(f"--platform={system}" for system in systems)]
     environment = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "CKPT_PATCHES": "off"}
-    _pip_install(sys.executable, [*options, source or f"{distribution}=={version}"], folder, environment)
+    _pip_install(sys.executable, [*options, f"{distribution}=={version}"], folder, environment)
 
 
 def _install_edited_files_of_torch(version: str, folder: Path) -> None:
@@ -547,11 +491,6 @@ def demonstrate(fix: str, delivery: str, version: str | None = None, *, forked: 
         DemonstrationFailed: it could not run.
     """
     root = tree(DISTRIBUTIONS[fix_files.package_of(fix)], version) if version else tree(*newest_affected(fix))
-    return demonstrate_on(root, fix, delivery, forked=forked)
-
-
-def demonstrate_on(root: Path, fix: str, delivery: str, *, forked: bool = True) -> Outcome:
-    """`demonstrate` on a tree."""
     shown = demonstrating.demonstrations()[fix]
     path = [tree(*release) for release in shown.beside]
     environment = environment_for(in_place(root) if delivery == "in place" else root, delivery, path)
@@ -578,7 +517,7 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
     """The environment of a program under test; a copy, free to change."""
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     apex = checkout("apex")
-    stubs = [PROGRAMS / "stub_apex_kernels"] if apex and root.name == apex.tree.name else []
+    stubs = [PROGRAMS / "stub_apex_kernels"] if apex and root.name == apex.name else []
     folders = [root, *path, *stubs, *needed(root), PROGRAMS]
     product_alone = delivery == "none" and lacks_product(root, path)
     return {
@@ -606,7 +545,7 @@ def needed(root: Path) -> list[Path]:
     """The trees that must follow this one on the path, by its folder's name, which edited copies keep."""
     distribution, _, version = root.name.rpartition("-")
     main = main_branch("megatron-core")
-    is_main = main is not None and root.name == main.tree.name
+    is_main = main is not None and root.name == main.name
     needs = is_main or (distribution == "megatron-core" and numbers(version) >= (0, 18))
     return [tree(*_TRITON)] if needs else []
 

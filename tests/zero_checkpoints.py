@@ -41,6 +41,11 @@ def dp768() -> dict[str, Path]:
     return {case: crafted(case) for case in ("dp768", "dp768_stage3")}
 
 
+def of_ranks(count: int) -> Path:
+    """A crafted stage-1 checkpoint of `count` ranks: three parameters over all ranks, without padding."""
+    return crafted(str(count))
+
+
 @functools.cache
 def crafted(case: str) -> Path:
     """A checkpoint written without training, once per session."""

@@ -3,6 +3,7 @@
 ckpt_patches/engine/outcomes.py records what each edit finds in each release.
 """
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, module_path, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FOLDERS, SWITCHED, TORCH
 from ckpt_patches.engine.releases import RECORDED
-from contract import anchors, outcomes
+from ckpt_patches.engine.source import Source
+from contract import outcomes
 from upstream import RELEASES, all_releases, tree
 
 DEFAULT = [
@@ -142,7 +144,7 @@ def test_a_renamed_class_or_function_is_missed(
 ) -> None:
     """A renamed class or function is a mismatch, or the same edits are made under the other name."""
     root = edits.copy_of(tree(DISTRIBUTIONS[fixes.package_of(fix)], version), fix, tmp_path)
-    sources = anchors.observed(str(root), fixes.package_of(fix), fix, monkeypatch)
+    sources = observed(root, fix, monkeypatch)
     before, made = planned(root, fix)
     whole = {file.path: file.patched for file in made.files.values()}
     for path, source in sources.items():
@@ -154,6 +156,61 @@ def test_a_renamed_class_or_function_is_missed(
                 edited: renamed(text) if edited == path else text for edited, text in whole.items()
             }
             assert same or (after.outcome, patched) == (Outcome.NO_MATCH, {}), (name, before, after)
+
+
+class ObservedText(bytes):
+    """The text of a module; records the strings that are looked up in it."""
+
+    searched: set[bytes]
+
+    def __contains__(self, text: object) -> bool:
+        assert isinstance(text, bytes)
+        self.searched.add(text)
+        return super().__contains__(text)
+
+
+class ObservedSource(Source):
+    """A source that records which functions and classes a fix looks up."""
+
+    def __init__(self, data: bytes, path: str) -> None:
+        text = ObservedText(data)
+        text.searched = set()
+        super().__init__(text, path)
+        self.searched = text.searched
+        self.named: set[str] = set()
+
+    def definitions(self) -> list[str]:
+        """The names of the functions and classes of this module that a fix looks up or edits."""
+        words = " ".join([*(name.replace(".", " ") for name in self.named), *(s.decode() for s in self.searched)])
+        defined: list[ast.FunctionDef | ast.ClassDef] = [*self.all_of(ast.FunctionDef), *self.all_of(ast.ClassDef)]
+        around = {
+            node.name
+            for node in defined
+            for edit in self.edits
+            if self._span(node)[0] <= edit.start and edit.stop <= self._span(node)[1]
+        }
+        return sorted({node.name for node in defined} & {*re.findall(r"\w+", words), *around})
+
+    def function(self, name: str) -> Any:
+        self.named.add(name)
+        return super().function(name)
+
+    def class_named(self, name: str) -> Any:
+        self.named.add(name)
+        return super().class_named(name)
+
+
+def observed(root: Path, fix: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, ObservedSource]:
+    """The sources of a tree by path, with what a fix looked up in them."""
+    sources: dict[str, ObservedSource] = {}
+
+    def observe(data: bytes, path: str) -> Source:
+        return sources.setdefault(path, ObservedSource(data, path))
+
+    with monkeypatch.context() as patching:
+        patching.setattr(plan, "Source", observe)
+        planned(root, fix)
+    return sources
 
 
 class renaming:

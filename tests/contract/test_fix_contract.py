@@ -4,20 +4,16 @@ Tests specific to one fix are in tests/test_NAME.py.
 """
 
 import ast
-import importlib
 import itertools
 import re
-import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import compatibility
 import edits
 from ckpt_patches import PREFIXES
-from ckpt_patches.cli.status import FIXED_UPSTREAM, NOT_PRESENT
 from ckpt_patches.demo.run import demonstrations
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine import plan
@@ -25,14 +21,11 @@ from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FIXES, FOLDERS, SWITCHED, TARGETS, folder
 from ckpt_patches.engine.releases import RECORDED
-from ckpt_patches.engine.source import function_text
 from ckpt_patches.inplace import rewrite
-from contract import added_lines, anchors
 from demo import SHOWN
 from upstream import (
     DELIVERIES,
     MAIN,
-    PLAN,
     REPOSITORY,
     affected,
     all_releases,
@@ -41,12 +34,24 @@ from upstream import (
     newest,
     newest_affected,
     releases,
+    runnable,
     tree,
 )
 
 NAMES = list(FIXES)
 PACKAGES = (CORE, DEEPSPEED)  # with more than one fix
-FORMS = [pytest.param(name, version, id=f"{name}-{version}") for name in NAMES for version in added_lines.forms(name)]
+
+
+def forms() -> Iterator[Any]:
+    """Each fix on the oldest and on the newest release that has its bug and can run here."""
+    for name in NAMES:
+        newest_with_it = newest_affected(name)[1]
+        with_it = [v for v in runnable(DISTRIBUTIONS[fixes.package_of(name)]) if fixes.load(name).affects(v)]
+        for version in dict.fromkeys([*with_it[-1:], newest_with_it]):
+            yield pytest.param(name, version, id=f"{name}-{version}")
+
+
+FORMS = list(forms())
 
 
 def tree_for(fix: str, version: str) -> Path:
@@ -71,34 +76,27 @@ def test_the_index_has_what_the_fix_states(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fix_has_its_page_its_test_for_upstream_and_its_line_in_the_change_log(name: str) -> None:
+def test_a_fix_has_its_page_and_its_test_for_upstream(name: str) -> None:
     fix = fixes.load(name)
     assert (Path(folder(fix.package)) / "upstream_tests" / Path(fix.test).name).exists()
     assert (REPOSITORY / "docs" / f"{name}.md").exists()
-    assert f"`{name}`" in (REPOSITORY / "CHANGELOG.md").read_text()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", NAMES)
-def test_a_fix_has_a_demonstration(name: str) -> None:
-    """A demonstration has the name of its fix, and its docstring begins with a title for a progress line."""
-    title = demonstrations()[name].title
-    assert 0 < len(title) <= 60
-    assert not title.endswith(".")
-
-
-@pytest.mark.quick
-def test_a_demonstration_has_a_fix() -> None:
-    assert demonstrations().keys() <= set(FIXES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_docstring_is_one_sentence_and_an_upstream_link(name: str) -> None:
-    sentence, blank, link = (ast.get_docstring(ast.parse(Path(fixes.path_of(name)).read_text())) or "").splitlines()
-    assert sentence.endswith(".")
-    assert blank == ""
-    assert link.startswith("https://github.com/")
-    assert link in fixes.load(name).upstream
+def test_a_fix_states_what_the_commands_print(name: str) -> None:
+    """`list` and `explain` print the first line of the file and the symptom; `list --for` looks up the releases."""
+    fix = fixes.load(name)
+    assert fixes.sentence(name).endswith(".")
+    assert fix.symptom
+    ends = [end for first_and_last in fix.releases for end in first_and_last]
+    assert ends == sorted(ends, key=fixes.numbers)
+    assert ends
+    assert set(ends) <= set(RECORDED[fix.package])
+
+
+@pytest.mark.quick
+def test_each_fix_has_a_demonstration() -> None:
+    assert demonstrations().keys() == set(FIXES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -108,26 +106,6 @@ def test_a_fix_imports_nothing_but_the_engine(name: str) -> None:
     modules = [node.module for node in body if isinstance(node, ast.ImportFrom)]
     modules += [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
     assert {str(module).split(".")[0] for module in modules} <= {"ckpt_patches", "collections", "typing", "ast"}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_text_of_a_function_is_all_of_it(name: str) -> None:
-    """`function_text`, which finds a function by its indentation, returns the text that the parser finds."""
-    module = importlib.import_module(f"{Path(folder(fixes.package_of(name))).name}.{name}")
-    text = Path(str(module.__file__)).read_text()
-    lines = text.splitlines()
-    module_node = ast.parse(text)
-    parents: list[ast.Module | ast.ClassDef] = [module_node]
-    parents += [node for node in module_node.body if isinstance(node, ast.ClassDef)]
-    for parent in parents:
-        holder = getattr(module, parent.name) if isinstance(parent, ast.ClassDef) else module
-        for node in parent.body:
-            if isinstance(node, ast.FunctionDef) and "source: Source" not in ast.unparse(node.args):
-                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                expected = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
-                found = getattr(holder, node.name)
-                function: Any = found.fget if isinstance(found, property) else found
-                assert function_text(function) == expected
 
 
 # Behavior
@@ -141,14 +119,14 @@ def demonstrated() -> Iterator[Any]:
     """
     for name in NAMES:
         own = REPOSITORY / "tests" / f"test_{name}.py"
-        has_own = own.exists() and bool(re.search(r"@with_fix\(|@with_and_without_fix\(|compat\(fix=", own.read_text()))
+        has_own = own.exists() and bool(re.search(r"@with_fix\(|@with_and_without_fix\(", own.read_text()))
         newest_with_it = newest_affected(name)[1]
         releases_with_it = [] if has_own else [one for one in affected(name) if one.values != (newest_with_it,)]
         releases_with_it.append(pytest.param(newest_with_it))
         for one, delivery in itertools.product(releases_with_it, ("none", *DELIVERIES)):
             (version,) = one.values
             is_slow = name in SHOWN if delivery == "in place" else has_own and name not in SHOWN
-            marks = [pytest.mark.compat(fix=name), *[pytest.mark.slow] * is_slow, *one.marks]
+            marks = [*[pytest.mark.slow] * is_slow, *one.marks]
             yield pytest.param(name, version, delivery, id=f"{name}-{version}-{delivery}", marks=marks)
 
 
@@ -164,79 +142,22 @@ def on_releases() -> Iterator[Any]:
     for name in NAMES:
         for one in releases(DISTRIBUTIONS[fixes.package_of(name)]):
             (version,) = one.values
-            yield pytest.param(name, version, PLAN, id=f"{name}-{version}-{PLAN}")
+            yield pytest.param(name, version, id=f"{name}-{version}")
 
 
-@pytest.mark.parametrize(("name", "version", "delivery"), list(on_releases()))
-def test_a_fix_applies_where_the_bug_is_and_changes_nothing_elsewhere(
-    name: str,
-    version: str,
-    delivery: str,
-    request: pytest.FixtureRequest,
-    record_property: Callable[[str, object], None],
-) -> None:
-    """A fix applies to each release with the bug, and changes no other release, for the recorded reason."""
+@pytest.mark.parametrize(("name", "version"), list(on_releases()))
+def test_a_fix_applies_where_the_bug_is_and_changes_nothing_elsewhere(name: str, version: str) -> None:
+    """A fix applies to each release with the bug, and changes no other release."""
     result, made = edits.plan(tree_for(name, version), name)
     if version != MAIN and fixes.load(name).affects(version):
         assert result.outcome is Outcome.APPLIES, result
         return
-    request.applymarker(pytest.mark.compat(fix=name))
-    words = {Outcome.ALREADY_THERE: FIXED_UPSTREAM, Outcome.NOT_PRESENT: NOT_PRESENT}
-    if version == MAIN:
-        words[Outcome.APPLIES] = "applies"
-    assert result.outcome in words, result
+    applies = {Outcome.APPLIES} if version == MAIN else set()
+    assert result.outcome in {Outcome.ALREADY_THERE, Outcome.NOT_PRESENT, *applies}, result
     assert version == MAIN or made.files == {}
-    record_property("compat", words[result.outcome])
-    recorded = recorded_words(name, version)
-    assert all_releases() or not recorded or recorded == {words[result.outcome]}
-
-
-def recorded_words(name: str, version: str) -> set[str]:
-    """The entry in docs/compatibility.md for a fix that a release does not need."""
-    rows = [row for row in compatibility.recorded().values() if (row["fix"], row["version"]) == (name, version)]
-    return {row["words"] for row in rows} & compatibility.NOTHING_TO_DO if version != MAIN else set()
 
 
 # Edits
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "version"), FORMS)
-def test_the_lines_that_a_fix_adds_are_the_recorded_ones(name: str, version: str) -> None:
-    assert added_lines.lines(name, version) == added_lines.recorded(name, version), added_lines.COMMAND
-
-
-@pytest.mark.parametrize(("name", "version"), FORMS)
-def test_unknown_code_is_left_alone(name: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a name or literal that the fix needs has changed, nothing is edited, and the reason names the file."""
-    copy = edits.copy_of(tree_for(name, version), name, tmp_path)
-    changes = anchors.changes(str(copy), fixes.package_of(name), name, monkeypatch)
-    if not changes:
-        pytest.skip("the fix needs no single place: what it edits, and what it refuses, is in its own tests")
-    for change in changes:
-        path = Path(plan.module_path(str(copy), change.module))
-        original = path.read_bytes()
-        path.write_bytes(change.applied(original))
-        result, made = edits.plan(copy, name)
-        assert (result.outcome, made.files) == (Outcome.NO_MATCH, {}), change
-        assert result.reason.startswith(f"{path}: "), result
-        assert not result.unreadable, change
-        path.write_bytes(original)
-
-
-@pytest.mark.parametrize(("name", "version"), FORMS)
-def test_an_anchor_in_a_comment_or_a_string_is_none(
-    name: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = edits.copy_of(tree_for(name, version), name, tmp_path)
-    before = edits.added_lines(edits.plan(copy, name)[1])
-    for change in anchors.changes(str(copy), fixes.package_of(name), name, monkeypatch):
-        path = Path(plan.module_path(str(copy), change.module))
-        commented = "".join(f"# {line}\n" for line in change.anchor.splitlines())
-        path.write_text(f"{path.read_text()}\n{commented}NOTE = {change.anchor!r}\n")
-    result, made = edits.plan(copy, name)
-    assert result.outcome is Outcome.APPLIES
-    assert edits.added_lines(made) == before
 
 
 @pytest.mark.long

@@ -1,22 +1,22 @@
-"""Make the environment of each stack that people run, check it, and record what was found.
+"""Make the environment of each stack that people run, check it, and print a table with the result of each row.
 
-    make stacks [ROW="verl_0.8 verl_0.9"] [FIX="one other"] [KEEP=1] [AGAIN=1]
+    make stacks [ROW="verl_0.8 verl_0.9"] [FIX="one other"] [KEEP=1]
 
-Without ROW all rows that have no record yet, or with AGAIN=1 all; KEEP=1 leaves the environments in .stacks/. FIX names
-new fixes: they alone are checked, and added to the records of all rows, or of ROW. The row `hugging_face` runs the
-tests of Transformers and Accelerate beside this file.
+Without ROW all rows; KEEP=1 leaves the environments in .stacks/. FIX names fixes: they alone are checked. The row
+`hugging_face` runs the tests of Transformers and Accelerate beside this file.
 """
 
-import datetime
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from ckpt_patches.engine.registry import EVERYTHING
-from stacks import environments, record
+from stacks import environments
+from stacks.checks import WORDS, WORKS
 from stacks.environments import Environment, NotInstalled
 from stacks.rows import BY_NAME, ROWS, Row
 from upstream import RELEASES, tree_name
@@ -24,6 +24,8 @@ from upstream import RELEASES, tree_name
 TESTS = Path(__file__).resolve().parents[1]
 HUGGING_FACE = "hugging_face"
 TIMEOUT = 3600.0  # seconds for the checks of a row
+NOT_RUN = "not run"
+Found = dict[str, Any]
 
 
 def main() -> int:
@@ -36,47 +38,49 @@ def main() -> int:
     if unknown := [name for name in fixes if name not in EVERYTHING]:
         print(f"expected names of fixes in FIX, found {unknown[0]}", file=sys.stderr)
         return 2
-    done = {} if asked or fixes or os.environ.get("AGAIN") else record.read()
-    rows = [BY_NAME[name] for name in asked] or [row for row in ROWS if row.name not in done]
-    ran = [_take(row, fixes) for row in rows]
+    rows = [BY_NAME[name] for name in asked] or list(ROWS)
+    found = [_take(row, fixes) for row in rows]
     if not os.environ.get("KEEP"):
         environments.remove_bases(rows)
-    return 0 if all(ran) else 1
+    for row, of_row in zip(rows, found, strict=True):
+        print(f"{row.title:30} {'; '.join(failures(of_row)) or 'works'} ({installed(row, of_row)})")
+    return 0 if not any(map(failures, found)) else 1
 
 
-def _take(row: Row, fixes: list[str]) -> bool:
-    """Run a row, or only these fixes of it, and record it. Return whether the row ran."""
-    today = datetime.date.today().isoformat()
+def failures(found: Found) -> list[str]:
+    """What does not work in a row: fixes, tools, silent cases of the explorer; or why the row did not run."""
+    if NOT_RUN in found:
+        return [f"{NOT_RUN}: {found[NOT_RUN]}"]
+    fixes = [f"{name}: {word}" for name, word in found["fixes"].items() if word not in WORDS]
+    tools = [f"{name}: {word}" for name, word in found.get("tools", {}).items() if word != WORKS]
+    drawn = [case for of_package in found.get("explorer", {}).values() for case in of_package.get("silent cases", ())]
+    return [*fixes, *tools, *(f"explorer, silent: {case}" for case in drawn)]
+
+
+def installed(row: Row, found: Found) -> str:
+    """The releases in a row's environment, or the row's pins if it did not run."""
+    there = ", ".join(f"{name} {version}" for name, version in found.get("on", {}).items())
+    return there or row.contents
+
+
+def _take(row: Row, fixes: list[str]) -> Found:
+    """Run a row, or only these fixes of it, and return its findings."""
     print(f"{row.name}: {row.contents}", flush=True)
     with environments.locked(row):
         try:
             environment = environments.make(row)
         except NotInstalled as error:
-            print(f"{row.name}: not run: {error}", flush=True)
-            if not fixes:
-                record.add(row.name, {"date": today, "not run": str(error)})
-            return False
+            return {NOT_RUN: str(error)}
         try:
-            found = _checked(row, environment, fixes)
+            return _checked(row, environment, fixes)
         except subprocess.SubprocessError as error:
-            print(f"{row.name}: not run: {error}", flush=True)
-            if not fixes:
-                record.add(row.name, {"date": today, "not run": f"the checks failed: {type(error).__name__}"})
-            return False
-        else:
-            known = record.with_fixes(row.name, found) if fixes else {"date": today, **found}
-            if known is None:
-                print(f"{row.name}: not recorded: pip has chosen other releases than in its record", flush=True)
-                return False
-            record.add(row.name, known)
+            return {NOT_RUN: str(error)}
         finally:
             if not os.environ.get("KEEP"):
                 environments.remove(environment)
-    print(f"{row.name}: recorded in {record.PATH}", flush=True)
-    return True
 
 
-def _checked(row: Row, environment: Environment, fixes: list[str]) -> record.Found:
+def _checked(row: Row, environment: Environment, fixes: list[str]) -> Found:
     """Run the checks, or those of some fixes, in a row's environment and return their findings.
 
     Raises:
@@ -93,7 +97,7 @@ def _checked(row: Row, environment: Environment, fixes: list[str]) -> record.Fou
     }
     command = [str(environment.python), "-m", "stacks.checks", row.name, str(environment.folder), *fixes]
     subprocess.run(command, env=variables, check=True, timeout=TIMEOUT, cwd=environment.folder)
-    found: record.Found = json.loads((environment.folder / "found.json").read_text())
+    found: Found = json.loads((environment.folder / "found.json").read_text())
     return found
 
 

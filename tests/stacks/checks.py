@@ -30,8 +30,9 @@ from stacks.rows import BY_NAME, Row
 from upstream import numbers
 
 # The expected results of a fix. Any other text describes a failure.
-WORKS, REFUSED = "works", "refused"
-WORDS = (WORKS, FIXED_UPSTREAM, NOT_PRESENT, REFUSED)
+WORKS, NEEDS_NUMPY_2 = "works", "not run: needs NumPy 2"
+WORDS = (WORKS, FIXED_UPSTREAM, NOT_PRESENT, NEEDS_NUMPY_2)
+MIGRATE = "megatron: migrate"
 FLATTENED = "0.15.3"  # the last release that saves torch_dist in flattened ranges
 TESTS = Path(__file__).resolve().parents[1]
 AT_ONCE = 8  # the number of demonstrations per process
@@ -41,10 +42,9 @@ Case = dict[str, Any]
 
 
 def main(row: Row, folder: Path, *chosen: str) -> None:
-    if chosen:  # new fixes of a row that has a record
+    if chosen:
         (folder / "found.json").write_text(json.dumps({"on": versions(), "fixes": fixes(row, chosen)}))
         return
-    begun = time.monotonic()
     packages = {"megatron": row.megatron_release, "deepspeed": row.deepspeed}
     found: dict[str, Any] = {"on": versions()}
     here = {package: version for package, version in packages.items() if version}
@@ -55,9 +55,8 @@ def main(row: Row, folder: Path, *chosen: str) -> None:
 
     keep("fixes", fixes(row))
     keep("tools", {what: one for package, version in here.items() for what, one in judged(package, version)})
-    keep("flattened", _result(partial(flattened, its_flattened(row))))
+    found["tools"][MIGRATE] = _result(partial(flattened, its_flattened(row)))
     keep("explorer", {package: sample(package, version) for package, version in here.items()})
-    found["minutes"] = round((time.monotonic() - begun) / 60, 1)
     (folder / "found.json").write_text(json.dumps(found))
 
 
@@ -126,11 +125,11 @@ def _on_path(row: Row) -> dict[str, str]:
 
 def word(fix: FixStatus, without: Shown | None, with_it: Shown | None) -> str:
     if fix.state == NO_MATCH:
-        return f"{REFUSED}: {_short(fix.reason)}"
+        return f"{fix.state}: {_short(fix.reason)}"
     if fix.state not in (ACTIVE, AVAILABLE):
         return fix.state
     if without is None or with_it is None:
-        return "not run: needs NumPy 2"
+        return NEEDS_NUMPY_2
     if without[0] and with_it[0] is False:
         return WORKS
     if without[0] is None or with_it[0] is None:

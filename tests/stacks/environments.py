@@ -167,15 +167,15 @@ def remove_bases(rows: Iterable[Row]) -> None:
         shutil.rmtree(_base_folder(row), ignore_errors=True)
 
 
-def checkout(commit: str, folder: Path, repository: str = MEGATRON_LM) -> None:
-    """The files of a commit of an upstream repository. HEAD means the newest commit of the main branch.
+def checkout(commit: str, folder: Path) -> None:
+    """The files of a commit of Megatron-LM.
 
     Raises:
         NotInstalled: Git could not fetch the commit.
     """
     shutil.rmtree(folder, ignore_errors=True)
     _run(["git", "init", "--quiet", str(folder)])
-    _run(["git", "-C", str(folder), "fetch", "--quiet", "--depth=1", repository, commit])
+    _run(["git", "-C", str(folder), "fetch", "--quiet", "--depth=1", MEGATRON_LM, commit])
     _run(["git", "-C", str(folder), "checkout", "--quiet", "FETCH_HEAD"])
 
 

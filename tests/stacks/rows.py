@@ -1,7 +1,7 @@
-"""The stacks that people run, one row each, and two edges: the newest and the oldest claimed releases.
+"""The stacks that people run, one row each, and the newest releases.
 
 A consumer's Dockerfile, lock file or submodules contain its pins. If a pin is not installable, the row uses the nearest
-installable release, and the row's note names the pin.
+installable release: NGC's builds of torch are not on the package index.
 """
 
 import re
@@ -23,7 +23,6 @@ class Row:
     deepspeed: str = ""  # a release
     nvrx: str = ""  # a release of nvidia-resiliency-ext
     others: tuple[str, ...] = ()  # requirements; pip chooses the NumPy release unless one is here
-    note: str = ""  # the difference from the consumer's pin; "; " joins two differences
 
     @property
     def is_commit(self) -> bool:
@@ -59,25 +58,22 @@ class Row:
         return ", ".join([f"Python {self.python}", f"torch {self.torch}", *there, *self.others])
 
 
-NGC = "NGC's build of torch is not on the package index: the release is taken"
 ROWS = (
     Row(
         "nemo_26.04",
         "NeMo Framework 26.04",
         python="3.12",
         torch="2.11.0",
-        megatron="0.17.0",
+        megatron="0.17.0",  # the consumer's is a commit
         nvrx="0.6.0",
-        note=f"{NGC}; megatron-core is a commit there, the release here",
     ),
     Row(
         "nemo_26.06",
         "NeMo Framework 26.06",
         python="3.12",
         torch="2.12.0",
-        megatron="0.18.0",
+        megatron="0.18.0",  # the consumer's is a commit
         nvrx="0.6.0",
-        note=f"{NGC}; megatron-core is a commit there, the release here",
     ),
     Row(
         "bridge_0.4.2",
@@ -86,7 +82,6 @@ ROWS = (
         torch="2.11.0",
         megatron="2edffadb528ea07e261b0c02cdc42a7bb9c3197a",
         formats_of="0.17.1",
-        note=NGC,
     ),
     Row(
         "bridge_0.6.0",
@@ -95,7 +90,6 @@ ROWS = (
         torch="2.12.0",
         megatron="cd4afffa648426a959dc7cb1e24b5ce7d0c3ff54",
         formats_of="0.19.0",
-        note=NGC,
     ),
     Row(
         "bridge_main",
@@ -104,7 +98,6 @@ ROWS = (
         torch="2.12.0",
         megatron="2a75ac12c54ba6a42b34024756820bf819a2e25f",
         formats_of="0.19.2",
-        note=NGC,
     ),
     Row(
         "nemo_rl_0.5",
@@ -113,8 +106,7 @@ ROWS = (
         torch="2.9.0",
         megatron="3cbe5c68a40c5820c11fc60fea1143dc6983706e",
         formats_of="0.16.0",
-        others=("numpy<2",),
-        note="Megatron-LM is that of the Megatron-Bridge commit that it pins, in place of a fork's",
+        others=("numpy<2",),  # Megatron-LM is that of the Megatron-Bridge commit that it pins, in place of a fork's
     ),
     Row(
         "nemo_rl_0.7",
@@ -124,8 +116,7 @@ ROWS = (
         megatron="458c8d0ecafdf6d9e36771600d62ade27f2a67b7",
         formats_of="0.18.2",
         nvrx="0.6.0",
-        others=("numpy>=2.1",),
-        note="the Megatron-Bridge commit that it pins could not be had: Megatron-LM is that of Megatron-Bridge 0.5.1",
+        others=("numpy>=2.1",),  # Megatron-LM is that of Megatron-Bridge 0.5.1: the pinned commit could not be had
     ),
     Row("verl_0.4", "verl 0.4", python="3.12", torch="2.6.0", megatron="0.12.2", others=("numpy<2",)),
     Row("verl_0.8", "verl 0.8", python="3.12", torch="2.11.0", megatron="0.16.1"),
@@ -138,24 +129,8 @@ ROWS = (
         megatron="71e418ea7d7b3a6c9a53238c543c3e0b43e11026",
         formats_of="0.19.0",
     ),
-    Row(
-        "openrlhf",
-        "OpenRLHF",
-        python="3.12",
-        torch="2.11.0",
-        deepspeed="0.19.5",
-        note="Python and torch are chosen here",
-    ),
-    Row("llama_factory_newest", "LLaMA-Factory, newest", python="3.11", torch="2.10.0", deepspeed="0.18.4"),
+    Row("openrlhf", "OpenRLHF", python="3.12", torch="2.11.0", deepspeed="0.19.5"),  # it pins no Python and no torch
+    Row("llama_factory", "LLaMA-Factory", python="3.11", torch="2.10.0", deepspeed="0.18.4"),
     Row("newest", "everything newest", python="3.13", torch="2.15.0", megatron="0.19.2", deepspeed="0.19.8"),
-    Row(
-        "oldest",
-        "everything oldest",
-        python="3.10",
-        torch="2.4.1",
-        megatron="0.12.0",
-        deepspeed="0.15.0",
-        others=("numpy<2", "setuptools<81"),
-    ),
 )
 BY_NAME = {row.name: row for row in ROWS}

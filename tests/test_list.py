@@ -1,60 +1,18 @@
-"""The table of bugs by release agrees with the records; `list` and docs/symptoms.md show it."""
+"""`ckpt-patches list`: the bugs of a release, or of a tree."""
 
-import dataclasses
 import json
-import re
-from pathlib import Path
 
 import pytest
 
-import compatibility
-import fix_tables
-import generated
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine import fix_table
-from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
-from ckpt_patches.engine.releases import RECORDED
 from small_tree import command, one_line
 from upstream import RELEASES, REPOSITORY, all_releases, newest, tree
 
 NEWEST = newest("megatron-core")
-WITHOUT_THE_BUG = {compatibility.NO_BUG, "no bug", "refused by upstream"}
-
-
-@pytest.mark.parametrize("name", FIXES)
-def test_every_fix_has_a_row_that_fits(name: str) -> None:
-    fix = fixes.load(name)
-    assert 0 < len(fix.symptom) <= 80
-    assert 0 < len(fix.stacks) <= 70
-    assert not fix.symptom.endswith(".")
-    ends = [end for first_and_last in fix.releases for end in first_and_last]
-    assert ends == sorted(ends, key=fixes.numbers)
-    assert ends
-    assert set(ends) <= set(RECORDED[fix.package])
-
-
-def contradictions(fix: Fix) -> list[str]:
-    """The releases for which a fix contradicts the recorded tests; releases that were not run are ignored."""
-    record = [result for result in compatibility.recorded().values() if result["fix"] == fix.name]
-    found = []
-    for version in RECORDED[fix.package]:
-        word = compatibility.cells([result for result in record if result["version"] == version])[0]
-        shown, absent = word == compatibility.COLUMNS["none"], word in WITHOUT_THE_BUG
-        found += [version] if (shown and not fix.affects(version)) or (absent and fix.affects(version)) else []
-    return found
-
-
-@pytest.mark.parametrize("name", FIXES)
-def test_the_releases_of_a_fix_are_those_that_were_recorded(name: str) -> None:
-    assert contradictions(fixes.load(name)) == []
-
-
-def test_a_range_that_is_too_long_or_too_short_contradicts_the_record() -> None:
-    fix = fixes.load("zarr_create_synchronizer")
-    assert contradictions(dataclasses.replace(fix, releases=(("0.8.0", "0.15.0"),))) == ["0.7.0", "0.15.0"]
 
 
 # All releases of the default matrix in each run, not only the newest, since ranges begin and end at older ones.
@@ -71,9 +29,6 @@ def test_list_for_a_release_agrees_with_list_of_its_tree(release: tuple[str, str
     of_release = names("--for", "==".join(release))
     assert of_release
     assert of_release == names("--tree", str(tree(*release)))
-
-
-# list
 
 
 def names(*arguments: str) -> list[str]:
@@ -139,37 +94,3 @@ def test_list_of_a_tree_has_the_fixes_that_apply_to_it() -> None:
     root = tree("deepspeed", newest("deepspeed"))
     assert names("--tree", str(root)) == plan_tree(str(root), DEEPSPEED).named(Outcome.APPLIES)
     assert "expected megatron/core/ or deepspeed/" in one_line(command("list", "--tree", str(REPOSITORY / "docs")))
-
-
-# docs/symptoms.md
-
-
-PAGES = [pytest.param(path, id=str(path.relative_to(REPOSITORY))) for path in fix_tables.PAGES]
-
-
-@pytest.mark.parametrize("path", PAGES)
-@pytest.mark.parametrize("name", FIXES)
-def test_the_row_of_a_fix_is_current(path: Path, name: str) -> None:
-    rows = [line for line in fix_tables.PAGES[path]().splitlines() if re.search(rf"[(/]{name}\.md\)", line)]
-    assert rows
-    assert {*rows} <= {*path.read_text().splitlines()}, "python tests/fix_tables.py"
-
-
-@pytest.mark.parametrize("path", PAGES)
-def test_the_table_of_a_page_is_in_order_and_has_nothing_else(path: Path) -> None:
-    page = path.read_text()
-    shown = generated.block(page, fix_tables.BLOCK)
-    assert shown == [line for line in fix_tables.PAGES[path]().splitlines() if line in shown]
-    stale = generated.filled(page, {fix_tables.BLOCK: "stale"})
-    assert generated.filled(stale, {fix_tables.BLOCK: "\n".join(shown)}) == page
-
-
-def test_an_error_of_several_fixes_has_one_row() -> None:
-    (row,) = (line for line in fix_tables.by_symptom().splitlines() if line.startswith("| `KeyError: 'exp_avg'` |"))
-    assert "dp_zero_empty_state.md" in row
-    assert "universal_optimizer_states.md" in row
-
-
-def test_a_page_without_the_markers_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected one <!-- fixes: begin -->"):
-        generated.filled("# A page\n", {fix_tables.BLOCK: ""})

@@ -1,0 +1,101 @@
+"""The commands of README.md print what it shows, and no link of a page leads nowhere.
+
+A block of README.md that is a fence of ```console run is executed unchanged. A line that starts with `$ ` is a command;
+the lines after it are its output. In the output, `…` matches any text, and a line with only `…` matches any lines. A
+command without output may print anything. Each command must exit with 0. Its variables are
+
+    REPO         a git URL of this repository, with the files of the working tree
+    CHECKPOINTS  a folder with a checkpoint of a real DeepSpeed run
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import installs
+import zero_checkpoints
+from upstream import REPOSITORY, TIMEOUT, newest, tree
+
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+RUN = re.compile(r"^```console run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)")
+CORE = "0.16.1"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """The variables of the commands. As in a container: the tests' torch and NumPy, DeepSpeed and megatron-core."""
+    source = installs.copy_working_tree(tmp_path / "source")
+    identity = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.invalid")
+    for command in ("init --quiet", "add --all --force", "commit --quiet --message Begin"):
+        subprocess.run(["git", "-C", str(source), *identity, *command.split()], check=True)
+    checkpoint = zero_checkpoints.trained(newest("deepspeed"), "stage1")["stage1"]
+    shutil.copytree(checkpoint, tmp_path / "checkpoints" / "run1" / checkpoint.name)
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    (site_packages,) = venv.glob("lib/python*/site-packages")
+    trees = [tree("megatron-core", CORE), tree("deepspeed", newest("deepspeed"))]
+    (site_packages / "container.pth").write_text("\n".join([sysconfig.get_path("purelib"), *map(str, trees)]) + "\n")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "CKPT_PATCHES", "GIT_"))}
+    return {
+        **kept,
+        "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "REPO": f"file://{source}",
+        "CHECKPOINTS": str(tmp_path / "checkpoints" / "run1"),
+        "NO_COLOR": "1",
+    }
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_print_what_it_shows(environment: dict[str, str], tmp_path: Path) -> None:
+    found = list(commands((REPOSITORY / "README.md").read_text(encoding="utf-8")))
+    assert len(found) == 3
+    for command, shown in found:
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", command],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            capture_output=True,
+            timeout=TIMEOUT,
+        )
+        printed = (done.stdout + done.stderr).replace(environment["CHECKPOINTS"], "/checkpoints/run1")
+        assert done.returncode == 0, f"{command}\n{printed}"
+        assert not shown or matches(shown, printed), f"{command}\nshown:\n{shown}\nprinted:\n{printed}"
+
+
+def commands(page: str) -> Iterator[tuple[str, str]]:
+    """Each command with its output as on the page; the output is empty if the page shows none."""
+    for block in RUN.findall(page):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            text, _, output = part.partition("\n")
+            yield text, output.strip("\n")
+
+
+def matches(shown: str, printed: str) -> bool:
+    lines = [".*" if line == "…" else ".*".join(map(re.escape, line.rstrip().split("…"))) for line in shown.split("\n")]
+    pattern = "\n".join(f"(?s:{line})" if line == ".*" else line for line in lines)
+    return bool(re.fullmatch(pattern, "\n".join(line.rstrip() for line in printed.strip("\n").split("\n"))))
+
+
+def test_no_link_leads_nowhere() -> None:
+    """Links between files of the repository, and to headings of pages."""
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
+    links = [(page, *link) for page in pages for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8")))]
+    assert len(links) > 100
+    assert [f"{page}: {path}#{anchor}" for page, path, anchor in links if not leads(page, path, anchor)] == []
+
+
+def leads(page: Path, path: str, anchor: str) -> bool:
+    target = page.parent / path if path else page
+    if not target.exists() or not anchor:
+        return target.exists()
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", target.read_text(encoding="utf-8")), re.MULTILINE)
+    return anchor in [re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings]
