@@ -139,7 +139,7 @@ def test_explain_prints_the_page(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_explain_on_a_terminal_is_wrapped_and_has_bold_headings() -> None:
     shown = on_terminal("explain", "round_robin_links", columns=60, TERM="xterm")
-    assert shown.startswith("\x1b[1mround_robin_links\x1b[0m\n\n\x1b[1mSymptom\x1b[0m\n\nNone while converting.")
+    assert shown.startswith("\x1b[1mround_robin_links\x1b[0m\n\n\x1b[1mSymptom\x1b[0m\n\nNo error.")
     page = (REPOSITORY / "docs/round_robin_links.md").read_text()
     plain = re.sub(r"\x1b\[\d+m|^#+ ", "", shown, flags=re.MULTILINE)
     assert max(len(line) for line in plain.splitlines()) <= 60

@@ -10,7 +10,7 @@ from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
 from small_tree import command, one_line
-from upstream import RELEASES, REPOSITORY, all_releases, newest, tree
+from upstream import OLDEST_REPORTED, RELEASES, REPOSITORY, all_releases, newest, tree
 
 NEWEST = newest("megatron-core")
 
@@ -19,7 +19,7 @@ NEWEST = newest("megatron-core")
 TESTED = [
     (one.distribution, one.version)
     for one in RELEASES
-    if one.distribution in DISTRIBUTIONS.values() and (one.default or all_releases())
+    if one.distribution in DISTRIBUTIONS.values() and one.version != OLDEST_REPORTED and (one.default or all_releases())
 ]
 
 

@@ -467,7 +467,7 @@ def load(rank: int, case: Options, folder: Path) -> Options:
         if number:  # a rollback
             train(run, options, 60, 1)
         before = live(run)
-        with explored.proof() as proof, dt.model_parallel(run, universal=universal):
+        with explored.proof() as proof:
             path, _ = run.load_checkpoint(str(folder), tag=None if wanted["latest"] else name, **asked)
         if path is None:
             raise FileNotFoundError("load_checkpoint returns no path")

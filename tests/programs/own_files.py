@@ -19,7 +19,6 @@ from ckpt_patches.demo.deepspeed_training import (
     KINDS,
     STEPS,
     TAG,
-    OneTensorParallelRank,
     engine,
     not_equal,
     on_ranks,
@@ -41,9 +40,6 @@ def resume(rank: int, args: argparse.Namespace) -> None:
 
 def resumed(rank: int, folder: Path, tag: str, kind: str) -> str:
     run = engine(kind, RANKS, universal=tag != TAG)
-    if tag != TAG:
-        run.optimizer.mpu = OneTensorParallelRank
-        train(run, rank, RANKS, first=100)  # up to 0.12.2 the load leaves the step: take as many steps
     run.load_checkpoint(str(folder), tag=tag)
     at_load = state(run)
     losses = train(run, rank, RANKS, first=STEPS)
