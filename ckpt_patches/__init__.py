@@ -26,8 +26,8 @@ FINGERPRINT_ON = ("1", "warn")
 SWITCHED_OFF = ("0", "off", "")
 # Switches of earlier versions: CHANGELOG.md, upgrade notes.
 REMOVED = ("CKPT_PATCHES_LOST_HOST", "CKPT_PATCHES_ANNOUNCED")
-# The packages that fixes edit, and their distributions. The registry is read at the first import of a module of one,
-# plug-ins when that module is loaded. If none of these is in sys.modules, no target has been loaded.
+# The packages that fixes edit, and their distributions. The registry is read at the first import of a module of one.
+# If none of these is in sys.modules, no target has been loaded.
 ROOTS = {
     "megatron.core": "megatron-core",
     "megatron.training": "megatron-lm",
@@ -38,13 +38,6 @@ ROOTS = {
 }
 # The prefixes of all target modules' names.
 PREFIXES = tuple(ROOTS)
-
-
-def add_root(package: str, distribution: str) -> None:
-    """Watch the imports of one more package; for the .pth file of a plug-in (docs/plugins.md)."""
-    global PREFIXES
-    ROOTS[package] = distribution
-    PREFIXES = tuple(ROOTS)
 
 
 def _this_file() -> "tuple[int, int] | None":
@@ -99,10 +92,6 @@ class Switches:
 
         names = [name for name in map(str.strip, environ[variable].split(",")) if name]
         unknown_names = [name for name in names if name not in EVERYTHING]
-        if unknown_names:
-            from ckpt_patches.engine import plugins
-
-            unknown_names = [name for name in unknown_names if name not in plugins.names()]
         for wrong in unknown_names:
             from ckpt_patches.errors import unknown
 
@@ -144,7 +133,7 @@ class PatchFinder:
                 return None
             from ckpt_patches.engine import registry
 
-            if fullname in registry.TARGETS or (not registry.has_plugins and registry.root_of(fullname)):
+            if fullname in registry.TARGETS:
                 found: ModuleSpec | None = load_hook().patched_spec(self, fullname, path, target)
                 return found
         in_front = sys.meta_path and sys.meta_path[0] is self

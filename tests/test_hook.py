@@ -40,7 +40,6 @@ def test_what_is_not_a_target_is_left_to_the_other_finders(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "meta_path", [])  # no other finder
     monkeypatch.delattr("ckpt_patches.hook.finder", raising=False)  # set by an earlier test
     monkeypatch.setitem(sys.modules, "ckpt_patches.hook.finder", None)  # cannot be imported
-    monkeypatch.setattr("ckpt_patches.engine.registry.has_plugins", True)  # the search for plug-ins is done
     monkeypatch.setattr("ckpt_patches.any_loaded", lambda: False)  # as if no test had imported torch's checkpoints
     finder = PatchFinder(Switches({}))
     assert finder.find_spec("numpy") is None

@@ -630,7 +630,7 @@ def test_what_is_found_out_late_leaves_no_frame_of_ours_in_a_traceback(tmp_path:
 def test_to_find_a_module_is_all_that_happens_under_the_import_systems_lock(tmp_path: Path) -> None:
     make(tmp_path)
     text = f"""
-    import sys, importlib.metadata  # plug-ins are looked for when the package is loaded, before the search below
+    import sys
     before = set(sys.modules)
     finder = sys.meta_path[0]
     opened = []

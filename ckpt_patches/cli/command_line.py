@@ -13,10 +13,9 @@ from ckpt_patches import __version__
 from ckpt_patches.audit import audit_command as audit
 from ckpt_patches.cli import completion
 from ckpt_patches.cli import fingerprint_command as fingerprint
-from ckpt_patches.engine import plugins
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
-from ckpt_patches.engine.registry import FIXES, OFF_BY_DEFAULT, TARGETS, packages
+from ckpt_patches.engine.registry import FIXES, FOLDERS, OFF_BY_DEFAULT, TARGETS
 from ckpt_patches.engine.trees import select
 from ckpt_patches.errors import UserError, unknown
 from ckpt_patches.migrate import migrate_command as migrate
@@ -35,8 +34,6 @@ exit status: 0 success; 1 a needed fix is missing, or a checkpoint is damaged; 2
 read or written; 3 no verdict on a checkpoint is possible"""
 
 TO_UNIVERSAL = "to-universal"
-# The commands about fixes, which also read plug-ins.
-OF_FIXES = ("status", "list", "explain", "diff", "show", "apply", "revert", "completion")
 # Version of the JSON of status and list; increased when a key is renamed, removed or changes its meaning.
 SCHEMA = 1
 JSON_HELP = "print JSON (ckpt-patches explain json)"
@@ -46,7 +43,6 @@ MEANING = {
     Outcome.APPLIES: "applied",
     Outcome.ALREADY_THERE: "already there",
     Outcome.NOT_PRESENT: "not present in this release",
-    Outcome.NOT_NEEDED: "not needed",
     Outcome.NO_MATCH: "NO MATCH",
 }
 
@@ -67,30 +63,9 @@ def _run(arguments: Sequence[str]) -> int:
         from ckpt_patches.convert import convert_command
 
         return convert_command.main(arguments[1:], program=f"ckpt-patches {TO_UNIVERSAL}")
-    if arguments[:1] and arguments[0] in OF_FIXES:
-        _read_plugins(silent=arguments[0] == "status")
     options = _parsers()[0].parse_args(spelled(arguments))
     run: Callable[[argparse.Namespace], int] = options.run
     return run(options)
-
-
-def _read_plugins(*, silent: bool) -> None:
-    """Read the fixes of plug-ins, and unless `silent` (`status` shows them itself) warn about unusable ones.
-
-    Raises:
-        UserError: in strict mode, one is unusable.
-    """
-    from ckpt_patches import Switches
-
-    plugins.read()
-    if silent or not plugins.errors:
-        return
-    switches = Switches(os.environ)
-    messages = plugins.complaints(switches.skip)
-    if messages and switches.mode == "strict":
-        raise UserError(messages[0])
-    for message in messages:
-        print(f"warning: {message}", file=sys.stderr)
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -124,7 +99,7 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="show what is installed, and the state of every fix",
         **described(
             "Show the installed packages and the state of every fix: active, applied in place, available, fixed "
-            "upstream, not present, not needed, NO MATCH, switched off or inactive.",
+            "upstream, not present, NO MATCH, switched off or inactive.",
             "ckpt-patches status --require megatron-core",
             after="exit status: 0 success, 1 a needed fix or a required package is missing, a fix was not proven to "
             "work, or nothing to patch is installed",
@@ -305,7 +280,7 @@ def _completion(options: argparse.Namespace) -> int:
 def _distribution(name: str) -> str:
     """An upstream package's name in pip's spelling."""
     found = name.lower().replace("_", "-")
-    known = [DISTRIBUTIONS[package] for package in packages()]
+    known = [DISTRIBUTIONS[package] for package in FOLDERS]
     if found not in known:
         raise argparse.ArgumentTypeError(f"expected {' or '.join(known)}, found {name}")
     return found

@@ -1,13 +1,12 @@
 """`ckpt-patches explain NAME`: a page of the documentation in the terminal."""
 
-import ast
 import re
 import textwrap
 from pathlib import Path
 
-from ckpt_patches.engine.fix import path_of, sentence
+from ckpt_patches.engine.fix import sentence
 from ckpt_patches.engine.format_patch import page
-from ckpt_patches.engine.registry import FIXES, PLUGINS
+from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.errors import UserError, unknown
 from ckpt_patches.runtime import terminal
 
@@ -16,7 +15,7 @@ WIDEST = 100  # columns of a paragraph; longer lines are hard to read
 
 def names() -> list[str]:
     """The names of the installed pages: of fixes, and of topics such as audit and migrate."""
-    return sorted({*PLUGINS, *(path.stem for path in _folder().glob("*.md") if path.stem != "README")})
+    return sorted(path.stem for path in _folder().glob("*.md") if path.stem != "README")
 
 
 def overview() -> str:
@@ -44,16 +43,9 @@ def text(name: str) -> str:
     """
     if name not in names():
         raise UserError(unknown("page", name, names(), "ckpt-patches explain"))
-    markdown = without_links(page_text(name))
+    markdown = without_links(page(name).read_text(encoding="utf-8"))
     columns = terminal.width()
     return formatted(markdown, min(columns, WIDEST)) if columns else markdown
-
-
-def page_text(name: str) -> str:
-    """The text of a page; for a plug-in's fix without a page, the docstring of its file."""
-    if name in PLUGINS and not Path(path_of(name)).with_suffix(".md").exists():
-        return ast.get_docstring(ast.parse(Path(path_of(name)).read_text(encoding="utf-8"))) or sentence(name)
-    return page(name).read_text(encoding="utf-8")
 
 
 def _folder() -> Path:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_patches import Switches, __version__
-from ckpt_patches.engine import plugins
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
-from ckpt_patches.engine.registry import CORE, FOLDERS, NVRX, OFF_BY_DEFAULT, TORCH, packages
+from ckpt_patches.engine.registry import CORE, FOLDERS, NVRX, OFF_BY_DEFAULT, TORCH
 from ckpt_patches.engine.releases import is_too_old, too_old
 from ckpt_patches.engine.trees import root_of
 from ckpt_patches.errors import UserError
@@ -33,7 +32,7 @@ INACTIVE = "inactive"
 MISSING = (NO_MATCH, SWITCHED_OFF, INACTIVE)
 # Fixes of asynchronous saves: the prefix of their names for megatron-core, and the fix that replaces a missing NVRx.
 ASYNC, FALLBACK = "async_", "async_strategy_fallback"
-NOT_NEEDED = (FIXED_UPSTREAM, NOT_PRESENT, Outcome.NOT_NEEDED.value)
+NOT_NEEDED = (FIXED_UPSTREAM, NOT_PRESENT)
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Status:
     installed: tuple[Installed, ...]
     fixes: tuple[FixStatus, ...]
     warnings: tuple[str, ...]
-    errors: tuple[str, ...]  # missing packages, unsupported releases, unusable plug-ins
+    errors: tuple[str, ...]  # missing packages, unsupported releases
     async_saves: str  # the package that runs Megatron's asynchronous saves, and how many of its fixes are active
     proofs: tuple[Proof, ...] = ()
 
@@ -117,7 +116,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     """
     switches = Switches(dict(os.environ))
     reason = _why_inactive(switches)
-    found = {package: root_of(package, tree) for package in packages()}
+    found = {package: root_of(package, tree) for package in FOLDERS}
     roots = {package: Path(root) if root else None for package, root in found.items()}
     if tree is not None and not any(roots.values()):
         folders = " or ".join(f"{package.replace('.', '/')}/" for package in FOLDERS)
@@ -141,13 +140,6 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     if tree is None:
         warnings += _warning_of_torch_alone(roots)
         warnings += [warning for package, root in roots.items() for warning in _warning_of_another_tree(package, root)]
-    errors = _errors(roots, tree, required)
-    errors += [
-        too_old(one, version)
-        for one, root in roots.items()
-        if root and is_too_old(one, version := version_in(root, one))
-    ]
-    errors += plugins.complaints(switches.skip)
     return Status(
         __version__,
         switches.mode,
@@ -156,7 +148,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
         tuple(installed),
         tuple(fixes),
         tuple(warnings),
-        tuple(errors),
+        tuple(_errors(roots, tree, required)),
         _async_saves(roots[CORE], installed, fixes),
     )
 
@@ -169,19 +161,20 @@ def proven(status: Status, tree: str | None = None) -> Status:
     known = demonstrations()
     active = [fix.name for fix in status.fixes if fix.state in (ACTIVE, APPLIED_IN_PLACE)]
     environ = variables(os.environ, tree=os.path.abspath(tree) if tree else None, mode=status.mode)
-    nothing = (None, "it brings no program demos/NAME.py beside its file")
-    found = dict.fromkeys(active, nothing) | prove([known[name] for name in active if name in known], environ)
+    found = prove([known[name] for name in active], environ)
     words = {True: DOES_NOT_WORK, False: WORKS, None: NOT_RUN}
     return replace(status, proofs=tuple(Proof(name, words[found[name][0]], found[name][1]) for name in active))
 
 
 def _errors(roots: Mapping[str, Path | None], tree: str | None, required: Sequence[str]) -> list[str]:
-    """Errors about packages that this environment lacks."""
+    """Errors about packages that this environment lacks, or that are too old."""
     where = f"for {sys.executable}" if tree is None else f"in {tree}"
     absent = [DISTRIBUTIONS[package] for package in FOLDERS if roots[package] is None]
     if not any(roots.values()):
         return [f"nothing to patch: expected {' or '.join(absent)} to be installed {where}, found none"]
-    return [f"expected {name} to be installed {where}, found none" for name in absent if name in required]
+    versions = {package: version_in(root, package) for package, root in roots.items() if root}
+    old = [too_old(package, version) for package, version in versions.items() if is_too_old(package, version)]
+    return [*old, *(f"expected {name} to be installed {where}, found none" for name in absent if name in required)]
 
 
 def _why_inactive(switches: Switches) -> str:
@@ -250,10 +243,6 @@ def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: S
         reason = f"off by default, and no match: {result.reason}"
     elif result.outcome is Outcome.NO_MATCH:
         state, reason = NO_MATCH, result.reason
-    elif result.outcome is Outcome.NOT_NEEDED and result.name in in_place:
-        state, reason = APPLIED_IN_PLACE, f"{result.outcome.value}, revert it: {result.reason}"
-    elif result.outcome is Outcome.NOT_NEEDED:
-        state, reason = result.outcome.value, result.reason
     elif result.outcome is Outcome.APPLIES:
         state, reason = ACTIVE, ""
         if result.name in switches.skip_requested:

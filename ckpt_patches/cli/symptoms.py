@@ -61,11 +61,11 @@ class Match:
 @cache
 def known() -> tuple[Symptom, ...]:
     """The symptoms of all fixes."""
-    from ckpt_patches.cli import explain
+    from ckpt_patches.engine.format_patch import page
 
     found = []
     for name in FIXES:
-        _, section, *_ = [*explain.page_text(name).split("\n## ", 2), ""]
+        _, section, *_ = [*page(name).read_text(encoding="utf-8").split("\n## ", 2), ""]
         text = f"{load(name).symptom}\n\n{section.partition(chr(10))[2]}"
         found.append(Symptom(name, text, tuple(dict.fromkeys(errors(text)))))
     return tuple(found)

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.demo import gpu
-from ckpt_patches.engine.fix import path_of
-from ckpt_patches.engine.registry import FOLDERS, OFF_BY_DEFAULT, PLUGINS, folder
+from ckpt_patches.engine.registry import FOLDERS, OFF_BY_DEFAULT, folder
 from ckpt_patches.runtime.ranks import RANK_VARIABLES
 
 BESIDE = "BESIDE"  # the name of a demonstration's constant
@@ -50,10 +49,8 @@ class DemonstrationFailed(RuntimeError):
 
 
 def demonstrations() -> dict[str, Demonstration]:
-    """All demonstrations by fix, sorted by name; includes loaded plug-ins."""
+    """All demonstrations by fix, sorted by name."""
     paths = [path for package in FOLDERS for path in Path(folder(package), "demos").glob("*.py")]
-    brought = (Path(path_of(name)).with_name("demos") / f"{name}.py" for name in PLUGINS)
-    paths += (path for path in brought if path.exists())
     return {path.stem: read(path) for path in sorted(paths, key=lambda path: path.stem)}
 
 

@@ -3,11 +3,10 @@
 import importlib.util
 import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ckpt_patches.engine.registry import EVERYTHING, PLUGINS, TARGETS, folder
+from ckpt_patches.engine.registry import EVERYTHING, TARGETS, folder
 from ckpt_patches.engine.source import Source
 
 EditFunction = Callable[[Source], None]
@@ -46,7 +45,6 @@ class Fix:
     stacks: str = ""  # the format, optimizer or setting that the bug needs
     silent: bool = False  # in at least one case the state is wrong without an error
     stages: tuple[str, ...] = ()  # stages of a save, conversion or load that have the bug: tests/map_page.py
-    requires: tuple[str, ...] = ()  # package versions that need the fix, such as `torch>=2.8,<2.10`
     concerns: str = ""  # module whose absence means that the fix is not for this release
     off_because: str = ""  # why it is off by default; CKPT_PATCHES_ENABLE activates it
     switch: str = ""  # not a fix: only CKPT_PATCHES_<SWITCH> activates it
@@ -90,8 +88,6 @@ def package_of(name: str) -> str:
 
 def path_of(name: str) -> str:
     """The file of a fix."""
-    if name in PLUGINS:
-        return str(sys.modules[PLUGINS[name].module_name].__file__)
     return os.path.join(folder(package_of(name)), f"{name}.py")
 
 
@@ -103,9 +99,6 @@ def sentence(name: str) -> str:
 
 def load(name: str) -> Fix:
     """Load a fix from its file by path. This works in an install and a checkout, and never imports `megatron`."""
-    if name in PLUGINS:
-        plugin: Fix = PLUGINS[name]
-        return plugin
     path = path_of(name)
     spec = importlib.util.spec_from_file_location(f"ckpt_patches.fixes.{name}", path)
     if spec is None or spec.loader is None:

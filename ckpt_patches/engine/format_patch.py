@@ -9,8 +9,6 @@ from email.header import Header
 from email.utils import formatdate
 from pathlib import Path
 
-from ckpt_patches.engine.fix import path_of, sentence
-from ckpt_patches.engine.registry import PLUGINS
 from ckpt_patches.engine.series import Patch, Series
 from ckpt_patches.errors import UserError
 
@@ -57,22 +55,12 @@ def author_of(root: str) -> Author:
 
 def files_of(series: Series, author: Author) -> dict[str, bytes]:
     """The patches of a series by file name, numbered in order for `git am`."""
-    messages = {patch.name: _message(patch) for patch in series.patches}
+    messages = {patch.name: message_of(page(patch.name).read_text(encoding="utf-8"), patch) for patch in series.patches}
     count = len(series.patches)
     return {
         f"{number:04}-{patch.name}.patch": _file(patch, messages, author, f"{number}/{count}")
         for number, patch in enumerate(series.patches, start=1)
     }
-
-
-def _message(patch: Patch) -> Message:
-    """The message from the fix's page; for a plug-in's fix without one, the fix's first sentence."""
-    try:
-        return message_of(page(patch.name).read_text(encoding="utf-8"), patch)
-    except UserError:
-        if patch.name not in PLUGINS:
-            raise
-        return Message(sentence(patch.name).removesuffix("."), "")
 
 
 def _file(patch: Patch, messages: dict[str, Message], author: Author, place: str) -> bytes:
@@ -130,15 +118,13 @@ def _plain(paragraph: str) -> str:
 
 
 def page(name: str) -> Path:
-    """The path of a fix's page: in the package, or in docs/ of a checkout; for a plug-in, next to the fix.
+    """The path of a page: in the package, or in docs/ of a checkout.
 
     Raises:
         UserError: no such file exists.
     """
     package = Path(os.path.realpath(__file__)).parent.parent
     places = [package / "pages" / f"{name}.md", package.parent / "docs" / f"{name}.md"]
-    if name in PLUGINS:
-        places = [Path(path_of(name)).with_suffix(".md")]
     for place in places:
         if place.exists():
             return place

@@ -42,19 +42,6 @@ def is_released(root: str | Path, package: str) -> bool:
     return bool(_recorded_version(Path(root), DISTRIBUTIONS[package]))
 
 
-def version_of(distribution: str, root: str | Path) -> str | None:
-    """The release that a program imports with this tree first on its path; '?' if unknown, None if not installed."""
-    for package in (package for package, name in DISTRIBUTIONS.items() if name == distribution):
-        place = root if contains(root, package) else locate(package)
-        if place is not None:
-            return version_in(place, package)
-    import importlib.metadata  # takes 20 ms, and only this code needs it
-
-    for found in importlib.metadata.distributions(name=distribution, path=[str(root), *sys.path]):
-        return found.version or "?"
-    return "?" if find_spec(distribution.replace("-", "_")) else None
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")

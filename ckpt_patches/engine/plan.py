@@ -15,9 +15,8 @@ from ckpt_patches.engine.absence import ABSENT, MADE, NO_BUG, REPAIRED, THERE, u
 from ckpt_patches.engine.fix import Edit, Fix, load
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, is_released, version_in
 from ckpt_patches.engine.names import new_unbound_names
-from ckpt_patches.engine.registry import FIXES, PLUGINS, SWITCHED, TARGETS, root_of
+from ckpt_patches.engine.registry import FIXES, SWITCHED, TARGETS, root_of
 from ckpt_patches.engine.releases import is_too_old
-from ckpt_patches.engine.requirements import unmet
 from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, NotConcerned, Repaired, Source, UnreadableSource
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.pause import without_garbage_collection, without_syntax_warnings
@@ -33,7 +32,6 @@ class Outcome(Enum):
     ALREADY_THERE = "already there"
     NO_MATCH = "no match"
     NOT_PRESENT = "not present"
-    NOT_NEEDED = "not needed"  # its requirements on other packages' versions are not met
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class FixResult:
 
     name: str
     outcome: Outcome
-    reason: str = ""  # for NO_MATCH: file, expected and found code; for NOT_NEEDED: the version
+    reason: str = ""  # for NO_MATCH: file, expected and found code
     unreadable: bool = False  # NO_MATCH because the file is unreadable, not UTF-8, or does not parse
     modules: tuple[str, ...] = ()  # for APPLIES: the edited modules
     functions: tuple[tuple[str, str], ...] = ()  # for APPLIES: module and name of the functions it edits or adds
@@ -253,12 +251,11 @@ def _try(name: str, tree: _Tree) -> FixResult:
     before = tree.marks()
     try:
         fix = load(name)
-        if is_too_old(tree.package, tree.version) and not fix.affects(tree.version):
+        is_old = is_too_old(tree.package, tree.version)
+        if is_old and not fix.affects(tree.version):
             return FixResult(name, Outcome.NOT_PRESENT, "the release is older than those that the fix is for")
-        if reason := unmet(fix.requires, tree.root):
-            return FixResult(name, Outcome.NOT_NEEDED, reason)
         found = _make(fix, tree)
-        if name not in PLUGINS and not is_too_old(tree.package, tree.version):  # these have no record
+        if not is_old:  # of older releases nothing is recorded
             _check_absence(fix, tree, found)
         modules, functions = tuple(tree.edited_since(before)), tuple(tree.functions_edited_since(before))
         return FixResult(name, _outcome(found), modules=modules, functions=functions, found=found)
@@ -287,8 +284,6 @@ def _make(fix: Fix, tree: _Tree) -> tuple[str, ...]:
     if missing and _outcome(found) is not Outcome.NOT_PRESENT:
         path = module_path(tree.root, missing[0])
         raise NoMatch(f"{path}: there is no such file, though the fix's other files are there")
-    if missing and fix.name in PLUGINS:
-        raise NoMatch(f"{module_path(tree.root, missing[0])}: there is no such file, and the fix is for it")
     made = [edit for edit, word in zip(fix.edits, found, strict=True) if word.startswith(MADE)]
     there = [edit for edit, word in zip(fix.edits, found, strict=True) if word[:1] in (THERE, NO_BUG)]
     _check_whole(made, there)

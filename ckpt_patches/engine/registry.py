@@ -1,16 +1,12 @@
 """Every fix and the upstream modules it edits, in the order of application.
 
 The registry is read when the first module of one of these packages is imported. It lists no fix by hand: fixes are
-found in their folders, when a wheel is built or, in a checkout, at this point. Plug-ins add theirs later: `plugins`.
+found in their folders, when a wheel is built or, in a checkout, at this point.
 """
 
 import os
 
 from ckpt_patches import ROOTS
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 CORE = "megatron.core"
 TRAINING = "megatron.training"
@@ -73,12 +69,3 @@ def package_with(module: str) -> str:
 
 # The package of each upstream module. The import hook looks up every imported name here.
 TARGETS = {module: package_with(module) for modules in EVERYTHING.values() for module in modules}
-
-# The fixes of other distributions by name, and whether the search for them is done.
-PLUGINS: "dict[str, Any]" = {}
-has_plugins = False
-
-
-def packages() -> list[str]:
-    """The upstream packages that have fixes."""
-    return list(dict.fromkeys((*FOLDERS, *TARGETS.values())))

@@ -8,7 +8,7 @@ from pathlib import Path
 from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.installed import contains, locate
 from ckpt_patches.engine.plan import fixes_for
-from ckpt_patches.engine.registry import FIXES, packages
+from ckpt_patches.engine.registry import FIXES, FOLDERS
 from ckpt_patches.errors import UserError, unknown
 
 
@@ -28,7 +28,7 @@ def select(names: Sequence[str], tree: str | None) -> list[Selection]:
         UserError: an unknown fix, a tree without the package, no package installed.
     """
     check_names(names)
-    wanted = [p for p in packages() if not names or any(package_of(n) == p for n in names)]
+    wanted = [p for p in FOLDERS if not names or any(package_of(n) == p for n in names)]
     found = [(package, root) for package in wanted if (root := root_of(package, tree)) is not None]
     missing = [package for package in wanted if package not in dict(found)]
     if not found or (names and missing):

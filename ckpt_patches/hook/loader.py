@@ -3,7 +3,6 @@
 import sys
 from _frozen_importlib_external import SourceFileLoader
 
-from ckpt_patches.engine.registry import TARGETS
 from ckpt_patches.hook import in_place, running
 
 TYPE_CHECKING = False
@@ -95,7 +94,7 @@ class PatchedLoader(running.RunsEditedCode):
         """Whether functions of the module are checked or guarded after it has run."""
         if self.in_place:
             return True
-        if self.switches.mode != "strict" or self.name not in TARGETS:
+        if self.switches.mode != "strict":
             return False
         from ckpt_patches.hook.functions import ENTRANCES
 
@@ -103,8 +102,7 @@ class PatchedLoader(running.RunsEditedCode):
 
     def _hand_back(self, spec: "ModuleSpec") -> None:
         spec.loader = self.ordinary
-        if self.name in TARGETS:  # it may yet become one, if a plug-in imports it while the plug-in is read
-            running.keep_unedited(self.name, spec)
+        running.keep_unedited(self.name, spec)
         self.file = None
         if "linecache" in sys.modules:
             sys.modules["linecache"].cache.pop(self.path, None)

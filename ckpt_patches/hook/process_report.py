@@ -9,7 +9,7 @@ from ckpt_patches.hook import functions, in_place, log_lines, running
 if TYPE_CHECKING:
     from ckpt_patches import Switches
 
-SHOWN = (Outcome.APPLIES, Outcome.NO_MATCH, Outcome.NOT_NEEDED)
+SHOWN = (Outcome.APPLIES, Outcome.NO_MATCH)
 
 
 def lines(switches: "Switches") -> Iterator[str]:
@@ -30,8 +30,6 @@ def lines(switches: "Switches") -> Iterator[str]:
 def _state(result: FixResult, changes: list[functions.Change]) -> str:
     if result.outcome is Outcome.NO_MATCH:
         return f"NOT active: {result.reason}"
-    if result.outcome is Outcome.NOT_NEEDED:
-        return f"{result.outcome.value}: {result.reason}"
     replaced = [str(change) for change in changes if not change.wraps]
     if replaced:
         return f"NOT active any more: {'; '.join(replaced)}"

@@ -11,7 +11,7 @@ import sys
 from _frozen_importlib import ModuleSpec
 from _frozen_importlib_external import SourceFileLoader
 
-from ckpt_patches.engine.registry import EVERYTHING, PART_OF, TARGETS, packages, root_of
+from ckpt_patches.engine.registry import EVERYTHING, FOLDERS, PART_OF, TARGETS, root_of
 from ckpt_patches.errors import StrictModeError
 from ckpt_patches.runtime.ranks import is_rank_zero
 
@@ -69,15 +69,12 @@ def is_ours(module: str) -> bool:
 def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
     """The plan for the tree of a target that is about to be loaded from `path`.
 
-    None for other modules, and with a warning if planning fails. The plan is made at the first target of a tree, and
-    again when the file or the loaded code has changed.
+    None, with a warning, if planning fails. The plan is made at the first target of a tree, and again when the file or
+    the loaded code has changed.
 
     Raises:
-        StrictModeError: in strict mode, planning failed or a plug-in is unusable.
+        StrictModeError: in strict mode, planning failed.
     """
-    read_plugins(switches)
-    if module not in TARGETS:  # a plug-in could have made it one
-        return None
     try:
         path = os.path.abspath(path)
         return _current_plan(_root(module, path), root_of(module), switches, module, _text(path))
@@ -86,23 +83,6 @@ def plan_for(module: str, path: str, switches: "Switches") -> "TreePlan | None":
 
         log_lines.log_unpatched(module, path, error, switches)
         return None
-
-
-def read_plugins(switches: "Switches", *, at_exit: bool = False) -> None:
-    """Read the fixes of plug-ins, once, and warn about unusable ones.
-
-    Raises:
-        StrictModeError: in strict mode, there is one; at every call.
-    """
-    from ckpt_patches.engine import plugins
-
-    if plugins.read():
-        _plans.clear()
-    messages = plugins.complaints(switches.skip)
-    if messages:
-        from ckpt_patches.hook import log_lines
-
-        log_lines.warn_or_raise(messages, switches, at_exit=at_exit)
 
 
 def make_plan(
@@ -139,8 +119,7 @@ def plans(switches: "Switches") -> "Iterator[TreePlan]":
 
 def not_examined() -> list[str]:
     """Targets that were loaded without our loader, and are not reported yet."""
-    targets = list(TARGETS)  # another thread may be reading plug-ins
-    return [module for module in targets if _is_loaded(module) and not is_ours(module) and not _is_examined(module)]
+    return [module for module in TARGETS if _is_loaded(module) and not is_ours(module) and not _is_examined(module)]
 
 
 def examine(switches: "Switches", *, again: bool = False, at_exit: bool = False) -> None:
@@ -150,8 +129,7 @@ def examine(switches: "Switches", *, again: bool = False, at_exit: bool = False)
         StrictModeError: in strict mode, there is one; at every call.
     """
     try:
-        read_plugins(switches, at_exit=at_exit)
-        modules = [module for module in list(TARGETS) if _is_loaded(module)] if again else not_examined()
+        modules = [module for module in TARGETS if _is_loaded(module)] if again else not_examined()
         if switches.mode == "strict" or is_rank_zero(os.environ):
             _log_what_does_not_run(modules, _trees_of_packages() if again else {}, switches, at_exit)
             for look in looks:
@@ -168,7 +146,7 @@ def _trees_of_packages() -> "dict[tuple[str, str], None]":
     """The trees of the imported packages, also without an imported target: targets may have been refused or moved."""
     from ckpt_patches.engine.plan import tree_root
 
-    imported = (name for name in (*packages(), *PART_OF) if _is_loaded(name))
+    imported = (name for name in (*FOLDERS, *PART_OF) if _is_loaded(name))
     origins = {name: os.path.abspath(_origin(name)) for name in imported}
     roots = {name: tree_root(origin, name) for name, origin in origins.items()}
     return {(root, name): None for name, root in roots.items() if root is not None}

@@ -1,1 +1,0 @@
-"""Fixes of another distribution: docs/plugins.md."""
