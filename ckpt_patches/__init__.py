@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Hook = Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 MODES = ("off", "warn", "strict")
 FINGERPRINT_ON = ("1", "warn")

@@ -274,7 +274,7 @@ def test_a_release_below_the_floor_is_warned_about_and_refused_in_strict_mode(tm
     assert done.stdout.strip() == "False"
     (line,) = [line for line in done.stderr.splitlines() if "WARNING" in line]
     assert "megatron-core 0.11.0 is older than this version of training-checkpoint-patches supports (0.12.0" in line
-    assert "version 0.2 supports it" in line
+    assert "version 0.2 (git revision ee6adc7) supports it" in line
     for rank in ("0", "1"):
         refused = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "strict", "RANK": rank}, check=False)
         assert refused.returncode == 1

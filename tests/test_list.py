@@ -74,7 +74,7 @@ def test_list_guesses_nothing_of_a_release_that_was_not_tested(version: str) -> 
 
 
 def test_list_for_an_unsupported_release_names_the_version_that_supports_it() -> None:
-    assert "0.12.0 and later): fixes may be missing; version 0.2 supports it" in one_line(
+    assert "0.12.0 and later): fixes may be missing; version 0.2 (git revision ee6adc7) supports it" in one_line(
         command("list", "--for", "megatron-core==0.11.0")
     )
 

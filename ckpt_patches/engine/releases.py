@@ -39,7 +39,7 @@ def too_old(package: str, version: str) -> str:
     """The message about such a version."""
     return (
         f"{DISTRIBUTIONS[package]} {version} is older than this version of training-checkpoint-patches supports "
-        f"({FLOORS[package]} and later): fixes may be missing; version 0.2 supports it"
+        f"({FLOORS[package]} and later): fixes may be missing; version 0.2 (git revision ee6adc7) supports it"
     )
 
 
