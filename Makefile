@@ -10,7 +10,7 @@ SPELLED := *.md docs/*.md docs/*/*.md ckpt_patches megatron deepspeed_patches nv
 # With bytecode, as pytest compiles all test files in each process.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n 3 --dist worksteal
 
-.PHONY: test fixes rest older quick test-all lint check bench stacks writers demo explore pictures docs
+.PHONY: test fixes rest older quick test-all lint check bench stacks writers demo explore docs
 .PHONY: clean
 
 # Formatting, lint, types, wording, and the tests of the engine, the hook, the formats and the tools.
@@ -69,11 +69,6 @@ writers: $(VENV)/ready
 # Eight bugs, without and with the patches; `make demo ALL=1` shows those of all fixes.
 demo: $(VENV)/ready
 	$(PY) tests/demo.py $(if $(ALL),--all)
-
-# The pictures of docs/: the map, and the plot of holes. That of docs/scale.md is drawn by `make bench`, which counts.
-pictures: $(VENV)/ready
-	$(PY) tests/map_page.py
-	$(PY) tests/holes_page.py
 
 # The site, in build/site/: a warning is an error, and so is a link within it that leads nowhere.
 docs: $(DOCS_VENV)/ready

@@ -20,7 +20,6 @@ fix = Fix(
     releases=(("0.12.0", "0.14.1"),),
     stacks="more than 10 ranks; in 0.14.1 more than 100",
     silent=True,
-    stages=("extract", "merge"),
     test="tests/unit/checkpoint/test_rank_order.py",
 )
 

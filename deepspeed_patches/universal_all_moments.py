@@ -33,7 +33,6 @@ fix = Fix(
     releases=(("0.13.2", "0.14.0"),),
     stacks="universal load, ZeRO 1 and 2",
     silent=True,
-    stages=("universal load",),
     concerns=STAGE_1_AND_2,
     where=loads_into_states_of_a_step,
     test="tests/unit/checkpoint/test_universal_all_moments.py",

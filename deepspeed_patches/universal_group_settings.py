@@ -23,7 +23,6 @@ fix = Fix(
     releases=(("0.12.0", "0.14.0"),),
     stacks="universal load, ZeRO 1 and 2",
     silent=True,
-    stages=("extract", "settings"),
     concerns=CONVERTER,
     depends_on=("torch_load_weights_only",),
     test="tests/unit/checkpoint/test_universal_group_settings.py",

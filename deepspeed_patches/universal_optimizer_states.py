@@ -38,7 +38,6 @@ fix = Fix(
     releases=(("0.14.1", newest("deepspeed")),),
     stacks="Lion, SGD, Muon, Adagrad, AMSGrad, and any other optimizer than Adam",
     silent=True,
-    stages=("extract", "merge", "universal load"),
     concerns=CONVERTER,
     where=loads_any_state,
     test="tests/unit/checkpoint/test_universal_optimizer_states.py",

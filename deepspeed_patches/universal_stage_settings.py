@@ -22,7 +22,6 @@ fix = Fix(
     releases=(("0.12.0", newest("deepspeed")),),
     stacks="conversion to universal, pipeline stages with other settings",
     silent=True,
-    stages=("extract",),
     depends_on=("universal_group_settings",),  # up to 0.14.0 only with it all stages get these settings
     test="tests/unit/checkpoint/test_universal_stage_settings.py",
 )

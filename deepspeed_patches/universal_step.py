@@ -28,7 +28,6 @@ fix = Fix(
     releases=(("0.12.0", "0.12.2"),),
     stacks="universal load, ZeRO 1 and 2",
     silent=True,
-    stages=("settings",),
     concerns=UNIVERSAL_CHECKPOINT,
     where=loads_no_step,
     test="tests/unit/checkpoint/test_universal_step.py",

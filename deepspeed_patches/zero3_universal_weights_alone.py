@@ -26,7 +26,6 @@ fix = Fix(
     releases=(("0.14.5", "0.19.2"),),
     stacks="universal load, ZeRO 3",
     silent=True,
-    stages=("universal load",),
     concerns=STAGE3,
     where=loads_universal_checkpoints,
     depends_on=("universal_weights_alone",),

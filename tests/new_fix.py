@@ -43,7 +43,7 @@ Next, in this order:
   3. {folder}/upstream_tests/test_{name}.py: the test for upstream's suite,
      which fails before and passes after
   4. docs/{name}.md, whose section `## Change: …` is the commit message, and the line in {changes}
-  5. `python tests/fix_tables.py` and `make pictures`: the tables and the map
+  5. `python tests/fix_tables.py`: the tables
   6. CKPT_PATCHES_TEST_ALL=1 pytest tests/contract -k {name}: every release
   7. tests/test_{name}.py, where more than the demonstration is particular to this fix
 `make quick` fails until 1 and 5 are done, `make test` until 1 to 5 are. CONTRIBUTING.md has each of them in full.
