@@ -13,7 +13,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n 3 --dist worksteal
 .PHONY: test fixes rest older quick test-all lint check bench stacks writers demo explore docs
 .PHONY: clean
 
-# Formatting, lint, types, wording, and the tests of the engine, the hook, the formats and the tools.
+# Formatting, lint, types, and the tests of the engine, the hook, the formats and the tools.
 test: lint check
 
 # Each fix on the newest release with its bug: the contract of all fixes, and its own tests, without and with it.
@@ -44,7 +44,7 @@ lint: $(VENV)/ready
 	$(PY) -m ruff check .
 	$(PY) -m mypy $(CHECKED)
 	$(PY) -m codespell_lib $(SPELLED)
-	$(PY) tests/wording.py
+	$(PY) tests/symptoms_page.py --check
 	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 bench: $(VENV)/ready
