@@ -10,8 +10,7 @@ SPELLED := *.md docs/*.md docs/*/*.md ckpt_patches megatron deepspeed_patches nv
 # With bytecode, as pytest compiles all test files in each process.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n 3 --dist worksteal
 
-.PHONY: test fixes rest older quick test-all lint check bench stacks writers demo explore docs
-.PHONY: clean
+.PHONY: test fixes rest older quick test-all lint check bench stacks demo explore docs clean
 
 # Formatting, lint, types, and the tests of the engine, the hook, the formats and the tools.
 test: lint check
@@ -61,11 +60,6 @@ explore: $(VENV)/ready
 stacks: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m stacks
 
-# Trainers without a fix here, each in an environment of its own: their own code saves, and the audit reads it.
-# `make writers [WRITER=verl]`; a gigabyte each in .writers/, kept for the next run.
-writers: $(VENV)/ready
-	PYTHONPATH=tests $(PY) -m writers && $(PY) tests/writers/page.py
-
 # Eight bugs, without and with the patches; `make demo ALL=1` shows those of all fixes.
 demo: $(VENV)/ready
 	$(PY) tests/demo.py $(if $(ALL),--all)
@@ -88,4 +82,4 @@ $(DOCS_VENV)/ready: docs/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) .editable .explore .stacks .trees .writers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) .editable .explore .stacks .trees build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
