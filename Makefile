@@ -10,10 +10,9 @@ SPELLED := *.md docs/*.md docs/*/*.md ckpt_patches megatron deepspeed_patches nv
 # With bytecode, as pytest compiles all test files in each process.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n 3 --dist worksteal
 
-.PHONY: test fixes rest older quick test-all lint check bench stacks writers demo explore pictures docs
-.PHONY: clean
+.PHONY: test fixes rest older quick test-all lint check bench stacks demo explore docs clean
 
-# Formatting, lint, types, wording, and the tests of the engine, the hook, the formats and the tools.
+# Formatting, lint, types, and the tests of the engine, the hook, the formats and the tools.
 test: lint check
 
 # Each fix on the newest release with its bug: the contract of all fixes, and its own tests, without and with it.
@@ -44,7 +43,7 @@ lint: $(VENV)/ready
 	$(PY) -m ruff check .
 	$(PY) -m mypy $(CHECKED)
 	$(PY) -m codespell_lib $(SPELLED)
-	$(PY) tests/wording.py
+	$(PY) tests/symptoms_page.py --check
 	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 bench: $(VENV)/ready
@@ -61,19 +60,9 @@ explore: $(VENV)/ready
 stacks: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m stacks
 
-# Trainers without a fix here, each in an environment of its own: their own code saves, and the audit reads it.
-# `make writers [WRITER=verl]`; a gigabyte each in .writers/, kept for the next run.
-writers: $(VENV)/ready
-	PYTHONPATH=tests $(PY) -m writers && $(PY) tests/writers/page.py
-
 # Eight bugs, without and with the patches; `make demo ALL=1` shows those of all fixes.
 demo: $(VENV)/ready
 	$(PY) tests/demo.py $(if $(ALL),--all)
-
-# The pictures of docs/: the map, and the plot of holes. That of docs/scale.md is drawn by `make bench`, which counts.
-pictures: $(VENV)/ready
-	$(PY) tests/map_page.py
-	$(PY) tests/holes_page.py
 
 # The site, in build/site/: a warning is an error, and so is a link within it that leads nowhere.
 docs: $(DOCS_VENV)/ready
@@ -93,4 +82,4 @@ $(DOCS_VENV)/ready: docs/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) .editable .explore .stacks .trees .writers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) .editable .explore .stacks .trees build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,7 +22,6 @@ fix = Fix(
     releases=(("0.1", "0.1"),),
     stacks="FusedAdam, `capturable=True, master_weights=True`, fp16 weights",
     silent=True,
-    stages=("apex save", "apex load"),
     test="tests/L0/run_optimizers/test_fused_adam_masters.py",
 )
 

@@ -21,7 +21,6 @@ fix = Fix(
     releases=(("0.1", "0.1"),),
     stacks="DistributedFusedAdam, `store_param_remainders=True`",
     silent=True,
-    stages=("apex load",),
     test="apex/contrib/test/optimizers/test_remainder_rounding.py",
 )
 

@@ -31,7 +31,6 @@ fix = Fix(
     releases=(("0.18.9", "0.19.5"),),
     stacks="universal checkpoints, AutoTP with `shape: [3, -1]` or fused biases",
     silent=True,
-    stages=("merge", "universal load"),
     concerns=LAYERS,
     where=publishes_counts,
     test="tests/unit/checkpoint/test_autotp_fused_widths.py",

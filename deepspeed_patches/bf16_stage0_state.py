@@ -20,7 +20,6 @@ fix = Fix(
     releases=(("0.17.6", newest("deepspeed")),),
     stacks="bf16 without ZeRO; from 0.18.6 only with pipeline parallelism",
     silent=True,
-    stages=("model states", "ordinary load"),
     depends_on=("bf16_stage0_gradients",),
     test="tests/unit/checkpoint/test_bf16_stage0_state.py",
 )

@@ -16,7 +16,6 @@ fix = Fix(
     releases=(("0.17.1", "0.17.1"), ("0.18.4", newest("deepspeed"))),
     stacks="decoupled checkpoint writer",
     silent=True,
-    stages=("latest",),
     concerns="deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine",
     where=lambda source: b"mp.get_start_methods(" not in source.data,  # torch has no such function: no writer starts
     test="tests/unit/checkpoint/test_decoupled_last_save.py",

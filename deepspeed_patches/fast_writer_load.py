@@ -14,7 +14,6 @@ fix = Fix(
     releases=(("0.17.1", newest("deepspeed")),),
     stacks="ZeRO, `checkpoint.writer`, torch 2.6 or later",
     silent=False,
-    stages=("ordinary load",),
     test="tests/unit/checkpoint/test_fast_writer_load.py",
 )
 

@@ -20,7 +20,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="ZeRO 3 with `zero_hpz_partition_size`, frozen parameters (LoRA)",
     silent=True,
-    stages=("ordinary load", "universal load"),
     test="tests/unit/checkpoint/test_hpz_secondary_weights.py",
 )
 

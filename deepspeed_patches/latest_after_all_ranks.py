@@ -19,7 +19,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="ZeRO 1 and 2",
     silent=False,
-    stages=("latest",),
     test="tests/unit/checkpoint/test_latest_after_all_ranks.py",
 )
 

@@ -18,7 +18,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="every checkpoint",
     silent=False,
-    stages=("latest",),
     test="tests/unit/checkpoint/test_latest_replaced.py",
 )
 

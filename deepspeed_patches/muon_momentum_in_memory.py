@@ -23,7 +23,6 @@ fix = Fix(
     releases=(("0.18.9", newest("deepspeed")),),
     stacks="Muon, ZeRO 3 with `save_muon_momentum_buffer_in_memory`",
     silent=True,
-    stages=("ordinary load", "universal load"),
     test="tests/unit/ops/muon/test_muon_momentum_in_memory.py",
 )
 

@@ -17,7 +17,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="ZeRO 1 and 2, several param groups or after a load",
     silent=False,
-    stages=("links",),
     test="tests/unit/runtime/zero/test_optimizer_state_links.py",
 )
 

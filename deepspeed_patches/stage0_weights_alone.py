@@ -16,7 +16,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="fp16 or bf16 without ZeRO, `load_optimizer_states=False`",
     silent=True,
-    stages=("ordinary load",),
     test="tests/unit/checkpoint/test_stage0_weights_alone.py",
 )
 

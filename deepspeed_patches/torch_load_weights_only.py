@@ -40,7 +40,6 @@ fix = Fix(
     releases=(("0.15.0", "0.15.4"),),
     stacks="ZeRO, torch 2.6 or later",
     silent=False,
-    stages=("extract", "ordinary load", "universal load"),
     test="tests/unit/checkpoint/test_torch_load_weights_only.py",
 )
 

@@ -22,7 +22,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="universal load, ZeRO 1 and 2, small param group",
     silent=False,
-    stages=("universal load",),
     concerns=BASE_OPTIMIZER,
     test="tests/unit/checkpoint/test_universal_empty_group.py",
 )

@@ -27,7 +27,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="universal load, frozen parameters (LoRA) or buffers",
     silent=True,
-    stages=("settings",),
     test="tests/unit/checkpoint/test_universal_frozen_and_buffers.py",
 )
 

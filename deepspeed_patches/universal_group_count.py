@@ -16,7 +16,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="universal load, ZeRO 1 and 2, another number of param groups",
     silent=True,
-    stages=("universal load",),
     concerns=BASE_OPTIMIZER,
     test="tests/unit/checkpoint/test_universal_group_count.py",
 )

@@ -33,7 +33,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="Lion, SGD, Muon, Adagrad, AMSGrad, and any other optimizer than Adam",
     silent=True,
-    stages=("extract", "merge", "universal load"),
     concerns=CONVERTER,
     test="tests/unit/checkpoint/test_universal_optimizer_states.py",
 )

@@ -22,7 +22,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="conversion to universal, pipeline stages with other settings",
     silent=True,
-    stages=("extract",),
     test="tests/unit/checkpoint/test_universal_stage_settings.py",
 )
 

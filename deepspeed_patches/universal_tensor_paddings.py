@@ -23,7 +23,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="ZeRO 1 and 2, many data-parallel ranks",
     silent=False,
-    stages=("extract",),
     concerns=CONVERTER,
     test="tests/unit/checkpoint/test_universal_tensor_paddings.py",
 )

@@ -13,7 +13,6 @@ fix = Fix(
     releases=(("0.15.0", "0.19.2"),),
     stacks="ZeRO 3",
     silent=True,
-    stages=("extract",),
     test="tests/unit/checkpoint/test_zero3_fragment_bounds.py",
 )
 

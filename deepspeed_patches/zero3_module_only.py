@@ -16,7 +16,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="ZeRO 3 with `load_module_only=True`",
     silent=True,
-    stages=("ordinary load",),
     depends_on=("zero3_weights_of_tag",),
     test="tests/unit/checkpoint/test_zero3_module_only.py",
 )

@@ -14,7 +14,6 @@ fix = Fix(
     releases=(("0.18.0", newest("deepspeed")),),
     stacks="universal load, ZeRO 3, several param groups or `sub_group_size`",
     silent=True,
-    stages=("settings",),
     test="tests/unit/checkpoint/test_zero3_universal_groups.py",
 )
 

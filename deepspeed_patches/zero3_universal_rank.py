@@ -18,7 +18,6 @@ fix = Fix(
     releases=(("0.15.0", "0.17.6"),),
     stacks="universal load, ZeRO 3, several nodes",
     silent=True,
-    stages=("universal load",),
     test="tests/unit/checkpoint/test_zero3_universal_rank.py",
 )
 

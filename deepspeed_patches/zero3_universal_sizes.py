@@ -14,7 +14,6 @@ fix = Fix(
     releases=(("0.18.0", newest("deepspeed")),),
     stacks="universal load, ZeRO 3, another vocabulary or hidden size",
     silent=True,
-    stages=("universal load",),
     test="tests/unit/checkpoint/test_zero3_universal_sizes.py",
 )
 

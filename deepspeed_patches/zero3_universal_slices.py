@@ -20,7 +20,6 @@ fix = Fix(
     releases=(("0.15.0", "0.19.3"),),
     stacks="conversion to universal, ZeRO 3, tensor parallelism",
     silent=True,
-    stages=("extract",),
     test="tests/unit/checkpoint/test_zero3_universal_slices.py",
 )
 

@@ -21,7 +21,6 @@ fix = Fix(
     releases=(("0.15.0", "0.19.2"),),
     stacks="universal load, ZeRO 3",
     silent=True,
-    stages=("universal load",),
     depends_on=("universal_weights_alone",),
     test="tests/unit/checkpoint/test_zero3_universal_weights_alone.py",
 )

@@ -19,7 +19,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="ZeRO 3 with `load_optimizer_states=False`",
     silent=True,
-    stages=("ordinary load",),
     test="tests/unit/checkpoint/test_zero3_weights_of_tag.py",
 )
 

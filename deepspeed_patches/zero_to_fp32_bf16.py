@@ -22,7 +22,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="bf16, ZeRO 1, fp32 gradient accumulation",
     silent=False,
-    stages=("ordinary load",),
     test="tests/unit/checkpoint/test_zero_to_fp32_bf16.py",
 )
 

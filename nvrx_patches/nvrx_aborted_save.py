@@ -14,7 +14,6 @@ fix = Fix(
     releases=(("0.5.0", newest("nvidia-resiliency-ext")),),
     stacks="in-process restart during an asynchronous save",
     silent=True,
-    stages=("nvrx",),
     test="tests/checkpointing/unit/test_nvrx_aborted_save.py",
 )
 

@@ -22,7 +22,6 @@ fix = Fix(
     releases=(("0.6.0", "0.6.0"),),
     stacks="`--ckpt-assume-constant-structure`, tensors moved between saves",
     silent=True,
-    stages=("nvrx",),
     test="tests/checkpointing/unit/test_nvrx_cached_storage.py",
 )
 

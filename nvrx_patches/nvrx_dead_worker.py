@@ -15,7 +15,6 @@ fix = Fix(
     releases=(("0.4.1", newest("nvidia-resiliency-ext")),),
     stacks="asynchronous saves; a forked worker of `TorchAsyncCheckpoint`",
     silent=True,
-    stages=("nvrx",),
     test="tests/checkpointing/unit/test_nvrx_dead_worker.py",
 )
 

@@ -16,7 +16,6 @@ fix = Fix(
     releases=(("0.4.1", newest("nvidia-resiliency-ext")),),
     stacks="async saves of CPU state: CPU offload, `step` of torch's optimizers",
     silent=True,
-    stages=("nvrx",),
     test="tests/checkpointing/unit/test_nvrx_staging.py",
 )
 

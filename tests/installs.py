@@ -131,19 +131,6 @@ def copy_working_tree(folder: Path) -> Path:
     return folder
 
 
-def editable(clone: Path) -> Environment:
-    """An environment with a copy of the working tree, and all packages that are installed here."""
-    if (clone / ".venv").exists():
-        return Environment(clone / ".venv")
-    environment = Environment.make(clone / ".venv")
-    (clone / ".editable").mkdir()
-    for name, folder in PACKAGES.items():
-        (clone / ".editable" / name).symlink_to(clone / folder)
-    lines = [str(clone / ".editable"), str(Path(pytest.__file__).parent.parent), (clone / PTH).read_text()]
-    (environment.site_packages / "clone.pth").write_text("\n".join(lines))
-    return environment
-
-
 def wheel() -> Path:
     """The wheel of the working tree, built once per test run in an empty folder."""
     (built,) = shared.once("wheel", _build_wheel).glob("*.whl")

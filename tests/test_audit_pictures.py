@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import holes_page
 from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import Report, audit
 from ckpt_patches.audit.damages import Finding
@@ -212,14 +211,3 @@ def test_an_ending_that_is_no_pictures_is_refused_before_the_audit(
     said = capsys.readouterr()
     assert "expected a file that ends in one of" in said.err
     assert said.out == ""
-
-
-def test_the_picture_in_the_documentation_shows_what_its_checkpoints_have(tmp_path: Path) -> None:
-    panels = [plot_layout.panel(report) for report in holes_page.damaged(tmp_path)]
-    text = holes_page.PICTURE.read_text(encoding="utf-8")
-    labels = [bar.label for drawn in panels for bar in drawn.bars]
-    assert len(labels) == 5
-    for words in (*(drawn.title for drawn in panels), *labels, *(kind for kind, _ in plot_layout.legend(panels))):
-        assert f"<!-- {words} -->" in text
-    page = (holes_page.PICTURE.parent / "audit.md").read_text(encoding="utf-8")
-    assert f"({holes_page.PICTURE.name})" in page

@@ -31,7 +31,7 @@ def names(report: Report) -> set[str]:
 def written(
     path: Path, tensors: dict[str, torch.Tensor], change: Callable[[Any], object] = lambda header: None
 ) -> None:
-    """Write a file by the format's specification. `make writers` audits files of the library."""
+    """Write a file by the format's specification."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, tensor in tensors.items():

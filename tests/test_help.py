@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-import command_tables
 from ckpt_patches import __version__
 from ckpt_patches.cli import command_line, explain
+from ckpt_patches.convert import convert_command
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine.registry import FIXES, SWITCHED
 from small_tree import command, make, on_terminal, one_line, python
 from upstream import REPOSITORY
 
-COMMANDS = command_tables.parsers()
+PROGRAM = f"ckpt-patches {command_line.TO_UNIVERSAL}"
+COMMANDS = {**command_line._parsers()[1], command_line.TO_UNIVERSAL: convert_command.parser(PROGRAM)}
 
 
 # --help

@@ -25,7 +25,6 @@ fix = Fix(
     releases=(("2.3.1", newest("torch")),),
     stacks="to 2.6: CPU tensors; 2.7: sharded tensors; later: scalar DTensors",
     silent=True,
-    stages=("dcp",),
     test="test/distributed/checkpoint/test_dcp_async_copy.py",
 )
 

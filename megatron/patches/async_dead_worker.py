@@ -17,7 +17,6 @@ fix = Fix(
     symptom="training hangs after the process that writes a save was killed",
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="asynchronous saves; from 0.17.0 `--async-strategy mcore`",
-    stages=("async",),
     test="tests/unit_tests/dist_checkpointing/test_async_dead_worker.py",
 )
 

@@ -20,7 +20,6 @@ fix = Fix(
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="asynchronous saves; from 0.17.0 `--async-strategy mcore`",
     silent=True,
-    stages=("async",),
     test="tests/unit_tests/dist_checkpointing/test_async_save_staging.py",
 )
 

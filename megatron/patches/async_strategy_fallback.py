@@ -15,7 +15,6 @@ fix = Fix(
     symptom="the first asynchronous save fails: ModuleNotFoundError, nvidia-resiliency-ext",
     releases=(("0.17.0", newest("megatron-core")),),
     stacks="asynchronous saves without nvidia-resiliency-ext",
-    stages=("async",),
     test="tests/unit_tests/dist_checkpointing/test_async_strategy_fallback.py",
 )
 

@@ -27,7 +27,6 @@ fix = Fix(
     releases=(("0.9.0", newest("megatron-core")),),
     stacks="distributed optimizer, every format",
     silent=False,
-    stages=("state",),
     test="tests/unit_tests/dist_checkpointing/test_dp_zero_empty_state.py",
 )
 

@@ -15,7 +15,6 @@ fix = Fix(
     releases=(("0.15.0", "0.19.2"),),
     stacks="dp_zero_gather_scatter, several optimizer instances",
     silent=False,
-    stages=("optimizer",),
     test="tests/unit_tests/dist_checkpointing/test_dp_zero_instances.py",
 )
 

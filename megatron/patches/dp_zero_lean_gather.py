@@ -26,7 +26,6 @@ fix = Fix(
     stacks="torch and fully_reshardable formats, distributed optimizer",
     silent=False,
     off_because="it has not run over NCCL on several GPUs",
-    stages=("gather", "optimizer"),
     test="tests/unit_tests/dist_checkpointing/test_dp_zero_lean_gather.py",
 )
 

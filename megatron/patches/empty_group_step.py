@@ -20,7 +20,6 @@ fix = Fix(
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="distributed optimizer, FusedAdam; saved by 0.13.1 or earlier",
     silent=True,
-    stages=("state", "groups"),
     test="tests/unit_tests/dist_checkpointing/test_empty_group_step.py",
 )
 

@@ -51,7 +51,6 @@ fix = Fix(
     releases=(("0.17.0", newest("megatron-core")),),
     stacks="`megatron.training`: expert parallelism, `torch_dist`, `fsdp_dtensor`",
     silent=True,
-    stages=("rng",),
     test="tests/unit_tests/dist_checkpointing/test_expert_rng.py",
 )
 

@@ -17,7 +17,6 @@ fix = Fix(
     releases=(("0.12.0", "0.19.2"),),
     stacks="bf16 or fp16 without the distributed optimizer; fp32 parameters",
     silent=False,
-    stages=("state",),
     test="tests/unit_tests/dist_checkpointing/test_float16_fp32_params.py",
 )
 

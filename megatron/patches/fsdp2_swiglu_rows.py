@@ -24,7 +24,6 @@ fix = Fix(
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="torch FSDP2 (`--use-torch-fsdp2`), SwiGLU or another gated MLP",
     silent=True,
-    stages=("check",),
     test="tests/unit_tests/dist_checkpointing/test_fsdp2_swiglu_rows.py",
 )
 

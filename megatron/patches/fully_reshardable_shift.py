@@ -17,7 +17,6 @@ fix = Fix(
     releases=(("0.15.0", newest("megatron-core")),),
     stacks="fully_reshardable format, several buckets",
     silent=True,
-    stages=("gather",),
     test="tests/unit_tests/dist_checkpointing/test_fully_reshardable_shift.py",
 )
 

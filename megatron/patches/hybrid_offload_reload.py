@@ -26,7 +26,6 @@ fix = Fix(
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="optimizer CPU offload",
     silent=True,
-    stages=("offload",),
     concerns="megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
     test="tests/unit_tests/test_hybrid_offload_reload.py",
 )

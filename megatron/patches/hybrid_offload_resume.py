@@ -29,7 +29,6 @@ fix = Fix(
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="optimizer CPU offload",
     silent=True,
-    stages=("offload",),
     concerns=HYBRID_OPTIMIZER,
     depends_on=("torch_adam_step",),
     test="tests/unit_tests/test_hybrid_offload_resume.py",

@@ -23,7 +23,6 @@ fix = Fix(
     releases=(("0.17.0", newest("megatron-core")),),
     stacks="`megatron.training`: experts or context parallelism, `torch`",
     silent=True,
-    stages=("share",),
     test="tests/unit_tests/dist_checkpointing/test_legacy_expert_save.py",
 )
 

@@ -24,7 +24,6 @@ fix = Fix(
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="a param group with fp32 and 16-bit parameters",
     silent=True,
-    stages=("state",),
     test="tests/unit_tests/dist_checkpointing/test_mixed_dtype_group_order.py",
 )
 

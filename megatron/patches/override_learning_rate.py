@@ -25,7 +25,6 @@ fix = Fix(
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="`--override-opt-param-scheduler`",
     silent=True,
-    stages=("scheduler",),
     test="tests/unit_tests/dist_checkpointing/test_override_learning_rate.py",
 )
 

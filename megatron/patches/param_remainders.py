@@ -18,7 +18,6 @@ fix = Fix(
     symptom="`AssertionError` in `set_scaled_state` at a resume, or wrong main parameters",
     releases=(("0.13.0", "0.19.2"),),
     stacks="precision-aware optimizer, `store_param_remainders` (default)",
-    stages=("optimizer",),
     test="tests/unit_tests/dist_checkpointing/test_param_remainders.py",
 )
 

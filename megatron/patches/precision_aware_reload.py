@@ -22,7 +22,6 @@ fix = Fix(
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="precision-aware optimizer, weights loaded into a run that has trained",
     silent=True,
-    stages=("optimizer",),
     test="tests/unit_tests/dist_checkpointing/test_precision_aware_reload.py",
 )
 

@@ -23,7 +23,6 @@ fix = Fix(
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="dp_reshardable format, distributed optimizer",
     silent=False,
-    stages=("state",),
     test="tests/unit_tests/dist_checkpointing/test_reshardable_padding_save.py",
 )
 

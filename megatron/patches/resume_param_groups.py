@@ -37,7 +37,6 @@ fix = Fix(
     releases=(("0.12.0", "0.13.1"), ("0.16.0", newest("megatron-core"))),
     stacks="pipeline stages; `--decoupled-lr` or muP; from 0.19.0 a new `--lr`",
     silent=True,
-    stages=("groups",),
     concerns=PARAM_GROUPS,
     where=groups_may_look_alike,
     test="tests/unit_tests/dist_checkpointing/test_resume_param_groups.py",

@@ -16,7 +16,6 @@ fix = Fix(
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="a load into a scheduler that has stepped: a rollback, a second load",
     silent=True,
-    stages=("scheduler",),
     test="tests/unit_tests/dist_checkpointing/test_scheduler_steps.py",
 )
 

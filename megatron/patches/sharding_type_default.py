@@ -29,7 +29,6 @@ fix = Fix(
     releases=(("0.16.0", newest("megatron-core")),),
     stacks="direct calls of `sharded_state_dict` without a format",
     silent=False,
-    stages=("format",),
     concerns=MAPPING,
     where=refuses_flattened_ranges,
     test="tests/unit_tests/dist_checkpointing/test_sharding_type_default.py",

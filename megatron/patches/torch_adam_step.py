@@ -20,7 +20,6 @@ fix = Fix(
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="distributed optimizer without Apex and Transformer Engine",
     silent=True,
-    stages=("state", "optimizer"),
     test="tests/unit_tests/dist_checkpointing/test_torch_adam_step.py",
 )
 

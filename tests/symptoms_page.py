@@ -1,0 +1,74 @@
+"""Write docs/symptoms.md from the fixes: `python tests/symptoms_page.py`. --check: exit with 1 if it is not current."""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ckpt_patches.cli import symptoms
+from ckpt_patches.engine.fix import load
+from ckpt_patches.engine.fix_table import row
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "symptoms.md"
+HEAD = """# Symptoms
+
+Every error text and visible effect with its fix. `ckpt-patches explain "ERROR TEXT"` searches them. `…`, numbers and
+paths differ between runs. `python tests/symptoms_page.py` writes this page.
+"""
+
+
+def text() -> str:
+    """Every error text, then every visible effect, each with its fixes."""
+    by_error: dict[str, list[str]] = {}
+    for symptom in symptoms.known():
+        for error in _longest(symptom.errors):
+            by_error.setdefault(error, []).append(symptom.fix)
+    errors = ((_code(error), ", ".join(map(_linked, by_error[error]))) for error in sorted(by_error, key=_letters))
+    effects = [load(one.fix) for one in symptoms.known() if not one.errors or load(one.fix).silent]
+    rows = ((*row(fix)[:3], _linked(fix.name)) for fix in sorted(effects, key=lambda f: _letters(f.symptom)))
+    lines = [
+        *(HEAD, "## Error texts", ""),
+        *_table(("Error", "Fix"), errors),
+        *("", "## Visible effects", ""),
+        *_table(("Effect", "Releases", "Stacks", "Fix"), rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _longest(errors: tuple[str, ...]) -> list[str]:
+    """The errors, except those that are part of another one."""
+    words = {error: symptoms.words(error) for error in errors if len(symptoms.words(error)) > 1}
+    parts = {a for a in words for b in words if words[a] != words[b] and symptoms.contains(words[b], words[a])}
+    return [error for error in errors if error not in parts]
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^\w ]", "", text).strip().casefold()
+
+
+def _code(error: str) -> str:
+    quote = "``" if "`" in error else "`"
+    return f"{quote}{error}{quote}".replace("|", "\\|")
+
+
+def _linked(name: str) -> str:
+    return f"[{name}]({name}.md)"
+
+
+def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    for cells in (heads, ("---",) * len(heads), *rows):
+        yield f"| {' | '.join(cells)} |"
+
+
+def main() -> int:
+    if sys.argv[1:] == ["--check"]:
+        if PAGE.read_text(encoding="utf-8") == text():
+            return 0
+        print(f"expected {PAGE} to be current: python tests/symptoms_page.py", file=sys.stderr)
+        return 1
+    PAGE.write_text(text(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
