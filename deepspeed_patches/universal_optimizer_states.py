@@ -151,7 +151,7 @@ def extract_the_states_of_the_optimizer(source: Source) -> None:
     source.check_parts(
         {
             **source.functions_there("", _flat_states),
-            "_flat_states": source.has("_flat_states(...)", within=extract),
+            "_flat_states is called": source.has("_flat_states(...)", within=extract),
             ALL_GROUPS: source.has(ALL_GROUPS, within=extract),
         }
     )

@@ -93,17 +93,17 @@ def check_fp32(output: Path, folder: Path) -> None:
 def test_zero_to_fp32_as_a_module(tmp_path: Path) -> None:
     """`python -m` uses the hook and writes the right weights."""
     folder = written(NEWEST) / "stage2"
-    command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(folder), str(tmp_path / "fp32")]
+    command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(folder), str(tmp_path)]
     subprocess.run(command, env=environment_for(tree("deepspeed", NEWEST), "hook"), check=True)
-    check_fp32(tmp_path / "fp32", folder)
+    check_fp32(tmp_path, folder)
 
 
 @pytest.mark.parametrize("reader", [NEWEST, newest("deepspeed")])
 def test_the_copied_script_needs_no_patched_deepspeed(reader: str, tmp_path: Path) -> None:
     """The script works with upstream's package: DeepSpeed copies it into the folder, which outlives the install."""
     folder = written(NEWEST, "in place") / "stage2"
-    run(folder / SCRIPT, folder, tmp_path / "fp32", tree=tree("deepspeed", reader), imports=DEEPSPEED_MODULES)
-    check_fp32(tmp_path / "fp32", folder)
+    run(folder / SCRIPT, folder, tmp_path, tree=tree("deepspeed", reader), imports=DEEPSPEED_MODULES)
+    check_fp32(tmp_path, folder)
 
 
 def test_the_copied_script_of_upstream_dies(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_the_copied_script_of_upstream_dies(tmp_path: Path) -> None:
     folder = written(NEWEST) / "stage2"
     root = tree("deepspeed", NEWEST)
     on: dict[str, Any] = {"tree": root, "delivery": "hook", "imports": DEEPSPEED_MODULES}
-    done = run(folder / SCRIPT, folder, tmp_path / "fp32", **on, check=False)
+    done = run(folder / SCRIPT, folder, tmp_path, **on, check=False)
     assert "GLOBAL deepspeed." in done.stderr
 
 

@@ -49,7 +49,7 @@ def test_the_report_dp768(version: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "version"), [("module", NEW_WRITER), ("script", NEW_WRITER), ("script", "0.15.0")])
+@pytest.mark.parametrize(("how", "version"), [("module", NEW_WRITER), ("script", NEW_WRITER), ("script", OLD_WRITER)])
 def test_as_a_program(how: str, version: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The output is right as `python -m`, and as a script: its __main__ bypasses the hook, but not its imports."""
     arguments = ("--input_folder", checkpoints["stage1"], "--output_folder", tmp_path / "universal")
