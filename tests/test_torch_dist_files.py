@@ -232,3 +232,16 @@ def test_an_index_that_asks_for_gigabytes(folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"\x80\x02Nr\x00\x00\x00\x77.")
     with pytest.raises(BadFileError, match="keeps a value at a place beyond"):
         torch_dist.read_index(folder)
+
+
+def test_an_index_that_is_too_large_for_memory_is_not_read(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be right, so the verdict is UNKNOWN; the reason says what to do."""
+    size = (written / torch_dist.INDEX).stat().st_size
+    monkeypatch.setattr(torch_dist, "LARGEST", size)
+    assert audit(written).verdict == WHOLE
+    monkeypatch.setattr(torch_dist, "LARGEST", size - 1)
+    with pytest.raises(NotReadError, match=r"found .*: load the checkpoint in its own framework"):
+        torch_dist.read_index(written)
+    report = audit(written)
+    assert report.verdict == UNKNOWN
+    assert "save it on fewer ranks" in report.findings[0].detail

@@ -51,11 +51,11 @@ def check(data: bytes) -> None:
         elif data[at] == _STOP:
             return
         else:
-            at = end_of(data, at)
+            at = _end_of(data, at)
     raise UnpicklingError(f"expected the end of a pickle, found that of its {size} bytes")
 
 
-def end_of(data: bytes, at: int) -> int:
+def _end_of(data: bytes, at: int) -> int:
     """The end of an opcode and its argument; beyond the end of the data if the pickle is truncated.
 
     Raises:

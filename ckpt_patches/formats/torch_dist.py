@@ -8,9 +8,8 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html
 
 import functools
 import io
-import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,14 +21,15 @@ from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader, TorchFile
 from ckpt_patches.runtime.pause import without_garbage_collection
 from ckpt_patches.runtime.shown import shown
+from ckpt_patches.runtime.units import in_bytes
 
 INDEX = ".metadata"
 # Unsharded (common) state: a file, or since megatron-core 0.19 an object (a list of one item) in the sharded files.
 COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
 
 Offsets = tuple[int, ...]
-LARGE = 8 << 20  # bytes; an index from this size on is read with `repetitions`
-REPEATED = frozenset(("ChunkStorageMetadata", "MetadataIndex", "WriteItem"))  # classes with very many objects
+LARGEST = 256 << 20  # bytes of an index: some two million chunks
+MEMORY = 13  # bytes of memory for each byte of an index
 
 
 class Place(NamedTuple):
@@ -94,17 +94,29 @@ def read_index(folder: Path) -> Index:
 
     Raises:
         BadFileError: the index is missing, damaged, or names a file outside of the folder.
+        NotReadError: it is too large, or a chunk is transformed.
     """
     path = folder / INDEX
     try:
         with without_garbage_collection():
-            return _large_index(folder, path) or _index(folder, _load(path.read_bytes()).fields)
+            _check_size(path)
+            return _index(folder, _load(path.read_bytes()).fields)
     except UserError:
         raise
     except OSError as error:
         raise BadFileError(f"{path}: {error.strerror or error}") from None
     except Exception as error:  # a damaged pickle can raise anything; none of its code runs
         raise BadFileError(f"{path} is corrupt: {type(error).__name__}: {error}") from None
+
+
+def _check_size(path: Path) -> None:
+    """Refuse an index whose objects may not fit into memory."""
+    if (size := path.stat().st_size) > LARGEST:
+        raise NotReadError(
+            f"{path}: expected an index of at most {in_bytes(LARGEST)} (about {in_bytes(MEMORY * LARGEST)} of memory), "
+            f"found {in_bytes(size)}: load the checkpoint in its own framework, whose ranks need as much memory, and "
+            "save it on fewer ranks, in fewer chunks"
+        )
 
 
 class _Entry:
@@ -121,31 +133,12 @@ class _Unpickler(pickle.Unpickler):
     """Unpickles with stubs in place of all classes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return _found_class(module, name)
-
-
-def _found_class(module: str, name: str) -> Any:
-    return _KEPT.get(f"{module}.{name}") or torch_file.stub(module, name)
+        return _KEPT.get(f"{module}.{name}") or torch_file.stub(module, name)
 
 
 def _load(data: bytes) -> Any:
     pickles.check(data)
     return _Unpickler(io.BytesIO(data)).load()
-
-
-def _large_index(folder: Path, path: Path) -> Index | None:
-    """Read the index of very many chunks in a fraction of the memory; None if it is small, irregular or damaged."""
-    if path.stat().st_size < LARGE:
-        return None
-    try:
-        from ckpt_patches.formats import repetitions  # needs NumPy, unlike `_load`
-
-        loaded = repetitions.Loaded(path.read_bytes(), _found_class, REPEATED)
-        found = _index(folder, loaded.value.fields, repetitions.starmap)
-        loaded.check()
-    except Exception:  # `_load` reads the index, or raises a clear error
-        return None
-    return found
 
 
 _OF_TORCH = "torch.distributed.checkpoint"
@@ -158,17 +151,15 @@ _KEPT: dict[str, Any] = {
 }
 
 
-Rows = Callable[[Callable[..., tuple[Any, ...]], Iterable[tuple[Any, ...]]], Iterable[tuple[Any, ...]]]
-
-
-def _index(folder: Path, index: dict[str, Any], rows: Rows = itertools.starmap) -> Index:
-    """Build the index from a pickle's value. `rows` applies a function to objects, and can read them from arrays."""
+def _index(folder: Path, index: dict[str, Any]) -> Index:
+    """Build the index from a pickle's value."""
     found = Index({}, {})
     for name, entry in index["state_dict_metadata"].items():
         if "chunks" in entry.fields and isinstance(name, str):
-            found.tensors[name] = _tensor(name, entry.fields, index.get("mcore_data") or {}, rows)
+            found.tensors[name] = _tensor(name, entry.fields, index.get("mcore_data") or {})
     same = {name: dict(zip(own.chunks, own.chunks, strict=True)) for name, own in found.tensors.items()}
-    for name, offsets, file, begin, nbytes in rows(_stored, index["storage_data"].items()):
+    for key, where in index["storage_data"].items():
+        name, offsets, file, begin, nbytes = _stored(key, where)
         if not (type(begin) is type(nbytes) is int and begin >= 0 <= nbytes):
             raise ValueError(f"expected a place in a file, found {shown((begin, nbytes))}")
         place = tuple.__new__(Place, (file, begin, nbytes))
@@ -180,7 +171,7 @@ def _index(folder: Path, index: dict[str, Any], rows: Rows = itertools.starmap) 
     of_tensors = {place.file for tensor in found.tensors.values() for place in tensor.places.values()}
     for file in of_tensors | {place.file for place in found.objects.values()}:
         path_within(folder, file)
-    return replace(found, absent=tuple(_absent(index, found, rows)))
+    return replace(found, absent=tuple(_absent(index, found)))
 
 
 def _stored(key: Any, place: Any) -> tuple[Any, ...]:
@@ -190,11 +181,11 @@ def _stored(key: Any, place: Any) -> tuple[Any, ...]:
     return key.fields["fqn"], key.fields.get("offset"), where["relative_path"], where["offset"], where["length"]
 
 
-def _absent(index: dict[str, Any], found: Index, rows: Rows) -> Iterator[str]:
+def _absent(index: dict[str, Any], found: Index) -> Iterator[str]:
     """Objects and chunks without a place. megatron-core's indexes also contain the write plans of all ranks."""
     there = found.tensors.keys() | found.objects.keys()
     listed = [name for name in index["state_dict_metadata"] if isinstance(name, str)]
-    planned = list(_planned(index.get("all_local_plans"), rows))
+    planned = list(_planned(index.get("all_local_plans")))
     yield from sorted({*listed, *(name for name, _ in planned)} - there)
     for name, offsets in planned:
         if name in found.tensors and offsets and offsets not in found.tensors[name].chunks:
@@ -205,10 +196,10 @@ def _called(name: str, offsets: Offsets) -> str:
     return f"{name} at {offsets}" if offsets else name
 
 
-def _planned(plans: Any, rows: Rows) -> Iterator[tuple[str, Offsets]]:
+def _planned(plans: Any) -> Iterator[tuple[str, Offsets]]:
     """Yield name and offsets of each item in the plans. Plans in an unknown form are skipped."""
     for plan in plans if isinstance(plans, list) else ():
-        for name, offsets in rows(_planned_item, zip(getattr(plan, "fields", {}).get("items") or (), strict=False)):
+        for name, offsets in map(_planned_item, getattr(plan, "fields", {}).get("items") or ()):
             if isinstance(name, str):
                 yield name, tuple(offsets) if isinstance(offsets, (tuple, list)) else ()
 
@@ -218,11 +209,10 @@ def _planned_item(item: Any) -> tuple[Any, Any]:
     return own.get("fqn"), own.get("offset")
 
 
-def _tensor(name: str, entry: dict[str, Any], of_megatron: dict[str, dict[str, Any]], rows: Rows) -> Tensor:
+def _tensor(name: str, entry: dict[str, Any], of_megatron: dict[str, dict[str, Any]]) -> Tensor:
     dtype = entry["properties"].state[0] if isinstance(entry["properties"].state, tuple) else None
     dtype = dtype or entry["properties"].fields["dtype"]
-    described = rows(lambda chunk: (chunk.fields["offsets"], chunk.fields["sizes"]), zip(entry["chunks"], strict=False))
-    chunks = {_numbers(offsets): _numbers(sizes) for offsets, sizes in described}
+    chunks = {_numbers(chunk.fields["offsets"]): _numbers(chunk.fields["sizes"]) for chunk in entry["chunks"]}
     size, whole = _numbers(entry["size"]), of_megatron.get(name, {}).get("nd_reformulated_orig_global_shape")
     if {*map(len, chunks), *map(len, chunks.values())} - {len(size)}:
         raise ValueError(f"expected chunks of {len(size)} dimensions in {name}, found {shown(chunks)}")
