@@ -293,7 +293,7 @@ def test_of_universal(change: Change, expected: set[str], tmp_path: Path) -> Non
 
 
 def test_thousands_of_chunks_in_no_file_are_a_finding_for_each_file(tmp_path: Path) -> None:
-    """Chunks beyond the end of a file are one finding per file. tests/benchmarks/test_many_chunks.py has millions."""
+    """Chunks beyond the end of a file are one finding per file."""
     folder, program = tmp_path / "iter_0000001", Path(__file__).parent / "programs/write_index_of_chunks.py"
     subprocess.run([sys.executable, str(program), str(folder), "20000"], check=True)
     report = audit(folder)
