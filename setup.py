@@ -168,7 +168,7 @@ TEST = [
     "isort==5.13.2",
     "pylint==3.2.6",
     "yapf==0.40.2",
-    "flake8==5.0.4",
+    "flake8==5.0.4",  # with pyflakes, which the contract of the fixes runs
     "twine>=6",
     "check-wheel-contents>=0.6",
     "ruff==0.17.5",

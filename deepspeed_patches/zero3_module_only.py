@@ -20,9 +20,9 @@ fix = Fix(
     test="tests/unit/checkpoint/test_zero3_module_only.py",
 )
 
-WITHOUT_STATES = "not load_optimizer_states"
-NAME = "weights_alone"
-WEIGHTS_ALONE = f"{NAME} = load_module_only or not load_optimizer_states"
+UPSTREAMS = "not load_optimizer_states"
+NAME = "without_optimizer_states"
+WITHOUT = f"{NAME} = load_module_only or not load_optimizer_states"
 
 
 @fix.edit(ENGINE)
@@ -30,6 +30,6 @@ def put_the_weights_together(source: Source) -> None:
     """The model's file has placeholders. Upstream reads the ranks' files only if `load_optimizer_states` is false."""
     load = source.function("DeepSpeedEngine._load_checkpoint")
     branch = source.branch_around("get_fp32_state_dict_from_zero_checkpoint(...)", within=load)
-    source.check_parts({WEIGHTS_ALONE: source.has(WEIGHTS_ALONE, load), NAME: source.has(NAME, branch.test)})
-    source.insert_before(branch, WEIGHTS_ALONE)
-    source.replace(source.one(WITHOUT_STATES, within=branch.test), NAME)
+    source.check_parts({WITHOUT: source.has(WITHOUT, load), NAME: source.has(NAME, branch.test)})
+    source.insert_before(branch, WITHOUT)
+    source.replace(source.one(UPSTREAMS, within=branch.test), NAME)

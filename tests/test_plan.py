@@ -158,20 +158,10 @@ def bad(text: str, name: str = "bad") -> Fix:
     return fix
 
 
-BAD = [
-    ("new(1", "second.py: the edited source does not compile"),
-    ("def f():\n    return math.inf", "second.py: the edited source would use names that it does not have: math"),
-    ("def f():\n    return 1 // 0\nf.x = ...\nraise_ = unknown", "names that it does not have: unknown"),
-]
-
-
-@pytest.mark.parametrize(("text", "said"), BAD)
-def test_a_bad_edit_takes_its_own_fix_away_and_no_other(
-    tree: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
-) -> None:
-    made = planned(tree, monkeypatch, make("one"), bad(text), bad("third = 3", "good"))
+def test_a_bad_edit_takes_its_own_fix_away_and_no_other(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = planned(tree, monkeypatch, make("one"), bad("new(1"), bad("third = 3", "good"))
     assert [r.outcome for r in made.results] == [Outcome.APPLIES, Outcome.NO_MATCH, Outcome.APPLIES]
-    assert said in made.results[1].reason
+    assert "second.py: the edited source does not compile" in made.results[1].reason
     assert {m: file.fixes for m, file in made.files.items()} == {FIRST: ("one", "good"), SECOND: ("one", "good")}
     assert made.files[SECOND].patched == b"from here import new, old\nvalue = new(1)\nthird = 3\n"
 

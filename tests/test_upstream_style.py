@@ -1,39 +1,29 @@
-"""A fix's diff has upstream's style: upstream's formatters and linters, with upstream's configuration, change nothing.
+"""The series for upstream has upstream's style: its own formatters and linters find nothing that was not there before.
 
 The configurations are those of the main branches in August 2026: `pyproject.toml`, `.pylintrc` and
-`.pre-commit-config.yaml` of Megatron-LM, `.style.yapf`, `.flake8` and `.pre-commit-config.yaml` of DeepSpeed,
-`pyproject.toml` of nvidia-resiliency-ext and of apex, and torch's line length.
+`.pre-commit-config.yaml` of Megatron-LM, `.style.yapf`, `.flake8` and `.pre-commit-config.yaml` of DeepSpeed. As in
+upstream's checks, each file is formatted as a whole.
 """
 
 import difflib
-import json
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine.diffs import upstream_test
 from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.plan import FilePlan, Outcome, TreePlan, plan_tree
-from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, FOLDERS, NVRX, TORCH
-from upstream import newest_affected, tree
+from ckpt_patches.engine.plan import Outcome, plan_tree
+from ckpt_patches.engine.registry import CORE, DEEPSPEED
+from upstream import newest, tree
 
 pytestmark = pytest.mark.slow
 
-BLACK = ["--line-length=100", "--skip-string-normalization", "--skip-magic-trailing-comma"]
-ISORT = ["--profile=black", "--line-length=100", "--project=megatron", "--thirdparty=transformer_engine"]
-NVRX_BLACK = ["--line-length=100", "--skip-string-normalization"]
-# usort, which is what torch has, sorts as isort does without regard to case.
-TORCH_BLACK = ["--line-length=88"]
-TORCH_ISORT = ["--profile=black", "--dont-order-by-type", "--lines-after-imports=2", "--project=torch"]
-NVRX_ISORT = ["--profile=black", "--line-length=100", "--project=nvidia_resiliency_ext"]
-APEX_IGNORES = "E731,E741,E712,F403,E701,E711,F821,E722,E402,F401,F841,F405"
+BLACK = ["-q", "--line-length=100", "--skip-string-normalization", "--skip-magic-trailing-comma", "-"]
+ISORT = ["--profile=black", "--line-length=100", "--project=megatron", "--thirdparty=transformer_engine", "-"]
 PYLINT = [
     "--disable=all",
     # Docstrings of public classes and functions, unused imports, long lines, possibly unbound names, print.
@@ -42,146 +32,59 @@ PYLINT = [
     "--load-plugins=pylint.extensions.bad_builtin",
     "--bad-functions=print",
     "--max-line-length=100",
+    "--msg-template={path} {symbol} {obj} {msg}",
 ]
 YAPF = ["--style={based_on_style: pep8, split_all_comma_separated_values: false, column_limit: 119}"]
-FLAKE8 = ["--isolated", "--ignore=E,F403,F405,F541,F841,W", "--select=E9,F,W6"]
-
-BLACK_AND_ISORT = {CORE: (BLACK, ISORT), NVRX: (NVRX_BLACK, NVRX_ISORT), TORCH: (TORCH_BLACK, TORCH_ISORT)}
-
-# An import that a fix leaves unused: fixes for other releases use it.
-LEFT_BY = ("torch_load_weights_only", "deepspeed.runtime.base_optimizer")
-LEFT = Counter({"F401 'torch' imported but unused": 1})
-# It adds to a statement that another fix also extends: each patch is formatted, but the series is not.
-ALONE = "zero3_module_only"
+FLAKE8 = ["--isolated", "--ignore=E,F403,F405,F541,F841,W", "--select=E9,F,W6", "--format=%(path)s %(code)s %(text)s"]
 
 
-def tool(name: str, *arguments: str | Path, status: Iterable[int] = (0,)) -> str:
-    done = subprocess.run([sys.executable, "-m", name, *map(str, arguments)], capture_output=True, text=True)
-    assert done.returncode in status, done.stderr
-    return done.stdout
+@pytest.mark.parametrize("package", [CORE, DEEPSPEED])
+def test_upstreams_tools_find_nothing_new_in_the_series(package: str, tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    made = plan_tree(str(tree(DISTRIBUTIONS[package], newest(DISTRIBUTIONS[package]))), package, for_upstream=True)
+    assert len(made.named(Outcome.APPLIES)) > 10
+    for module, file in made.files.items():
+        for folder, text in ((before, file.original), (after, file.patched)):
+            folder.mkdir(exist_ok=True)
+            (folder / f"{module.replace('.', '_')}.py").write_bytes(text)
+    assert complaints(package, after) - complaints(package, before) == Counter()
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    for path, text in map(upstream_test, made.named(Outcome.APPLIES)):
+        (tests / Path(path).name).write_bytes(text)
+    assert complaints(package, tests, are_tests=True) == Counter()
 
 
-def added_lines(before: bytes, after: bytes) -> list[tuple[int, int]]:
-    """The first and last line of each added or changed range; lines count from 1."""
-    matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
-    return [(low + 1, high) for tag, _, _, low, high in matcher.get_opcodes() if tag in ("insert", "replace")]
+def complaints(package: str, folder: Path, *, are_tests: bool = False) -> Counter[str]:
+    """What upstream's tools would change, and what they find, in the files of a folder."""
+    if package == DEEPSPEED:
+        return formatted(folder, "yapf", YAPF) + linted(folder, "flake8", FLAKE8) + whitespace(folder)
+    found = formatted(folder, "black", BLACK) + formatted(folder, "isort", ISORT) + whitespace(folder)
+    return found if are_tests else found + linted(folder, "pylint", PYLINT)  # Megatron's pylint skips tests
 
 
-def changes(before: str, after: str) -> Counter[str]:
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
-    return Counter(line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---"))
-
-
-def by_release() -> dict[tuple[str, str], list[str]]:
-    """The fixes by the newest release with their bug. Formatting takes seconds, so each file is formatted once."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for name in FIXES:
-        found.setdefault((fixes.package_of(name), newest_affected(name)[1]), []).append(name)
+def formatted(folder: Path, name: str, options: list[str]) -> Counter[str]:
+    """The lines that a formatter would remove and add, each after the file's name."""
+    found: Counter[str] = Counter()
+    for path in sorted(folder.iterdir()):
+        text = path.read_text()
+        done = subprocess.run([sys.executable, "-m", name, *options], input=text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        lines = difflib.unified_diff(text.splitlines(), done.stdout.splitlines(), n=0, lineterm="")
+        found.update(f"{path.name} {name} {line}" for line in lines if re.match(r"[+-](?![+-]{2})", line))
     return found
 
 
-RELEASES = [pytest.param(*release, id="-".join(release)) for release in by_release()]
+def linted(folder: Path, name: str, options: list[str]) -> Counter[str]:
+    """What a linter says, without line numbers."""
+    paths = sorted(path.name for path in folder.iterdir())
+    command = [sys.executable, "-m", name, *options, *paths]
+    said = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
+    return Counter(re.sub(r"line \d+", "line", line) for line in said.splitlines() if line.startswith(tuple(paths)))
 
 
-def planned(package: str, version: str, names: list[str]) -> TreePlan:
-    """The plan with the files after a series of patches."""
-    made = plan_tree(str(tree(DISTRIBUTIONS[package], version)), package, names, for_upstream=True)
-    assert made.named(Outcome.APPLIES) == names
-    return made
-
-
-@pytest.mark.parametrize(("package", "version"), RELEASES)
-def test_what_the_fixes_add_is_as_upstreams_tools_would_have_it(package: str, version: str, tmp_path: Path) -> None:
-    names = by_release()[package, version]
-    for together in ([name for name in names if name != ALONE], [name for name in names if name == ALONE]):
-        for file in planned(package, version, together).files.values():
-            check(package, file, tmp_path)
-
-
-def check(package: str, file: FilePlan, folder: Path) -> None:
-    original, patched = folder / "original.py", folder / f"{file.module.rpartition('.')[2]}.py"
-    original.write_bytes(file.original)
-    patched.write_bytes(file.patched)
-    added = added_lines(file.original, file.patched)
-    if package == APEX:
-        check_as_apex(patched)
-    elif package == DEEPSPEED:
-        check_as_deepspeed(original, patched, added, LEFT if (*file.fixes, file.module) == LEFT_BY else Counter())
-    else:
-        check_by_black_and_isort(original, patched, added, *BLACK_AND_ISORT[package])
-
-
-def test_megatrons_linter_finds_nothing_in_what_the_fixes_add(tmp_path: Path) -> None:
-    """pylint finds nothing in the added lines. It runs once: most of its time goes into these files' imports."""
-    added = {}
-    for (_, version), names in (entry for entry in by_release().items() if entry[0][0] == CORE):
-        for module, file in planned(CORE, version, names).files.items():
-            path = tmp_path / f"{module.rpartition('.')[2]}_{version.replace('.', '_')}.py"
-            path.write_bytes(file.patched)
-            added[path.stem] = added_lines(file.original, file.patched)
-    found = json.loads(tool("pylint", *PYLINT, "--output-format=json", *sorted(tmp_path.iterdir()), status=range(32)))
-    assert found, "upstream's own code has some"
-    assert [one for one in found if any(low <= one["line"] <= high for low, high in added[one["module"]])] == []
-
-
-@pytest.mark.parametrize("package", FOLDERS)
-def test_the_tests_that_go_with_them_are_too(package: str, tmp_path: Path) -> None:
-    texts = dict(upstream_test(name) for name in FIXES if fixes.package_of(name) == package)
-    files = {tmp_path / Path(path).name: text for path, text in texts.items()}
-    for file, text in files.items():
-        file.write_bytes(text)
-        assert text.endswith(b"\n")
-        assert [line for line in text.splitlines() if line != line.rstrip()] == []
-    if package == APEX:
-        check_as_apex(*files)
-    elif package == DEEPSPEED:
-        assert said_by_flake8(*files) == Counter()
-        tool("yapf", "-i", *YAPF, *files)
-    else:  # Megatron's pylint skips tests
-        for name, options in zip(("black", "isort"), BLACK_AND_ISORT[package], strict=True):
-            tool(name, "-q", *options, *files)
-    assert {file: file.read_bytes() for file in files} == files
-
-
-def check_as_apex(*paths: Path) -> None:
-    """Apex formats all of its files, and ignores the rules that they break."""
-    tool("ruff", "format", "--isolated", "--line-length=100", "--check", *paths)
-    tool("ruff", "check", "--isolated", "--line-length=100", "--select=E4,E7,E9,F", f"--ignore={APEX_IGNORES}", *paths)
-
-
-def check_by_black_and_isort(
-    original: Path, patched: Path, added: list[tuple[int, int]], black: list[str], isort: list[str]
-) -> None:
-    assert formatted("black", black, patched, added) == []
-    before, after = (changes(p.read_text(), tool("isort", *isort, "--stdout", p)) for p in (original, patched))
-    assert after - before == Counter()
-
-
-def check_as_deepspeed(original: Path, patched: Path, added: list[tuple[int, int]], left: Counter[str]) -> None:
-    assert formatted("yapf", YAPF, patched, added) == []
-    before, after = (said_by_flake8(path) for path in (original, patched))
-    assert after - before == left
-    text = patched.read_text()
-    assert [line for line in text.splitlines() if line != line.rstrip() and line not in original.read_text()] == []
-    assert text.endswith("\n")
-
-
-def formatted(name: str, options: list[str], path: Path, added: list[tuple[int, int]]) -> list[str]:
-    """What a formatter would change in these lines. Its changes to other lines concern existing code."""
-    copy = Path(shutil.copy(path, path.with_name("formatted.py")))
-    if name == "black":
-        tool(name, "-q", *options, *(f"--line-ranges={low}-{high}" for low, high in added), copy)
-    else:
-        tool(name, "-i", *options, *(f"--lines={low}-{high}" for low, high in added), copy)
-    lines, wanted = path.read_text().splitlines(), copy.read_text().splitlines()
-    opcodes = difflib.SequenceMatcher(None, lines, wanted, autojunk=False).get_opcodes()
-    return [
-        f"{begin + 1}: {lines[begin:end]} -> {wanted[low:high]}"
-        for tag, begin, end, low, high in opcodes
-        if tag != "equal" and any(begin < last and end >= first for first, last in added)
-    ]
-
-
-def said_by_flake8(*paths: Path) -> Counter[str]:
-    lines = tool("flake8", *FLAKE8, "--format=%(code)s %(text)s", *paths, status=(0, 1)).splitlines()
-    return Counter(re.sub(r"line \d+", "line", line) for line in lines)
+def whitespace(folder: Path) -> Counter[str]:
+    """Lines that end in spaces, and files that do not end in a line break."""
+    texts = {path.name: path.read_text() for path in folder.iterdir()}
+    lines = (f"{name} {line}" for name, text in texts.items() for line in text.splitlines() if line != line.rstrip())
+    return Counter([*lines, *(name for name, text in texts.items() if not text.endswith("\n"))])

@@ -49,7 +49,6 @@ IMPORTS: dict[str, tuple[str, ...]] = {
             "explore_megatron",
             "fsdp2_rows",
             "expert_rng",
-            "gather_on_many_ranks",
             "gpt_resume",
             "hybrid_old_step",
             "hybrid_reload",
@@ -72,11 +71,11 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "bridge_finetune": BRIDGE,
     "strip_shapes": CORE,
     **dict.fromkeys(("damaged_zero", "dcp_loading", "dcp_saving", "load_distcp"), NO_PACKAGE),
-    **dict.fromkeys(("zarr_failures", "zarr_interleavings", "zarr_race", "zarr_ranges"), ZARR),
+    **dict.fromkeys(("zarr_failures", "zarr_race", "zarr_ranges"), ZARR),
     **dict.fromkeys(("convert", "foreign_files", "own_files", "same_universal"), DEEPSPEED),
     **dict.fromkeys(("autoep_training", "experts", "universal_loading"), DEEPSPEED),
     **dict.fromkeys(("explore_deepspeed", "zero_resuming", "zero_training"), DEEPSPEED),
-    **dict.fromkeys(("write_parallel_checkpoint", "write_sparse_ranks"), DEEPSPEED),
+    "write_parallel_checkpoint": DEEPSPEED,
 }
 
 # The imports of a demonstration, by the module that it names; others run in their own interpreter.

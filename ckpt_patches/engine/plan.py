@@ -14,7 +14,6 @@ from types import CodeType
 from ckpt_patches.engine.absence import ABSENT, MADE, NO_BUG, REPAIRED, THERE, unrecorded
 from ckpt_patches.engine.fix import Edit, Fix, load
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, is_released, version_in
-from ckpt_patches.engine.names import new_unbound_names
 from ckpt_patches.engine.registry import FIXES, SWITCHED, TARGETS, root_of
 from ckpt_patches.engine.releases import is_too_old
 from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, NotConcerned, Repaired, Source, UnreadableSource
@@ -219,9 +218,6 @@ def _compile(tree: _Tree, results: Sequence[FixResult]) -> tuple[dict[str, FileP
             code = compile(patched, source.path, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             return {}, f"{source.path}: the edited source does not compile: {error}"
-        unbound = new_unbound_names(source, code)
-        if unbound:
-            return {}, f"{source.path}: the edited source would use names that it does not have: {', '.join(unbound)}"
         fixes = tuple(result.name for result in results if module in result.modules)
         functions: dict[str, tuple[str, ...]] = {}
         for result in results:

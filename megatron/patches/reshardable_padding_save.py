@@ -88,7 +88,7 @@ class DistributedOptimizer:
                 owners.update(range(first, last + 1))
         if len(owners) == size:
             return own
-        of_ranks: list[Any] = [None] * size
+        of_ranks = [own] * size
         torch.distributed.all_gather_object(of_ranks, own, group=self.data_parallel_group)
         return next((found for found in of_ranks if found), own)
 
@@ -102,7 +102,7 @@ class DistributedOptimizer:
         """
         if numel <= 0:
             return []
-        padding: dict[str, Any] = {
+        padding = {
             key: torch.zeros(numel, dtype=dtype, device=device)
             for key, (dtype, device) in states.items()
         }

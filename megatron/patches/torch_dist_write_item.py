@@ -36,7 +36,7 @@ def _write_one(stream: "Any", data: "Any", write_item: "Any", storage_key: str) 
     from torch.distributed.checkpoint import filesystem
 
     parameters = inspect.signature(_write_item).parameters
-    arguments: tuple[Any, ...] = (stream, data, write_item, storage_key)
+    arguments: tuple[object, ...] = (stream, data, write_item, storage_key)
     if "transforms" in parameters:
         arguments = (filesystem._StorageWriterTransforms(), *arguments)
     if "serialization_format" in parameters:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -124,81 +123,3 @@ def test_import_of_torch() -> None:
     base = statistics.median(one["off"] for one in found) * 1000
     added = statistics.median(one["strict"] - one["off"] for one in found) * 1000
     print(f"\nimport torch: {added:+.1f} ms on {base:.0f} ms, {added / base:+.2%} (figure to reach: 1 %)")
-
-
-def test_status() -> None:
-    """Print the time of `status` with all packages installed."""
-    root = f"{tree('megatron-core', '0.14.0')}{os.pathsep}{tree('deepspeed', newest('deepspeed'))}"
-    env = environment(None, PYTHONPATH=root)
-    command = [sys.executable, "-m", "ckpt_patches", "status"]
-    seconds(command, env)
-    times = [seconds(command, env) for _ in range(15)]
-    nothing = statistics.median(seconds([sys.executable, "-c", "pass"], env) for _ in range(15)) * 1000
-    show("status", statistics.median(times) * 1000 - nothing, nothing, 500)
-
-
-# The hook's work on a rank at its first target module, without the package's own imports.
-PLAN = """
-import sys, time
-begin = time.perf_counter()
-from ckpt_patches.engine.plan import plan_tree
-from ckpt_patches.engine.registry import TARGETS
-assert plan_tree(sys.argv[1], TARGETS[sys.argv[2]]).files
-print(time.perf_counter() - begin)
-"""
-OPENING = "open,openat,stat,newfstatat,lstat,statx,access,readlink,getdents64"
-
-
-def test_64_processes_at_once_from_one_folder() -> None:
-    """64 processes, more than a node's ranks, plan one tree at once with one copy of our package."""
-    root = str(tree("megatron-core", newest("megatron-core")))
-    cases = {
-        "nothing": [sys.executable, "-c", "pass"],
-        "planning": [sys.executable, "-c", PLAN, root, DISTRIB_OPTIMIZER],
-    }
-    env = environment(CKPT_PATCHES="off")
-    for name, command in cases.items():
-        begin = time.perf_counter()
-        running = [
-            subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE) for rank in range(64)
-        ]
-        assert [process.wait() for process in running] == [0] * 64
-        taken = time.perf_counter() - begin
-        print(f"\n64 processes, {name}: {taken:.2f} s on {os.cpu_count()} processors{calls(command, env)}")
-
-
-def calls(command: list[str], env: dict[str, str]) -> str:
-    """The number of file names that one process looks up; empty without strace."""
-    if not shutil.which("strace"):
-        return ""
-    strace = ["strace", "-f", "-qq", "-c", "-U", "name,calls,errors", "-e", f"trace={OPENING}"]
-    done = subprocess.run([*strace, *command], env=env, capture_output=True, text=True, check=True)
-    total = next(line for line in done.stderr.splitlines() if line.strip().startswith("total"))
-    return f"; {total.split()[1]} names are asked for"
-
-
-# The check of the loaded code at exit, with all modules imported that fixes edit.
-EXIT = """
-import importlib, sys, time
-import ckpt_patches
-from ckpt_patches.engine.plan import module_path
-from ckpt_patches.engine.registry import TARGETS
-from ckpt_patches.hook import functions, running
-import os
-for module, package in TARGETS.items():
-    if package == sys.argv[2] and os.path.exists(module_path(sys.argv[1], module)):
-        importlib.import_module(module)
-begin = time.perf_counter()
-running.examine(ckpt_patches.installed.switches, at_exit=True)
-print(sum(map(len, functions._ours.values())), (time.perf_counter() - begin) * 1000)
-"""
-
-
-@pytest.mark.parametrize(("distribution", "package"), [("megatron-core", "megatron.core"), ("deepspeed", "deepspeed")])
-def test_look_at_exit(distribution: str, package: str) -> None:
-    root = tree(distribution, newest(distribution))
-    command = [sys.executable, "-c", EXIT, str(root), package]
-    runs = [subprocess.run(command, env=environment(root), check=True, capture_output=True, text=True) for _ in "123"]
-    found = [run.stdout.splitlines()[-1].split() for run in runs]
-    assert all(int(functions) > 10 for functions, _ in found)
-    show(f"{distribution}: look at exit, {found[0][0]} functions", min(float(took) for _, took in found), 0, 5)
