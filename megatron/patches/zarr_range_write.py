@@ -327,7 +327,6 @@ def agree_first(source: Source) -> None:
         by_upstream=source.has("_raise_failures(failures)", save),
         announce=source.function(made).body[-1] if by_save else None,
         check=(save,),
-        ranks="None",
         patience=30 if by_save else 300,
         before=source.class_named("ZarrSaveShardedStrategy"),
     )
