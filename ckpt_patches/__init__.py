@@ -25,7 +25,12 @@ MODES = ("off", "warn", "strict")
 FINGERPRINT_ON = ("1", "warn")
 SWITCHED_OFF = ("0", "off", "")
 # Switches of earlier versions: CHANGELOG.md, upgrade notes.
-REMOVED = ("CKPT_PATCHES_LOST_HOST", "CKPT_PATCHES_ANNOUNCED")
+REMOVED = (
+    "CKPT_PATCHES_LOST_HOST",
+    "CKPT_PATCHES_ANNOUNCED",
+    "CKPT_PATCHES_ENABLE",
+    "CKPT_PATCHES_OFFLOAD_STEP",
+)
 # The packages that fixes edit, and their distributions. The registry is read at the first import of a module of one.
 # If none of these is in sys.modules, no target has been loaded.
 ROOTS = {
@@ -58,7 +63,7 @@ def is_replaced() -> bool:
 
 
 class Switches:
-    """The switches in the environment: the mode, the fixes to skip or enable, and errors in them."""
+    """The switches in the environment: the mode, the fixes to skip, and errors in them."""
 
     def __init__(self, environ: "os._Environ[str] | dict[str, str]") -> None:
         self.errors: list[str] = []
@@ -69,34 +74,26 @@ class Switches:
             self.unknown_mode = f"CKPT_PATCHES={self.mode}: expected one of {', '.join(MODES)}; going on with {meant}"
             self.errors.append(self.unknown_mode)
             self.mode = meant
-        self.skip_requested = self._names(environ, "CKPT_PATCHES_SKIP", "skips")
-        self.enabled = self._names(environ, "CKPT_PATCHES_ENABLE", "enables")
+        self.skip = self._read_skip(environ.get("CKPT_PATCHES_SKIP", ""))
         self.overlays: tuple[str, ...] = ()  # edits of upstream that are not fixes
         if "CKPT_PATCHES_FINGERPRINT" in environ:
             self._read_fingerprint(environ["CKPT_PATCHES_FINGERPRINT"])
         if removed := [name for name in REMOVED if name in environ]:
             self.errors.append(f"{', '.join(removed)}: removed, does nothing (CHANGELOG.md, upgrade notes)")
 
-    @property
-    def skip(self) -> frozenset[str]:
-        """The fixes to leave out: those in CKPT_PATCHES_SKIP, and those that are off by default and not enabled."""
-        from ckpt_patches.engine.registry import OFF_BY_DEFAULT
-
-        return self.skip_requested.union(OFF_BY_DEFAULT.keys() - self.enabled)
-
-    def _names(self, environ: "os._Environ[str] | dict[str, str]", variable: str, verb: str) -> frozenset[str]:
-        """The fixes that a variable names."""
-        if variable not in environ:
+    def _read_skip(self, value: str) -> frozenset[str]:
+        """The fixes to leave out."""
+        names = [name for name in map(str.strip, value.split(",")) if name]
+        if not names:
             return frozenset()
         from ckpt_patches.engine.registry import EVERYTHING, FIXES
 
-        names = [name for name in map(str.strip, environ[variable].split(",")) if name]
         unknown_names = [name for name in names if name not in EVERYTHING]
         for wrong in unknown_names:
             from ckpt_patches.errors import unknown
 
             self.errors.append(
-                f"{variable}={wrong}: {verb} nothing: {unknown('fix', wrong, FIXES, 'ckpt-patches list')}"
+                f"CKPT_PATCHES_SKIP={wrong}: skips nothing: {unknown('fix', wrong, FIXES, 'ckpt-patches list')}"
             )
         return frozenset(names).difference(unknown_names)
 

@@ -49,7 +49,6 @@ def agree_first(source: Source) -> None:
         by_upstream=all(waits(source, function) for function in saves),
         announce=source.function("DeepSpeedEngine.__init__").body[-1],
         check=saves,
-        ranks="None",
         patience=30,
         before=source.class_named("DeepSpeedEngine"),
     )

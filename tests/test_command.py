@@ -65,29 +65,7 @@ def test_status_on_a_release_below_the_floor() -> None:
     assert "megatron-core 0.9.0 is older than this version of training-checkpoint-patches supports" in done.stdout
 
 
-OFF = "dp_zero_lean_gather"
 PLACES = "megatron/core/ or deepspeed/ or nvidia_resiliency_ext/ or apex/ or torch/distributed/checkpoint/"
-
-
-def test_what_is_off_by_default_is_available_and_not_missing() -> None:
-    on = tree("megatron-core", "0.16.1")
-    assert states(on)[OFF] == "available"
-    assert states(on, CKPT_PATCHES_ENABLE=OFF)[OFF] == "active"
-    assert states(on, CKPT_PATCHES_ENABLE=OFF, CKPT_PATCHES_SKIP=OFF)[OFF] == "switched off"
-    done = command("status", on=on, CKPT_PATCHES="strict")
-    assert (done.returncode, ", 1 available, " in done.stdout) == (0, True)
-    assert f"CKPT_PATCHES_ENABLE={OFF} switches it on" in done.stdout
-    assert "CKPT_PATCHES_ENABLE=lean: enables nothing" in command("status", on=on, CKPT_PATCHES_ENABLE="lean").stdout
-
-
-def test_what_is_off_by_default_is_applied_by_its_name_alone(tmp_path: Path) -> None:
-    on = tmp_path / "copy"
-    shutil.copytree(tree("megatron-core", "0.16.1"), on)
-    left = command("apply", "--tree", str(on), on=on)
-    assert (left.returncode, f"{OFF}: not applied (off by default: " in left.stderr) == (0, True)
-    assert (states(on)[OFF], states(on)["dp_zero_empty_state"]) == ("available", "applied in place")
-    assert command("apply", OFF, "--tree", str(on), on=on).returncode == 0
-    assert states(on)[OFF] == "applied in place"
 
 
 def test_status_tells_no_match_with_its_reason(tmp_path: Path) -> None:
@@ -128,10 +106,10 @@ def test_status_has_the_fixes_of_installed_packages_problems_first_and_their_num
     found = states(on, CKPT_PATCHES_SKIP="sharding_type_default")
     assert {row.split()[0] for row in rows[1:]} == {n for n in FIXES if package_of(n) == CORE}
     active = sum(found[name] == "active" for name in FIXES if package_of(name) == CORE)
-    others = len(rows) - 3 - active
+    others = len(rows) - 2 - active
     active += found["dcp_async_copy"] == "active"  # of the installed torch
     others += found["dcp_async_copy"] == "fixed upstream"
-    assert done.stdout.endswith(f"\n{active} active, 1 available, {others} not needed, 1 missing\n")
+    assert done.stdout.endswith(f"\n{active} active, {others} not needed, 1 missing\n")
     assert set(found) == set(FIXES)
     assert "zero3_fragment_bounds" not in done.stdout
 

@@ -36,16 +36,6 @@ def test_an_empty_state_is_saved_and_resumed(tmp_path: Path) -> None:
         assert (result["error"], result["resume"]) == ("", "bit-equal")
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_the_state_gathered_in_its_place_is_upstreams(ranks: int) -> None:
-    file = tree("megatron-core", NEWEST) / "megatron/core/optimizer/distrib_optimizer.py"
-    (found,) = lines("lean_gather", file, "--parts", "equal", delivery="hook", ranks=ranks)
-    assert len(found["ranks"]) == ranks
-    for rank in found["ranks"]:
-        assert set(rank["save"].values()) == {""}
-        assert rank["load"] == ""
-
-
 @pytest.mark.parametrize("form", ["dp_reshardable", "fully_reshardable"])
 def test_a_checkpoint_of_a_gpu_is_whole(form: str, tmp_path: Path) -> None:
     """The verdict is WHOLE, though unwritten elements are reused memory."""

@@ -341,12 +341,13 @@ def test_an_unknown_value_is_an_error_that_lists_the_valid_ones(
     assert said.count("\n") == (variable == "CKPT_PATCHES")  # each rank reports it, as its environment may differ
 
 
-def test_removed_switches_are_named_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [REMOVED, *((name,) for name in REMOVED)])
+def test_removed_switches_are_named_in_one_line(names: tuple[str, ...], tmp_path: Path) -> None:
     make(tmp_path)
-    done = python("-c", IS_PATCHED, tree=tmp_path, env=dict.fromkeys(REMOVED, "45"))
+    done = python("-c", IS_PATCHED, tree=tmp_path, env=dict.fromkeys(names, "45"))
     assert done.stdout.strip() == "True"
     removed = [line for line in done.stderr.splitlines() if "CKPT_PATCHES_" in line]
-    assert removed == [f"ckpt-patches: {', '.join(REMOVED)}: removed, does nothing (CHANGELOG.md, upgrade notes)"]
+    assert removed == [f"ckpt-patches: {', '.join(names)}: removed, does nothing (CHANGELOG.md, upgrade notes)"]
 
 
 def test_fingerprints_without_the_hook_are_a_warning(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import shared
 import upstream
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import module_path
-from ckpt_patches.engine.registry import FOLDERS, OFF_BY_DEFAULT, TARGETS
+from ckpt_patches.engine.registry import FOLDERS, TARGETS
 from installs import RUNNING, Environment, find_python, wheel
 from small_tree import MODULE, make
 from upstream import newest
@@ -203,12 +203,10 @@ def runs(installed: Installed) -> dict[str, Run]:
 
 def what_runs(installed: Installed, path: str, mode: str) -> Run:
     program = str(upstream.PROGRAMS / "what_runs.py")
-    enabled = ",".join(OFF_BY_DEFAULT)  # as in `upstream.in_place`
     done = installed.environment.python(
         program,
         PYTHONPATH=path,
         CKPT_PATCHES=mode,
-        CKPT_PATCHES_ENABLE=enabled,
         DS_ACCELERATOR="cpu",
         OMP_NUM_THREADS="1",
     )

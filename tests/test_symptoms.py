@@ -48,7 +48,6 @@ def test_a_fix_is_found_by_each_error_text_of_its_page(fix: str, error: str) -> 
         ("[rank0]: RuntimeError: narrow(): length must be non-negative.", "universal_tensor_paddings"),
         ("experts draw the same random numbers", "expert_rng"),
         ("training hangs in an asynchronous save", "async_dead_worker"),
-        ("the host runs out of memory in a save", "dp_zero_lean_gather"),
     ],
 )
 def test_the_best_comes_first(text: str, first: str) -> None:

@@ -123,7 +123,7 @@ def test_the_first_save_that_would_use_it_raises_in_strict_mode(
 ) -> None:
     edited = {CORE: "megatron.core.optimizer.distrib_optimizer", "deepspeed": "deepspeed.runtime.zero.stage3"}[package]
     owner = {CORE: "DistributedOptimizer", "deepspeed": "DeepSpeedZeroOptimizer_Stage3"}[package]
-    fix = {CORE: "dp_zero_lean_gather", "deepspeed": "zero3_universal_groups"}[package]
+    fix = {CORE: "dp_zero_empty_state", "deepspeed": "zero3_universal_groups"}[package]
     program = tmp_path / "saves.py"
     program.write_text(
         f"import {edited} as m\nfrom ckpt_patches.hook import functions, running\n"

@@ -43,7 +43,7 @@ from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.demo.run import Outcome
 from ckpt_patches.engine import fix as fix_files
 from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, NVRX, OFF_BY_DEFAULT, TORCH
+from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, NVRX, TORCH
 from ckpt_patches.engine.releases import RECORDED
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -401,8 +401,7 @@ def _in_place(tree: Path, fixes: tuple[str, ...]) -> Path:
         # Another process may be writing bytecode, under a temporary name until it is complete.
         shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("*.pyc.*", ".git"), symlinks=True)
         command = [sys.executable, "-m", "ckpt_patches", "apply", *fixes, "--tree", str(copy)]
-        env = {**os.environ, "CKPT_PATCHES_ENABLE": ",".join(OFF_BY_DEFAULT)}
-        done = subprocess.run(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert done.returncode == 0, f"{' '.join(command)}: exit status {done.returncode}\n{_tail(done.stdout)}"
 
     what = hashlib.sha256(" ".join([str(tree), *fixes]).encode()).hexdigest()

@@ -54,7 +54,6 @@ IMPORTS: dict[str, tuple[str, ...]] = {
             "hybrid_reload",
             "layer_wise",
             "layer_wise_torch",
-            "lean_gather",
             "megatron_fsdp_saving",
             "megatron_healthy",
             "megatron_saving",

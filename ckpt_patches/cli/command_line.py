@@ -15,7 +15,7 @@ from ckpt_patches.cli import completion
 from ckpt_patches.cli import fingerprint_command as fingerprint
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
-from ckpt_patches.engine.registry import FIXES, FOLDERS, OFF_BY_DEFAULT, TARGETS
+from ckpt_patches.engine.registry import FIXES, FOLDERS, TARGETS
 from ckpt_patches.engine.trees import select
 from ckpt_patches.errors import UserError, unknown
 from ckpt_patches.migrate import migrate_command as migrate
@@ -98,8 +98,8 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "status",
         help="show what is installed, and the state of every fix",
         **described(
-            "Show the installed packages and the state of every fix: active, applied in place, available, fixed "
-            "upstream, not present, NO MATCH, switched off or inactive.",
+            "Show the installed packages and the state of every fix: active, applied in place, fixed upstream, "
+            "not present, NO MATCH, switched off or inactive.",
             "ckpt-patches status --require megatron-core",
             after="exit status: 0 success, 1 a needed fix or a required package is missing, a fix was not proven to "
             "work, or nothing to patch is installed",
@@ -388,9 +388,9 @@ def _row(package: "Installed") -> tuple[str, ...]:
 
 def _print_fixes(found: "Status", package: "Installed") -> None:
     """Print the fixes of an installed package, problems first."""
-    from ckpt_patches.cli.status import ACTIVE, APPLIED_IN_PLACE, AVAILABLE, MISSING, NOT_NEEDED
+    from ckpt_patches.cli.status import ACTIVE, APPLIED_IN_PLACE, MISSING, NOT_NEEDED
 
-    rank = {state: at for at, state in enumerate((*MISSING, ACTIVE, APPLIED_IN_PLACE, AVAILABLE, *NOT_NEEDED))}
+    rank = {state: at for at, state in enumerate((*MISSING, ACTIVE, APPLIED_IN_PLACE, *NOT_NEEDED))}
     own = [fix for fix in found.fixes if DISTRIBUTIONS[fix.package] == package.name]
     if not package.version or not own:
         return
@@ -491,12 +491,11 @@ def _edited_modules() -> list[str]:
 
 
 def _apply(options: argparse.Namespace) -> int:
-    """Apply the named fixes, or all. Omits skipped fixes; without names, also those that are off by default."""
+    """Apply the named fixes, or all, but those in CKPT_PATCHES_SKIP."""
     from ckpt_patches import Switches
     from ckpt_patches.inplace import rewrite
 
-    switches = Switches(os.environ)
-    skip = switches.skip_requested if options.fixes else switches.skip
+    skip = Switches(os.environ).skip
     results: list[FixResult] = []
     selections = select(options.fixes, options.tree)
     for selection in selections:  # before the first change of any
@@ -508,8 +507,7 @@ def _apply(options: argparse.Namespace) -> int:
         results += [_as_before(r, before) for r in plan.results if r.name in names]
         for name in (name for name in selection.names if name in skip):
             left = "applied in place by an earlier run, revert it" if name in before else "not applied"
-            why = "CKPT_PATCHES_SKIP" if name in switches.skip_requested else f"off by default: {OFF_BY_DEFAULT[name]}"
-            print(f"{name}: {left} ({why})", file=sys.stderr)
+            print(f"{name}: {left} (CKPT_PATCHES_SKIP)", file=sys.stderr)
     return _tell(results)
 
 

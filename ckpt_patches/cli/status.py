@@ -12,7 +12,7 @@ from pathlib import Path
 from ckpt_patches import Switches, __version__
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
-from ckpt_patches.engine.registry import CORE, FOLDERS, NVRX, OFF_BY_DEFAULT, TORCH
+from ckpt_patches.engine.registry import CORE, FOLDERS, NVRX, TORCH
 from ckpt_patches.engine.releases import is_too_old, too_old
 from ckpt_patches.engine.trees import root_of
 from ckpt_patches.errors import UserError
@@ -26,7 +26,6 @@ FIXED_UPSTREAM = "fixed upstream"
 NOT_PRESENT = "not present"
 NO_MATCH = "NO MATCH"
 SWITCHED_OFF = "switched off"
-AVAILABLE = "available"  # off by default
 INACTIVE = "inactive"
 # The bug is present, and its fix is not active.
 MISSING = (NO_MATCH, SWITCHED_OFF, INACTIVE)
@@ -92,12 +91,11 @@ class Status:
         """The number of fixes in each state, for the installed packages."""
         here = {package.name for package in self.installed if package.version}
         states = [fix.state for fix in self.fixes if DISTRIBUTIONS[fix.package] in here]
-        in_place, available = states.count(APPLIED_IN_PLACE), states.count(AVAILABLE)
+        in_place = states.count(APPLIED_IN_PLACE)
         return ", ".join(
             [
                 f"{states.count(ACTIVE)} active",
                 *([f"{in_place} applied in place"] if in_place else []),
-                *([f"{available} available"] if available else []),
                 f"{sum(state in NOT_NEEDED for state in states)} not needed",
                 f"{sum(state in MISSING for state in states)} missing",
             ]
@@ -124,7 +122,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches, reason)]
     if reason:
         fixes = [_inactive(fix, switches) for fix in fixes]
-    in_place = [fix.name for fix in fixes if fix.state == APPLIED_IN_PLACE and fix.name in switches.skip_requested]
+    in_place = [fix.name for fix in fixes if fix.state == APPLIED_IN_PLACE and fix.name in switches.skip]
     installed = [
         Installed(DISTRIBUTIONS[package], version_in(root, package), str(root), _why_this_tree(root, tree))
         if root
@@ -235,20 +233,15 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
 
 
 def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: Switches) -> FixStatus:
-    off = OFF_BY_DEFAULT.get(result.name) if result.name in switches.skip - switches.skip_requested else None
     state, reason = NOT_PRESENT, result.reason or "this release does not have the code"
     if result.outcome is Outcome.ALREADY_THERE:
         state, reason = (APPLIED_IN_PLACE, "") if result.name in in_place else (FIXED_UPSTREAM, "")
-    elif result.outcome is Outcome.NO_MATCH and off:
-        reason = f"off by default, and no match: {result.reason}"
     elif result.outcome is Outcome.NO_MATCH:
         state, reason = NO_MATCH, result.reason
     elif result.outcome is Outcome.APPLIES:
         state, reason = ACTIVE, ""
-        if result.name in switches.skip_requested:
+        if result.name in switches.skip:
             state, reason = SWITCHED_OFF, f"CKPT_PATCHES_SKIP={result.name}"
-        elif off:
-            state, reason = AVAILABLE, f"{off}; CKPT_PATCHES_ENABLE={result.name} switches it on"
     return FixStatus(result.name, package, state, reason)
 
 

@@ -60,13 +60,12 @@ def variables(environ: Mapping[str, str], *, tree: str | None, mode: str) -> dic
 
     `strict` becomes `warn`, so that a fix that does not match does not stop the demonstrations of the others.
     """
-    kept = {name: environ[name] for name in ("CKPT_PATCHES_SKIP", "CKPT_PATCHES_ENABLE") if name in environ}
     path = [tree] if tree is not None else []
     path += [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []
     return {
         **environment(environ, patched=mode != "off"),
         "CKPT_PATCHES": "off" if mode == "off" else "warn",
-        **kept,
+        **({"CKPT_PATCHES_SKIP": environ["CKPT_PATCHES_SKIP"]} if "CKPT_PATCHES_SKIP" in environ else {}),
         **({"PYTHONPATH": os.pathsep.join(path)} if path else {}),
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONWARNINGS": "ignore",

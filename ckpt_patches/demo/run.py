@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.demo import gpu
-from ckpt_patches.engine.registry import FOLDERS, OFF_BY_DEFAULT, folder
+from ckpt_patches.engine.registry import FOLDERS, folder
 from ckpt_patches.runtime.ranks import RANK_VARIABLES
 
 BESIDE = "BESIDE"  # the name of a demonstration's constant
@@ -72,14 +72,10 @@ def read(path: Path) -> Demonstration:
 
 
 def environment(environ: Mapping[str, str], *, patched: bool) -> dict[str, str]:
-    """A demonstration's environment variables: `environ`, with the import hook on or off for all fixes.
-
-    "On" includes fixes that are off by default.
-    """
+    """A demonstration's environment variables: `environ`, with the import hook on or off for all fixes."""
     kept = {k: v for k, v in environ.items() if k not in NOT_INHERITED and not k.startswith("CKPT_PATCHES")}
     accelerator = "cuda" if environ.get(gpu.SWITCH) == "1" else "cpu"
-    hook = {"CKPT_PATCHES": "strict", "CKPT_PATCHES_ENABLE": ",".join(OFF_BY_DEFAULT)}
-    kept |= hook if patched else {"CKPT_PATCHES": "off"}
+    kept["CKPT_PATCHES"] = "strict" if patched else "off"
     # On import, megatron-core 0.15 compiles for a GPU if torch supports one; torch then queries the GPU for this.
     architecture = {"TORCH_CUDA_ARCH_LIST": "9.0"} if accelerator == "cpu" else {}
     return {**architecture, **kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator}

@@ -25,30 +25,28 @@ def _announce_fix(fix: str) -> None:
         pass  # no group yet, or one without a store: nothing is checked
 
 
-def _check_all_ranks_have_fix(fix: str, ranks: "list[int] | None", patience: int) -> None:
-    """Raise RuntimeError on these ranks if one of them lacks a fix. Checks each set of ranks once.
+def _check_all_ranks_have_fix(fix: str, patience: int) -> None:
+    """Raise RuntimeError on all ranks that have a fix if one of them lacks it. Checks once.
 
     The first rank to arrive checks that all have announced the fix, and writes the result to the
     store. So each rank sends a constant number of messages.
 
     Args:
         fix: its name, optionally followed by a dot and the version of the ranks' protocol.
-        ranks: in the default process group; None for all of them.
         patience: seconds that a rank may be late.
     """
     from datetime import timedelta
 
     if not torch.distributed.is_initialized():
         return
-    if ranks is None:
-        ranks = list(range(torch.distributed.get_world_size()))
+    ranks = torch.distributed.get_world_size()
     checked = _check_all_ranks_have_fix.__dict__.setdefault("checked", set())
-    if len(ranks) < 2 or (fix, tuple(ranks)) in checked:
+    if ranks < 2 or (fix, ranks) in checked:
         return
-    checked.add((fix, tuple(ranks)))
+    checked.add((fix, ranks))
     _announce_fix(fix)
-    announced = [f"ckpt_patches/{fix}/{rank}" for rank in ranks]
-    place = f"ckpt_patches/{fix} on {hash(tuple(ranks))}"  # a hash of integers is the same in each process
+    announced = [f"ckpt_patches/{fix}/{rank}" for rank in range(ranks)]
+    place = f"ckpt_patches/{fix} on {ranks}"
     try:
         store = torch.distributed.distributed_c10d._get_default_store()
         first = store.add(f"{place}/comers", 1) == 1
@@ -73,12 +71,12 @@ def _check_all_ranks_have_fix(fix: str, ranks: "list[int] | None", patience: int
         there = [store.check([key]) for key in announced]
         if all(there):
             return
-        found = f"{sum(there)} of {len(ranks)} ranks have it, rank {ranks[there.index(False)]} has not"
-    checked.discard((fix, tuple(ranks)))
+        found = f"{sum(there)} of {ranks} ranks have it, rank {there.index(False)} has not"
+    checked.discard((fix, ranks))
     raise RuntimeError(
         f"{fix.partition('.')[0]}: {found}. Ranks with and without this fix wait for each other forever: expected it "
-        "on all or on none. Install the same training-checkpoint-patches on all ranks, with the same CKPT_PATCHES, "
-        "CKPT_PATCHES_ENABLE and CKPT_PATCHES_SKIP"
+        "on all or on none. Install the same training-checkpoint-patches on all ranks, with the same CKPT_PATCHES "
+        "and CKPT_PATCHES_SKIP"
     )
 
 
@@ -92,7 +90,6 @@ def insert_agreement(
     by_upstream: bool,
     announce: "ast.stmt | None",
     check: Iterable[Function],
-    ranks: str,
     patience: int,
     before: "ast.stmt",
 ) -> None:
@@ -104,7 +101,6 @@ def insert_agreement(
         by_upstream: whether upstream already has the fix's changes.
         announce: a statement that every rank runs long before it saves, or None.
         check: the functions in which the fix changes the collectives.
-        ranks: an expression, valid in them, for the list of ranks that call these collectives; "None" for all.
         patience: seconds that a rank without an earlier announcement may come after the first one.
         before: a definition of the module; the inserted functions go before it.
 
@@ -114,7 +110,7 @@ def insert_agreement(
         NoMatch: the source has some of them.
     """
     announcement = f'_announce_fix("{fix}")'
-    call = f'_check_all_ranks_have_fix("{fix}", {ranks}, {patience})'
+    call = f'_check_all_ranks_have_fix("{fix}", {patience})'
     parts = {
         **source.functions_there("", *FUNCTIONS),
         **{f"{call} in {function.name}": source.has(call, function) for function in check},

@@ -15,17 +15,16 @@ if TYPE_CHECKING:
 
 # By the fix's name: the modules that it edits or reads, all in one upstream package.
 Modules = dict[str, tuple[str, ...]]
-STATED = ("concerns", "depends_on", "off_because", "switch")  # the arguments of Fix that are read
+STATED = ("concerns", "depends_on", "switch")  # the arguments of Fix that are read
 
 
-def find_fixes(folders: "Iterable[str]") -> tuple[Modules, dict[str, Modules], dict[str, str]]:
-    """The fixes in the order of application, the other edits by their switch, and why some fixes are off by default.
+def find_fixes(folders: "Iterable[str]") -> tuple[Modules, dict[str, Modules]]:
+    """The fixes in the order of application, and the other edits by their switch.
 
     A fix follows its dependencies; otherwise the order is by folder, then alphabetical by name.
     """
     fixes: Modules = {}
     switched: dict[str, Modules] = {}
-    off: dict[str, str] = {}
     for folder in folders:
         read = {
             file.removesuffix(".py"): _read(os.path.join(folder, file))
@@ -40,29 +39,26 @@ def find_fixes(folders: "Iterable[str]") -> tuple[Modules, dict[str, Modules], d
             fixes[name] = found[name].modules
 
         for name, definition in found.items():
-            if definition.off_because:
-                off[name] = definition.off_because
             if definition.switch:
                 switched.setdefault(definition.switch, {})[name] = definition.modules
             elif name not in fixes:
                 add(name)
-    return fixes, switched, off
+    return fixes, switched
 
 
 def index_text(folders: "Iterable[str]") -> str:
     """The text of a wheel's `index.py`."""
-    fixes, switched, off = find_fixes(folders)
+    fixes, switched = find_fixes(folders)
     heading = '"""Made by setup.py from the files of the fixes."""\n\n'
-    return f"{heading}FIXES = {fixes!r}\nSWITCHED = {switched!r}\nOFF_BY_DEFAULT = {off!r}\n"
+    return f"{heading}FIXES = {fixes!r}\nSWITCHED = {switched!r}\n"
 
 
 class _Definition:
     """The arguments that a fix's file states, as literals or as names of its own constants."""
 
-    def __init__(self, modules: tuple[str, ...], depends_on: tuple[str, ...], off_because: str, switch: str) -> None:
+    def __init__(self, modules: tuple[str, ...], depends_on: tuple[str, ...], switch: str) -> None:
         self.modules = modules
         self.depends_on = depends_on
-        self.off_because = off_because
         self.switch = switch
 
 
@@ -90,7 +86,6 @@ def _read(path: str) -> _Definition | None:
     return _Definition(
         modules=tuple(dict.fromkeys((*edited, *concerned))),
         depends_on=stated.get("depends_on", ()),
-        off_because="".join(stated.get("off_because", ())),
         switch="".join(stated.get("switch", ())),
     )
 

@@ -45,7 +45,6 @@ class Fix:
     stacks: str = ""  # the format, optimizer or setting that the bug needs
     silent: bool = False  # in at least one case the state is wrong without an error
     concerns: str = ""  # module whose absence means that the fix is not for this release
-    off_because: str = ""  # why it is off by default; CKPT_PATCHES_ENABLE activates it
     switch: str = ""  # not a fix: only CKPT_PATCHES_<SWITCH> activates it
     where: Callable[[Source], bool] | None = None  # given the source of `concerns`: whether the fix is for it
     edits: list[Edit] = field(default_factory=list)

@@ -13,7 +13,6 @@ OUTCOMES: dict[str, str] = {
     "decoupled_last_save": "0.15.0 - 0.17.1 m 0.17.2 - 0.18.4 m",
     "dp_zero_empty_state": "0.12.0 m1 0.19.0 m",
     "dp_zero_instances": "0.12.0 - 0.15.0 m",
-    "dp_zero_lean_gather": "0.12.0 mmm",
     "empty_group_step": "0.12.0 m",
     "expert_main_params": "0.12.0 - 0.14.0 m 0.18.0 t",
     "expert_rng": "0.12.0 - 0.17.0 m",

@@ -37,20 +37,19 @@ def folder(package: str) -> str:
     return next(filter(os.path.isdir, folders), folders[0])
 
 
-def _found() -> "tuple[dict[str, tuple[str, ...]], dict[str, dict[str, tuple[str, ...]]], dict[str, str]]":
+def _found() -> "tuple[dict[str, tuple[str, ...]], dict[str, dict[str, tuple[str, ...]]]]":
     try:
         from ckpt_patches.engine import index  # type: ignore[attr-defined,unused-ignore]
     except ImportError:
         from ckpt_patches.engine.discovery import find_fixes
 
         return find_fixes(map(folder, FOLDERS))
-    return index.FIXES, index.SWITCHED, index.OFF_BY_DEFAULT
+    return index.FIXES, index.SWITCHED
 
 
 # FIXES: by fix, the modules it edits or reads, all in one upstream package. SWITCHED: by switch (CKPT_PATCHES_<NAME>),
 # edits that are not fixes and are made only if it is set; they come last and decorate what the fixes have edited.
-# OFF_BY_DEFAULT: fixes that are inactive unless CKPT_PATCHES_ENABLE names them, and the reasons.
-FIXES, SWITCHED, OFF_BY_DEFAULT = _found()
+FIXES, SWITCHED = _found()
 EVERYTHING: dict[str, tuple[str, ...]] = {**FIXES}
 for _parts in SWITCHED.values():
     EVERYTHING |= _parts

@@ -80,17 +80,11 @@ class DistributedOptimizer:
         _has_no_step: bool
 
     def _look_for_step(self, saved_groups: "list[dict[str, Any]]") -> None:
-        """Add the step that the user specifies to saved param groups without a step.
+        """Remember whether the saved param groups have a step.
 
         Releases without this change saved no step if nothing was offloaded.
         """
-        import os
-
         self._has_no_step = not any("step" in group for group in saved_groups)
-        if self._has_no_step and (named := os.environ.get("CKPT_PATCHES_OFFLOAD_STEP")):
-            for group in saved_groups:
-                group["step"] = int(named)
-            self._has_no_step = False
 
     def _state_of_hybrid_optimizer(
         self, tensors: "dict[str, torch.Tensor]"
@@ -108,9 +102,8 @@ class DistributedOptimizer:
         if getattr(self, "_has_no_step", False) and any(bool(value.any()) for value in moments):
             raise RuntimeError(
                 "expected the optimizer's step in the checkpoint, found moments that are not zeros"
-                " and no step: the run saved none, with no part of the optimizer offloaded. Set"
-                " CKPT_PATCHES_OFFLOAD_STEP to the number of steps that the optimizer had taken:"
-                " the iteration, less those that were skipped."
+                " and no step: the run saved none, with no part of the optimizer offloaded. Adam"
+                " would count from 0. Load the weights alone (--no-load-optim)."
             )
         state = {
             key: value.clone()

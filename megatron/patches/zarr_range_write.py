@@ -325,7 +325,6 @@ def agree_first(source: Source) -> None:
         by_upstream=source.has("_raise_failures(failures)", save),
         announce=made.body[-1],
         check=(save,),
-        ranks="None",
         patience=30,
         before=source.class_named("ZarrSaveShardedStrategy"),
     )

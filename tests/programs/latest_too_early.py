@@ -2,7 +2,8 @@
 
 save OUT KIND      one complete checkpoint, and another step's, which the second rank does not write; prints the final
                    content of `latest`
-whole OUT KIND     one rank, given by RANK and MASTER_PORT, of a complete save; prints its error
+whole OUT KIND     one rank, given by RANK and MASTER_PORT, of a complete save, which it begins after
+                   LATEST_TOO_EARLY_LATE seconds; prints its error
 resume OUT KIND    each rank prints the tag that it loaded, its error, and whether its moments are all zeros
 """
 
@@ -35,6 +36,7 @@ def save(rank: int, args: argparse.Namespace) -> None:
 
 def whole(rank: int, args: argparse.Namespace) -> None:
     run, error = zt.engine(args.kind, RANKS, universal=False), ""
+    time.sleep(float(os.environ.get("LATEST_TOO_EARLY_LATE", "0")))
     try:
         run.save_checkpoint(str(args.out), tag="first")
     except RuntimeError as raised:

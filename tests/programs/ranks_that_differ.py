@@ -1,9 +1,8 @@
-"""Run one rank of a group whose other ranks may have other fixes: gather or save, and print the outcome.
+"""Run one rank of a group whose other ranks may have other fixes: save in the zarr format, and print the outcome.
 
 Prints a line of JSON: the first line of the error, or "", and the seconds that it took.
 
-    ranks_that_differ.py OUT gather|zarr    uses RANK, WORLD_SIZE and MASTER_PORT; RANKS_THAT_DIFFER_LATE is
-                                         a delay in seconds
+    ranks_that_differ.py OUT    uses RANK, WORLD_SIZE and MASTER_PORT
 """
 
 import json
@@ -20,19 +19,18 @@ from patience import seconds
 
 def main() -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    mt._start(rank, worker, ranks, os.environ["MASTER_PORT"], (1, 1), Path(sys.argv[1]), sys.argv[2])
+    mt._start(rank, worker, ranks, os.environ["MASTER_PORT"], (1, 1), Path(sys.argv[1]))
 
 
-def worker(rank: int, out: Path, what: str) -> None:
+def worker(rank: int, out: Path) -> None:
     mt.use_inner_optimizer("fused")
     model, optimizer = mt.build()
     mt.step(model, optimizer, 0)
-    time.sleep(float(os.environ.get("RANKS_THAT_DIFFER_LATE", "0")))
     start, error = time.monotonic(), ""
     try:
-        save(model, optimizer, out / "first", what)
+        save(model, optimizer, out / "first")
         fail_where_it_asks_again()
-        save(model, optimizer, out / "second", what)
+        save(model, optimizer, out / "second")
     except RuntimeError as raised:
         error = str(raised).splitlines()[0]
     print(json.dumps({"error": error, "seconds": time.monotonic() - start}), flush=True)
@@ -51,11 +49,8 @@ def fail_where_it_asks_again() -> None:
     dist.distributed_c10d._get_default_store = checked
 
 
-def save(model: mt.Model, optimizer: mt.Optimizer, out: Path, what: str) -> None:
-    if what == "zarr":
-        mt.write(mt.sharded_state_dict("fully_sharded_model_space", model, optimizer, is_loading=False), out, "zarr")
-    else:
-        mt.inner(optimizer).get_parameter_state_dp_zero()
+def save(model: mt.Model, optimizer: mt.Optimizer, out: Path) -> None:
+    mt.write(mt.sharded_state_dict("fully_sharded_model_space", model, optimizer, is_loading=False), out, "zarr")
 
 
 main()

@@ -17,11 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.cli.status import ACTIVE, AVAILABLE, FIXED_UPSTREAM, NO_MATCH, NOT_PRESENT, FixStatus, collect
+from ckpt_patches.cli.status import ACTIVE, FIXED_UPSTREAM, NO_MATCH, NOT_PRESENT, FixStatus, collect
 from ckpt_patches.demo.prove import prove, variables
 from ckpt_patches.demo.run import Demonstration, DemonstrationFailed, demonstrations, run
 from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.registry import OFF_BY_DEFAULT
 from explore import tools
 from explore.judged import LOUD, NOT_TRAINED, RIGHT, SILENT, Stack, outcome
 from explore.megatron_space import formats
@@ -81,7 +80,7 @@ def fixes(row: Row, chosen: Sequence[str] = ()) -> dict[str, str]:
     mine = [fix for fix in stated.fixes if DISTRIBUTIONS[fix.package] in here]
     mine = [fix for fix in mine if not chosen or fix.name in chosen]
     known = demonstrations()
-    to_show = [known[fix.name] for fix in mine if fix.state in (ACTIVE, AVAILABLE) and can_run(known[fix.name])]
+    to_show = [known[fix.name] for fix in mine if fix.state == ACTIVE and can_run(known[fix.name])]
     without, with_them = (shown(to_show, row, mode) for mode in ("off", "warn"))
     # Some releases do not show their bug in a short demonstration of a few seconds.
     unseen = [known[name] for name, (bug, _) in without.items() if bug is False]
@@ -126,7 +125,7 @@ def _on_path(row: Row) -> dict[str, str]:
 def word(fix: FixStatus, without: Shown | None, with_it: Shown | None) -> str:
     if fix.state == NO_MATCH:
         return f"{fix.state}: {_short(fix.reason)}"
-    if fix.state not in (ACTIVE, AVAILABLE):
+    if fix.state != ACTIVE:
         return fix.state
     if without is None or with_it is None:
         return NEEDS_NUMPY_2
@@ -234,5 +233,4 @@ def sample(package: str, version: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    os.environ["CKPT_PATCHES_ENABLE"] = ",".join(OFF_BY_DEFAULT)
     main(BY_NAME[sys.argv[1]], Path(sys.argv[2]), *sys.argv[3:])
