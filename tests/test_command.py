@@ -481,12 +481,13 @@ def test_a_standard_output_that_is_closed_is_no_error() -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_a_reader_that_has_gone_is_no_error() -> None:
+def test_a_reader_that_has_gone_is_no_success() -> None:
+    """The status is that of SIGPIPE, without a message: `audit RUN | head -1 && resume` must not resume."""
     reader, writer = os.pipe()
     os.close(reader)
     done = python("-m", "ckpt_patches", "list", tree=Path("/"), check=False, stdout=writer)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -37,7 +38,7 @@ def run(program: str, work: Callable[[], int], *, interrupted: str = "interrupte
         return _failed(program, interrupted, 130)
     except BrokenPipeError:
         _discard_output()
-        return 0
+        return 128 + signal.SIGPIPE  # as a shell reports it: `audit | head -1 && resume` must not go on
     except OSError as error:
         _discard_output()
         # Only errors of files that are already open have no file name; here, that file is standard output.
