@@ -79,10 +79,9 @@ demo: $(VENV)/ready
 compatibility: $(VENV)/ready
 	$(PY) tests/compatibility.py
 
-# The pictures of docs/: the map, and the plot of holes. That of docs/scale.md is drawn by `make bench`, which counts.
+# The picture of docs/: the map.
 pictures: $(VENV)/ready
 	$(PY) tests/map_page.py
-	$(PY) tests/holes_page.py
 
 # The site, in build/site/: a warning is an error, and so is a link within it that leads nowhere.
 docs: $(DOCS_VENV)/ready

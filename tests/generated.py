@@ -57,9 +57,3 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def line(cells: Iterable[str]) -> str:
     """A row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
-
-
-def themed(svg: str) -> str:
-    """A matplotlib SVG whose lightness is inverted in a reader's dark theme."""
-    style = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.93) hue-rotate(180deg); } }</style>"
-    return svg if style in svg else svg.replace(" <defs>\n", f" <defs>\n  {style}\n", 1)

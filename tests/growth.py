@@ -1,7 +1,6 @@
 """Count the operations of upstream's saves, loads and conversions at a size, without and with the fixes.
 
-Used by tests/test_scale.py, which asserts that no count grows faster with the fixes, and by the benchmark that draws
-docs/scale.svg.
+Used by tests/test_scale.py, which asserts that no count grows faster with the fixes, and by a benchmark.
 """
 
 import itertools
