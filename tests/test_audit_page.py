@@ -80,6 +80,13 @@ def test_each_finding_is_on_the_page_with_what_it_means_and_what_to_do(zarr: Pat
             assert words.replace("`", "") in found.running
 
 
+@pytest.mark.parametrize("kind", damages.KINDS.values(), ids=lambda kind: kind.name)
+def test_each_kind_of_finding_has_its_meaning_and_remedy(kind: damages.FindingKind) -> None:
+    found = parsed(arrays(1, lost(0, 0, 10, kind)))
+    for words in (kind.name, kind.severity, kind.meaning, kind.remedy):
+        assert words.replace("`", "") in found.running
+
+
 def test_the_table_has_every_checkpoint_with_its_verdict(zarr: Path, tmp_path: Path) -> None:
     whole, zero = written(ZARR).whole[-1], trained("0.16.2", "stage2", "stage3")["stage2"]
     lose_master(zarr)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckpt_patches import __version__
+from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, Report
 from ckpt_patches.audit.damages import DAMAGE, NOTE, SUSPICION, Finding, FindingKind
 from ckpt_patches.audit.report.markup import Markup, element, joined
@@ -20,7 +21,7 @@ HEADS = ("Verdict", "Checkpoint", "Format", "Size", "Step", "Ranks")
 FEW = 12  # findings of a checkpoint; more are collapsed
 # The CSS class of each verdict, worst first.
 VERDICTS = {DAMAGED: "bad", INCOMPLETE: "bad", UNKNOWN: "odd", REPAIRED: "good", WHOLE: "good"}
-SEVERITIES = {DAMAGE: "bad", SUSPICION: "odd", NOTE: "note"}
+SEVERITIES = {DAMAGE: "bad", damages.INCOMPLETE: "bad", SUSPICION: "odd", NOTE: "note"}
 # Blocks loading and scripts, whatever a name in a checkpoint contains.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 STYLE = Markup("""
