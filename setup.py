@@ -146,8 +146,8 @@ def _urls() -> dict[str, str]:
 MEGATRON = ["zarr>=2.16,<3", "numcodecs>=0.11,<0.16", "tensorstore"]
 # DeepSpeed's own requirements without torch and the compiled parts, and those for building its source distribution.
 DEEPSPEED = ["einops", "hjson", "msgpack", "ninja", "numpy", "packaging", "psutil", "py-cpuinfo", "pydantic>=2", "tqdm"]
-# For `ckpt-patches audit` and `repair`; matplotlib for plots only.
-AUDIT = ["numpy", "matplotlib", "isal"]
+# For `ckpt-patches audit` and `repair`.
+AUDIT = ["numpy", "isal"]
 # NumPy 1, where available, for unpatched megatron-core below 0.16 (np.product); setuptools below 81 for the
 # pkg_resources of megatron-core 0.7 and 0.8. typeguard, beartype and wrapt have import hooks of their own.
 TEST = [

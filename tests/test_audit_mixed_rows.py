@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
-from ckpt_patches.audit.report import recommend
 from ckpt_patches.cli import main
 from ckpt_patches.formats.torch_dist import COMMON
 from swiglu_checkpoints import FC1, FC2, MIXED, ONE_CHUNK, STATES, TWO_CHUNKS, saved
@@ -89,14 +88,8 @@ def test_an_ungated_mlp_is_whole(tmp_path: Path) -> None:
     assert "mixed_rows" not in names(audit(tmp_path / "ungated"))
 
 
-def test_the_command_is_to_migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repair_refuses_them_and_names_migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mixed"
     saved(path, 1, 2, MIXED)
-    report = audit(path)
-    advice = recommend.recommend_for(report, [report])
-    command = f"ckpt-patches migrate {path} --output {path}-migrated"
-    assert [step.command for step in advice.steps] == [command]
-    (kind,) = {found.kind for found in report.findings}
-    assert recommend.of_kind(kind, report.findings, report, advice).command == command
     assert main(["repair", str(path), "--output", str(tmp_path / "repaired")]) == 2
     assert "`ckpt-patches migrate` puts them in place" in capsys.readouterr().err

@@ -343,58 +343,90 @@ def test_diff_of_the_installed_files_needs_no_tree() -> None:
     assert "--- a/megatron/core/dist_checkpointing/mapping.py" in done.stdout
 
 
-# show
+# diff --module
 
 
-def test_a_module_is_shown_as_the_hook_runs_it(tmp_path: Path) -> None:
+def test_the_changes_of_a_module_are_those_that_the_hook_makes(tmp_path: Path) -> None:
     root = tree("megatron-core", "0.14.0")
-    done = command("show", MODULE, on=root)
+    done = command("diff", "--module", MODULE, on=root)
     assert (done.returncode, "numpy2_product: applied" in done.stderr) == (0, True)
     program = f"import inspect, {MODULE} as m; print(inspect.getsource(m), end='')"
     runs = python("-c", program, tree=root).stdout
-    assert done.stdout == runs
+    path = Path(*MODULE.split(".")).with_suffix(".py")
+    changed = tmp_path / path
+    changed.parent.mkdir(parents=True)
+    shutil.copy(root / path, changed)
+    subprocess.run(["git", "apply"], input=done.stdout, cwd=tmp_path, text=True, check=True)
+    assert changed.read_text() == runs
     assert "np.prod(" in runs
 
 
-def test_of_a_module_the_changes_alone(tmp_path: Path) -> None:
-    path = make(tmp_path)
-    done = command("show", "--diff", MODULE, "--tree", str(tmp_path))
+def test_a_module_with_its_fixes_applied_has_no_changes(tmp_path: Path) -> None:
+    make(tmp_path)
+    done = command("diff", "--module", MODULE, "--tree", str(tmp_path))
     assert done.stdout == command("diff", "numpy2_product", "--tree", str(tmp_path)).stdout
     assert command("apply", "numpy2_product", "--tree", str(tmp_path)).returncode == 0
-    again = command("show", "--diff", MODULE, "--tree", str(tmp_path))
+    again = command("diff", "--module", MODULE, "--tree", str(tmp_path))
     assert (again.returncode, again.stdout) == (0, "")
     assert "numpy2_product: already there" in again.stderr
-    whole = command("show", MODULE, "--tree", str(tmp_path))
-    assert whole.stdout == path.read_text()
+
+
+@pytest.mark.parametrize("more", ["numpy2_product", "--with-test"])
+def test_a_module_is_asked_for_alone(more: str, tmp_path: Path) -> None:
+    make(tmp_path)
+    line = one_line(command("diff", more, "--module", MODULE, "--tree", str(tmp_path)))
+    assert line == "ckpt-patches: expected --module alone, found names of fixes or --with-test beside it"
 
 
 def test_a_fix_that_is_switched_off_is_not_shown(tmp_path: Path) -> None:
     make(tmp_path)
-    done = command("show", "--diff", MODULE, "--tree", str(tmp_path), CKPT_PATCHES_SKIP="numpy2_product")
+    done = command("diff", "--module", MODULE, "--tree", str(tmp_path), CKPT_PATCHES_SKIP="numpy2_product")
     assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_a_module_that_no_fix_edits_is_one_line(tmp_path: Path) -> None:
     make(tmp_path)
-    line = one_line(command("show", "megatron.core.optimizer.distributed_optimizer", "--tree", str(tmp_path)))
+    named = "megatron.core.optimizer.distributed_optimizer"
+    line = one_line(command("diff", "--module", named, "--tree", str(tmp_path)))
     assert line == (
         "ckpt-patches: no fix edits the module megatron.core.optimizer.distributed_optimizer; did you mean "
         "megatron.core.optimizer.distrib_optimizer?"
     )
-    line = one_line(command("show", "torch", "--tree", str(tmp_path)))
-    assert line == "ckpt-patches: no fix edits the module torch; ckpt-patches show --help has all names"
+    line = one_line(command("diff", "--module", "torch", "--tree", str(tmp_path)))
+    assert line == "ckpt-patches: no fix edits the module torch; ckpt-patches diff --help has all names"
 
 
-def test_the_help_of_show_has_all_modules() -> None:
-    printed = command("show", "--help").stdout.split()
+def test_the_help_of_diff_has_all_modules() -> None:
+    printed = command("diff", "--help").stdout.split()
     assert {module for edited in FIXES.values() for module in edited} <= set(printed)
 
 
 def test_a_module_that_a_release_does_not_have_is_said() -> None:
-    done = command(
-        "show", "megatron.core.dist_checkpointing.strategies.zarr", on=tree("megatron-core", newest("megatron-core"))
-    )
+    module = "megatron.core.dist_checkpointing.strategies.zarr"
+    done = command("diff", "--module", module, on=tree("megatron-core", newest("megatron-core")))
     assert one_line(done).endswith("this release does not have the module")
+
+
+# Removed
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("show", MODULE),
+        ("show",),
+        ("apply", "--break-lock"),
+        ("revert", "--break_lock", "numpy2_product"),
+        ("audit", "folder", "--plot=holes.png"),
+        ("audit", "--plot", "holes.png", "folder"),
+    ],
+    ids=" ".join,
+)
+def test_what_was_removed_is_refused_with_what_to_use_instead(arguments: tuple[str, ...]) -> None:
+    line = one_line(command(*arguments))
+    name = next(name for name in command_line.REMOVED_OPTIONS if name in line)
+    assert line == f"ckpt-patches: {name}: {command_line.REMOVED_OPTIONS[name]}"
+    assert line.startswith(f"ckpt-patches: {name}: removed in 0.3; ")
 
 
 # Versions
@@ -456,7 +488,7 @@ FULL = [
     ["--version"],
     ["completion", "bash"],
     ["diff", "--tree", "TREE"],
-    ["show", MODULE, "--tree", "TREE"],
+    ["diff", "--module", MODULE, "--tree", "TREE"],
 ]
 
 
@@ -512,7 +544,7 @@ def test_underscores_in_the_names_of_options_are_dashes(given: list[str], found:
     assert spelled(given) == found
 
 
-@pytest.mark.parametrize("command", ["status", "list", "diff", "show", "apply", "revert", "audit", "repair", "migrate"])
+@pytest.mark.parametrize("command", ["status", "list", "diff", "apply", "revert", "audit", "repair", "migrate"])
 def test_the_help_has_dashes_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command_line.main([command, "--help"])
@@ -533,13 +565,12 @@ def test_an_unreadable_file_of_a_tree_is_one_line(arguments: tuple[str, ...], tm
     assert "expected UTF-8" in one_line(command(*arguments, "--tree", str(tmp_path)))
 
 
-@pytest.mark.parametrize("verb", ["status", "list", "diff", "diff --split patches", "apply", "show"])
+@pytest.mark.parametrize("verb", ["status", "list", "diff", "diff --split patches", f"diff --module {MODULE}", "apply"])
 def test_a_file_of_a_tree_that_the_system_cannot_read_is_one_line(verb: str, tmp_path: Path) -> None:
     path = make(tmp_path)
     path.unlink()
     path.mkdir()
-    module = [MODULE] if verb == "show" else []
-    line = one_line(command(*verb.split(), *module, "--tree", str(tmp_path)))
+    line = one_line(command(*verb.split(), "--tree", str(tmp_path)))
     assert line.removesuffix("; nothing of megatron.core was changed") == (
         f"ckpt-patches: {path}: it cannot be read: Is a directory"
     )

@@ -36,12 +36,12 @@ def completed(shell: str, words: list[str], capsys: pytest.CaptureFixture[str]) 
 
 
 def test_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert completed(shell, ["s"], capsys) == {"status", "show"}
+    assert completed(shell, ["s"], capsys) == {"status"}
     assert {"to-universal", "audit", "migrate", "completion"} <= completed(shell, [""], capsys)
 
 
 def test_options_and_fixes(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert completed(shell, ["diff", "--"], capsys) == {"--with-test", "--split", "--tree", "--help"}
+    assert completed(shell, ["diff", "--"], capsys) == {"--with-test", "--split", "--module", "--tree", "--help"}
     assert completed(shell, ["apply", "numpy2_product", "zarr_"], capsys) == {n for n in FIXES if n.startswith("zarr_")}
     assert completed(shell, ["list", "--"], capsys) == {"--for", "--tree", "--json", "--help"}
     assert completed(shell, ["status", "--r"], capsys) == {"--require"}
@@ -50,4 +50,4 @@ def test_options_and_fixes(shell: str, capsys: pytest.CaptureFixture[str]) -> No
     }
     assert "migrate" in completed(shell, ["explain", "m"], capsys)
     assert "--bytes-in-flight" in completed(shell, ["to-universal", "--b"], capsys)
-    assert completed(shell, ["show", "megatron.core.optimizer_"], capsys) == {"megatron.core.optimizer_param_scheduler"}
+    assert completed(shell, ["diff", "megatron.core.optimizer_"], capsys) == {"megatron.core.optimizer_param_scheduler"}

@@ -93,20 +93,24 @@ def test_the_lock_of_a_process_of_this_host_that_has_ended_is_taken_over(
     assert len(rewrite.read_state(tree, CORE).fixes) == 2
 
 
-def test_the_lock_of_another_host_is_refused_and_can_be_broken(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_another_host_is_refused_until_it_is_deleted(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_lock, "PATIENCE", 0.2)
     before = snapshot(tree)
     path = lock(tree, tree_lock.Holder("another host", 1, "1"))
     for change in (apply, revert):
         with pytest.raises(UserError) as refused:
             change(tree)
-        for word in (str(path), "process 1 of another host", "nothing was changed", "--break-lock"):
+        for word in (
+            str(path),
+            "process 1 of another host",
+            "nothing was changed",
+            "if it has ended, delete that file",
+        ):
             assert word in str(refused.value)
     assert path.exists()
     assert {name: text for name, text in snapshot(tree).items() if "lock" not in name} == before
-    done = on_host("this", 0, "apply", *BOTH, "--tree", str(tree), "--break-lock")
-    assert (done.communicate(timeout=TIMEOUT), done.returncode)[1] == 0
-    assert not path.exists()
+    path.unlink()
+    apply(tree)
     assert len(rewrite.read_state(tree, CORE).fixes) == 2
 
 

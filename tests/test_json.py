@@ -1,7 +1,6 @@
 """Every `--json` output has a schema number and its keys."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +129,10 @@ def full_disk(*arguments: str) -> None:
     assert notes in ([], [f"{arguments[1]}: no recorded fingerprints, nothing was compared"])
 
 
-@pytest.mark.parametrize("option", ["--html", "--plot"])
-def test_a_page_or_picture_that_cannot_be_written_is_one_line(option: str, old: Path) -> None:
-    done = command("audit", str(old), option, "/proc/x.html" if option == "--html" else "/proc/x.png")
+def test_a_page_that_cannot_be_written_is_one_line(old: Path) -> None:
+    done = command("audit", str(old), "--html", "/proc/x.html")
     assert done.returncode == 2
-    assert re.fullmatch(r"ckpt-patches: /proc/x\.\w+: cannot be written: No such file or directory\n", done.stderr)
+    assert done.stderr == "ckpt-patches: /proc/x.html: cannot be written: No such file or directory\n"
 
 
 def test_a_folder_of_the_converter_that_cannot_be_made_is_one_line() -> None:

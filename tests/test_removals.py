@@ -66,15 +66,15 @@ OF_MEGATRON = {
     "fully_reshardable, experts, EP 2": (448, 11, 75),
     "fully_reshardable, TP 2, PP 2": (208, 13, 34),
     "dp_reshardable": (177, 14, 45),
-    "dp_zero_gather_scatter": (100, 15, 24),
-    "torch": (62, 13, 36),
-    "torch, TP 2, PP 2": (295, 51, 48),
+    "dp_zero_gather_scatter": (98, 15, 26),
+    "torch": (60, 13, 38),
+    "torch, TP 2, PP 2": (287, 51, 56),
     "torch_dist, 0.14": (175, 14, 23),
     "torch_dist, 0.14, TP 2, PP 2": (217, 13, 29),
-    "zarr, 0.14": (186, 22, 42),
-    "zarr, 0.14, TP 2, PP 2": (222, 60, 61),
-    "zarr, buckets, 0.14": (91, 25, 50),
-    "zarr, gathered, 0.14": (78, 14, 39),
+    "zarr, 0.14": (182, 22, 46),
+    "zarr, 0.14, TP 2, PP 2": (217, 60, 66),
+    "zarr, buckets, 0.14": (89, 25, 52),
+    "zarr, gathered, 0.14": (76, 14, 41),
 }
 KINDS = [
     pytest.param(kind, marks=[pytest.mark.slow] * (kind != "stage2"))

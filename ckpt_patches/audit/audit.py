@@ -9,7 +9,6 @@ from pathlib import Path
 from ckpt_patches.audit import damages, repair_list
 from ckpt_patches.audit.damages import DAMAGE, SUSPICION, Finding
 from ckpt_patches.audit.judging import blocks, coverage, judge, record_checksums, recorded_states, scan, shifted
-from ckpt_patches.audit.readers import copied_states
 from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard
 from ckpt_patches.audit.readers.formats import reader_of
 from ckpt_patches.audit.run_folder import UNFINISHED, is_other_save, why_incomplete
@@ -219,8 +218,7 @@ def judged(
 
 
 def complete(found: Checkpoint) -> list[Shard]:
-    """Add the shards of tensors that no reader uses, and findings that need no elements. Returns all shards to read."""
-    found.findings += copied_states.findings(found)
+    """Add the shards of tensors that no reader uses. Returns all shards to read."""
     found.shards += coverage.others(found)
     return all_shards(found)
 

@@ -1,10 +1,9 @@
 """The commands `ckpt-patches audit` and `ckpt-patches repair`."""
 
 import argparse
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,9 +36,8 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         "--json-lines", action="store_true", help="print a line of JSON for each checkpoint as soon as it is judged"
     )
     audit.add_argument("--notes", action="store_true", help="also show notes: unusual, but not damage")
-    audit.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the holes of each array (needs matplotlib)")
     audit.add_argument(
-        "--html", type=Path, metavar="FILE.html", help="write a page with verdicts, pictures and next steps"
+        "--html", type=Path, metavar="FILE.html", help="write a page with verdicts, findings, what to do"
     )
     _add_processes_to(audit)
     audit.set_defaults(run=_audit)
@@ -134,7 +132,7 @@ def _audit_together(options: argparse.Namespace, ranks: "Ranks", workers: int) -
 
     def found() -> list[Path]:
         if ranks.rank == 0:
-            _require_pictures(options)
+            _require_page(options)
         return [found for path in options.paths for found in _found(path, list(saves(path)))]
 
     reports: list[Report] = []
@@ -162,42 +160,31 @@ def _end(options: argparse.Namespace, reports: "list[Report]") -> int:
     elif not options.json_lines:
         for run in runs:
             print(printable(run.as_text()))
-    _write_pictures(options, reports)
+    _write_page(options, reports)
     sys.stdout.flush()  # torchrun stops all ranks when one exits with a nonzero status
     statuses = {EXIT_STATUS[found.verdict] for found in reports}
     return 1 if 1 in statuses else max(statuses)
 
 
-def _require_pictures(options: argparse.Namespace) -> None:
-    """Check before a long audit that the pictures can be written."""
-    from ckpt_patches.audit.report import page, plot
+def _require_page(options: argparse.Namespace) -> None:
+    """Check before a long audit that the page can be written."""
+    from ckpt_patches.audit.report import page
 
-    if options.plot:
-        plot.require(options.plot)
     if options.html:
         page.require(options.html)
 
 
-def _write_pictures(options: argparse.Namespace, reports: "list[Report]") -> None:
-    from ckpt_patches.audit.report import page, plot
+def _write_page(options: argparse.Namespace, reports: "list[Report]") -> None:
+    """Write the page. Errors have the name of the file, not of the temporary file."""
+    from ckpt_patches.audit.report import page
 
-    if options.plot:
-        with _written(options.plot):
-            arrays = plot.draw(reports, options.plot)
-        print(f"{options.plot}: {arrays} arrays with findings", file=sys.stderr)
-    if options.html:
-        with _written(options.html):
-            page.write(reports, options.html)
-        print(f"{options.html}: {page.headline(reports)}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _written(path: Path) -> Iterator[None]:
-    """Raise errors with the name of the file, not of the temporary file."""
+    if not options.html:
+        return
     try:
-        yield
+        page.write(reports, options.html)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        raise UserError(f"{options.html}: cannot be written: {error.strerror}") from None
+    print(f"{options.html}: {page.headline(reports)}", file=sys.stderr)
 
 
 def _found(path: Path, checkpoints: list[Path]) -> list[Path]:

@@ -15,7 +15,7 @@ from ckpt_patches.cli import completion
 from ckpt_patches.cli import fingerprint_command as fingerprint
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
-from ckpt_patches.engine.registry import FIXES, FOLDERS, TARGETS
+from ckpt_patches.engine.registry import EVERYTHING, FIXES, FOLDERS, TARGETS
 from ckpt_patches.engine.trees import select
 from ckpt_patches.errors import UserError, unknown
 from ckpt_patches.migrate import migrate_command as migrate
@@ -34,6 +34,12 @@ exit status: 0 success; 1 a needed fix is missing, or a checkpoint is damaged; 2
 read or written; 3 no verdict on a checkpoint is possible"""
 
 TO_UNIVERSAL = "to-universal"
+# Commands and options of earlier versions, and what to use instead.
+REMOVED_OPTIONS = {
+    "show": "removed in 0.3; ckpt-patches diff --module MODULE prints what the fixes change in a module",
+    "--break-lock": "removed in 0.3; if the process that holds the lock has ended, delete the file that is named",
+    "--plot": "removed in 0.3; --html FILE.html writes a page with the range of each finding",
+}
 # Version of the JSON of status and list; increased when a key is renamed, removed or changes its meaning.
 SCHEMA = 1
 JSON_HELP = "print JSON (ckpt-patches explain json)"
@@ -63,9 +69,19 @@ def _run(arguments: Sequence[str]) -> int:
         from ckpt_patches.convert import convert_command
 
         return convert_command.main(arguments[1:], program=f"ckpt-patches {TO_UNIVERSAL}")
-    options = _parsers()[0].parse_args(spelled(arguments))
+    arguments = spelled(arguments)
+    _refuse_removed(arguments)
+    options = _parsers()[0].parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     return run(options)
+
+
+def _refuse_removed(arguments: Sequence[str]) -> None:
+    """Raise UserError for a command or an option of an earlier version."""
+    options = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    for name in (*arguments[:1], *options):
+        if name in REMOVED_OPTIONS:
+            raise UserError(f"{name}: {REMOVED_OPTIONS[name]}")
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -165,32 +181,28 @@ def _add_patches(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "diff",
         help="print the fixes as a unified diff",
         **described(
-            "Print fixes as one unified diff for `git apply`, or write a numbered series for `git am` (--split).",
+            "Print fixes as one unified diff for `git apply`, or write a numbered series for `git am` (--split), or "
+            "print what the hook changes in one module (--module).",
             "ckpt-patches diff numpy2_product --tree ~/Megatron-LM --with-test > fix.patch",
             "ckpt-patches diff --split patches --tree ~/Megatron-LM",
-            after=MATCH_STATUS,
+            "ckpt-patches diff --module megatron.core.optimizer.distrib_optimizer",
+            after="\n  ".join(["modules:", *_edited_modules()]) + f"\n\n{MATCH_STATUS}",
         ),
     )
     diff.add_argument("--with-test", action="store_true", help="add each fix's upstream-style regression test")
-    diff.add_argument(
+    form = diff.add_mutually_exclusive_group()
+    form.add_argument(
         "--split",
         type=Path,
         metavar="DIR",
         help="write each fix, with its test, into a file in DIR, as `git format-patch` does",
     )
-    diff.set_defaults(run=_diff)
-    show = commands.add_parser(
-        "show",
-        help="print a module as the hook runs it",
-        **described(
-            "Print an upstream module's source as the hook runs it: with all fixes that are not switched off.",
-            "ckpt-patches show --diff megatron.core.optimizer.distrib_optimizer",
-            after="\n  ".join(["modules:", *_edited_modules()]) + f"\n\n{MATCH_STATUS}",
-        ),
+    form.add_argument(
+        "--module",
+        metavar="MODULE",
+        help="only the changes of this module as the hook runs it, without fixes that are switched off",
     )
-    show.add_argument("module", metavar="MODULE", help="such as megatron.core.optimizer.distrib_optimizer")
-    show.add_argument("--diff", action="store_true", help="print only the changes, as a unified diff")
-    show.set_defaults(run=_show)
+    diff.set_defaults(run=_diff)
     apply = commands.add_parser(
         "apply",
         help="write the fixes into the installed files",
@@ -211,13 +223,9 @@ def _add_patches(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         ),
     )
     revert.set_defaults(run=_revert)
-    for command in (apply, revert):
-        command.add_argument(
-            "--break-lock", action="store_true", help="remove the lock that an ended process on another host has left"
-        )
     for command in (diff, apply, revert):
         command.add_argument("fixes", nargs="*", metavar="FIX", help="names from `ckpt-patches list` (default: all)")
-    for command in (diff, show, apply, revert):
+    for command in (diff, apply, revert):
         command.add_argument(
             "--tree",
             metavar="PATH",
@@ -268,8 +276,8 @@ def _completion(options: argparse.Namespace) -> int:
 
     parsers = {**_parsers()[1], TO_UNIVERSAL: convert_command.parser(TO_UNIVERSAL)}
     words = {
-        **dict.fromkeys(("diff", "apply", "revert"), FIXES),
-        "show": _edited_modules(),
+        **dict.fromkeys(("apply", "revert"), FIXES),
+        "diff": [*FIXES, *_edited_modules()],
         "explain": explain.names(),
         "completion": completion.SHELLS,
     }
@@ -405,6 +413,8 @@ def _diff(options: argparse.Namespace) -> int:
 
     if options.split is not None:
         return _split(options)
+    if options.module is not None:
+        return _diff_of_module(options)
     plans = [plan_tree(s.root, s.package, s.names, for_upstream=True) for s in select(options.fixes, options.tree)]
     for plan in plans:
         plan.check_readable()
@@ -460,17 +470,19 @@ def _write_patches(folder: Path, files: dict[str, bytes]) -> None:
         print(folder / name)
 
 
-def _show(options: argparse.Namespace) -> int:
-    """Print the complete module with all fixes that are not switched off and all that are applied in place."""
+def _diff_of_module(options: argparse.Namespace) -> int:
+    """Print what the hook changes in a module, with all fixes that are not switched off."""
     from ckpt_patches import Switches
     from ckpt_patches.engine.diffs import file_diff
     from ckpt_patches.engine.plan import fixes_for, module_path
 
+    if options.fixes or options.with_test:
+        raise UserError("expected --module alone, found names of fixes or --with-test beside it")
     edited = _edited_modules()
     if options.module not in edited:
-        raise UserError(unknown("fix edits the module", options.module, edited, "ckpt-patches show --help"))
+        raise UserError(unknown("fix edits the module", options.module, edited, "ckpt-patches diff --help"))
     package = TARGETS[options.module]
-    (tree,) = (s for s in select([n for n, m in FIXES.items() if options.module in m], options.tree))
+    (tree,) = select([name for name, modules in FIXES.items() if options.module in modules], options.tree)
     switches = Switches(os.environ)
     plan = plan_tree(tree.root, package, fixes_for(package, switches.skip, switches.overlays))
     plan.check_readable()
@@ -479,11 +491,9 @@ def _show(options: argparse.Namespace) -> int:
     if file is None and not path.exists():
         raise UserError(f"expected {path}, found no such file: this release does not have the module")
     if file is not None:
-        sys.stdout.buffer.write(file_diff(plan.root, file) if options.diff else file.patched)
-    elif not options.diff:
-        sys.stdout.buffer.write(path.read_bytes())
+        sys.stdout.buffer.write(file_diff(plan.root, file))
     sys.stdout.flush()
-    return _tell([one for one in plan.results if options.module in FIXES[one.name]])
+    return _tell([one for one in plan.results if options.module in EVERYTHING[one.name]])
 
 
 def _edited_modules() -> list[str]:
@@ -503,7 +513,7 @@ def _apply(options: argparse.Namespace) -> int:
     for selection in selections:
         before = rewrite.read_state(selection.root, selection.package).fixes
         names = [name for name in selection.names if name not in skip]
-        plan = rewrite.apply(selection.root, selection.package, names, break_lock=options.break_lock)
+        plan = rewrite.apply(selection.root, selection.package, names)
         results += [_as_before(r, before) for r in plan.results if r.name in names]
         for name in (name for name in selection.names if name in skip):
             left = "applied in place by an earlier run, revert it" if name in before else "not applied"
@@ -522,7 +532,7 @@ def _revert(options: argparse.Namespace) -> int:
     from ckpt_patches.inplace import rewrite
 
     for selection in select(options.fixes, options.tree):
-        removed = rewrite.revert(selection.root, selection.package, selection.names, break_lock=options.break_lock)
+        removed = rewrite.revert(selection.root, selection.package, selection.names)
         for name in selection.names:
             print(f"{name}: {'reverted' if name in removed else 'was not applied in place'}", file=sys.stderr)
     return 0

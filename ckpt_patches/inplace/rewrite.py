@@ -70,7 +70,7 @@ def read_state(root: str | Path, package: str) -> State:
         ) from error
 
 
-def apply(root: str, package: str, names: Sequence[str], *, break_lock: bool = False) -> TreePlan:
+def apply(root: str, package: str, names: Sequence[str]) -> TreePlan:
     """Write these fixes into a tree; applied ones stay. Returns the plan, with the outcome of each fix.
 
     Raises:
@@ -78,7 +78,7 @@ def apply(root: str, package: str, names: Sequence[str], *, break_lock: bool = F
             interrupted, and still cannot be completed; or a process of another host holds the lock. The message states
             whether files were changed: none, unless a disk error prevents the rollback.
     """
-    with _locked(root, package, break_lock=break_lock):
+    with _locked(root, package):
         state = _known_state(root, package)
         originals = _originals(root, package, state)
         wanted = [name for name in fixes_for(package) if name in state.fixes or name in names]
@@ -91,7 +91,7 @@ def apply(root: str, package: str, names: Sequence[str], *, break_lock: bool = F
         return plan
 
 
-def revert(root: str, package: str, names: Sequence[str], *, break_lock: bool = False) -> list[str]:
+def revert(root: str, package: str, names: Sequence[str]) -> list[str]:
     """Remove these fixes from a tree; return the names of those that were applied.
 
     Raises:
@@ -99,7 +99,7 @@ def revert(root: str, package: str, names: Sequence[str], *, break_lock: bool = 
     """
     if not Path(root, STATE_FOLDER).exists():
         return []
-    with _locked(root, package, break_lock=break_lock, writes=state_folder(root, package).exists()):
+    with _locked(root, package, writes=state_folder(root, package).exists()):
         state = _known_state(root, package)
         removed = [name for name in state.fixes if name in names]
         if removed:
@@ -316,7 +316,7 @@ def _read(path: Path) -> bytes | None:
 
 
 @contextlib.contextmanager
-def _locked(root: str, package: str, *, break_lock: bool, writes: bool = True) -> Iterator[None]:
+def _locked(root: str, package: str, *, writes: bool = True) -> Iterator[None]:
     """Lock a tree for one writer, and complete or undo an interrupted change. Leaves no files behind.
 
     A file system error inside the block is a read error: nothing was changed yet.
@@ -325,7 +325,7 @@ def _locked(root: str, package: str, *, break_lock: bool, writes: bool = True) -
         check_rights(root, package)
     folder = Path(root, STATE_FOLDER)
     try:
-        with tree_lock.held(Path(root), folder, break_lock=break_lock):
+        with tree_lock.held(Path(root), folder):
             _end_interrupted(root, package)
             yield
     except tree_lock.NotReleasedError as failed:

@@ -20,7 +20,6 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.durable import NO_LINKS, make_folder, sync_folder
 
 NAME = "lock.json"
-BREAK = "--break-lock"
 # Seconds to wait for a process of another host, or for a partly written lock file to be completed.
 PATIENCE = 60.0
 INTERVAL = 0.05
@@ -47,13 +46,12 @@ class NotReleasedError(Exception):
 
 
 @contextlib.contextmanager
-def held(root: Path, folder: Path, *, break_lock: bool = False) -> Iterator[None]:
+def held(root: Path, folder: Path) -> Iterator[None]:
     """Hold the lock of a tree; waits for another process.
 
     Args:
         root: the tree.
         folder: our folder in the tree, for the lock file; created if missing.
-        break_lock: remove an existing lock file, whoever holds it.
 
     Raises:
         UserError: a process of another host holds the lock. Nothing is changed.
@@ -65,8 +63,6 @@ def held(root: Path, folder: Path, *, break_lock: bool = False) -> Iterator[None
         with contextlib.suppress(OSError):  # the file system does not support it: the lock file must suffice
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         path = folder / NAME
-        if break_lock:
-            path.unlink(missing_ok=True)
         _make(path)
         try:
             sync_folder(root)  # a killed process may have made our folder
@@ -95,8 +91,8 @@ def _make(path: Path) -> None:
         elif time.monotonic() > deadline and (holder is None or holder.host != _host()):
             raise UserError(
                 f"expected no lock on this tree, found {path} for {PATIENCE:.0f} s, of "
-                f"{holder or 'a process unknown'}; nothing was changed. Wait for that process, or if it has ended: "
-                f"{BREAK}"
+                f"{holder or 'a process unknown'}; nothing was changed. Wait for that process, or if it has ended, "
+                "delete that file"
             )
         else:
             time.sleep(INTERVAL)

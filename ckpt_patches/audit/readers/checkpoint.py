@@ -139,7 +139,6 @@ class Checkpoint:
     expert_parallel: int = 1  # size, from the run's arguments
     torch_fsdp2: bool | None = None  # whether it sharded the parameters, from the run's arguments; None if unknown
     sharding: str = ""  # Megatron's sharding type of the optimizer state; empty if unknown
-    names_sharding: bool = False  # whether the type is stored where megatron-core 0.15 and later look for it
     groups: list[dict[str, Any]] = field(default_factory=list)  # settings of param groups
     knows_trained: bool = False  # whether a tensor without optimizer states is known to be untrained
     buffers: set[str] = field(default_factory=set)  # tensors listed as buffers, or without optimizer states

@@ -173,8 +173,8 @@ def set_common(found: Checkpoint, common: Any, *, is_distributed: bool) -> None:
     for what in _without_groups(optimizers):
         found.findings.append(Finding(damages.MISSING_STATE, "param_groups", detail=what))
     check_iteration(found, common, COMMON)
-    named, own = _sharding_of_content(common), _sharding_of(optimizers)
-    found.sharding, found.names_sharding = named or own, bool(named)
+    own = _sharding_of(optimizers)
+    found.sharding = _sharding_of_content(common) or own
     if not own and is_distributed:
         detail = f"no {SHARDING_TYPE} in {COMMON}, without which no load of a distributed optimizer begins"
         found.findings.append(Finding(damages.CONTRADICTION, COMMON, detail=detail))

@@ -1,1 +1,1 @@
-"""Print a verdict: as a table, JSON, a page or a plot, with a recommendation."""
+"""Print a verdict: as a table, JSON or a page, with a sentence on what to do for each finding."""

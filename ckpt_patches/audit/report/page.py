@@ -1,4 +1,4 @@
-"""Write an HTML page with the verdicts, pictures of the holes, and what to do about each finding.
+"""Write an HTML page with the verdicts, and what to do about each finding.
 
 The page is one self-contained file without scripts.
 """
@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckpt_patches import __version__
+from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, Report
 from ckpt_patches.audit.damages import DAMAGE, NOTE, SUSPICION, Finding, FindingKind
-from ckpt_patches.audit.report import plot_layout, recommend
 from ckpt_patches.audit.report.markup import Markup, element, joined
-from ckpt_patches.audit.report.recommend import Recommendation, Step
 from ckpt_patches.audit.report.text_report import in_range
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.durable import replace_durably
@@ -20,16 +19,15 @@ from ckpt_patches.runtime.units import in_bytes
 
 HEADS = ("Verdict", "Checkpoint", "Format", "Size", "Step", "Ranks")
 FEW = 12  # findings of a checkpoint; more are collapsed
-LENGTH = 1000  # SVG units of a bar's width, which is that of the page
 # The CSS class of each verdict, worst first.
 VERDICTS = {DAMAGED: "bad", INCOMPLETE: "bad", UNKNOWN: "odd", REPAIRED: "good", WHOLE: "good"}
-SEVERITIES = {DAMAGE: "bad", SUSPICION: "odd", NOTE: "note"}
+SEVERITIES = {DAMAGE: "bad", damages.INCOMPLETE: "bad", SUSPICION: "odd", NOTE: "note"}
 # Blocks loading and scripts, whatever a name in a checkpoint contains.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 STYLE = Markup("""
-:root { color-scheme: light dark; --text: #1c1e21; --soft: #5b6168; --ground: #fff; --raised: #f4f5f7; --edge: #d5d8dc;
+:root { color-scheme: light dark; --text: #1c1e21; --soft: #5b6168; --ground: #fff; --edge: #d5d8dc;
   --bad: #b3261e; --odd: #8a5a00; --good: #1b6e3c; --note: #5b6168; --link: #0b57d0; }
-@media (prefers-color-scheme: dark) { :root { --text: #e4e6e9; --soft: #a3a9b0; --ground: #16181b; --raised: #202327;
+@media (prefers-color-scheme: dark) { :root { --text: #e4e6e9; --soft: #a3a9b0; --ground: #16181b;
   --edge: #3a3e44; --bad: #ff8f85; --odd: #f0bf5c; --good: #7bd49b; --note: #a3a9b0; --link: #8ab4f8; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--ground); color: var(--text); font: 16px/1.5 system-ui, sans-serif; }
@@ -49,19 +47,10 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; bo
 th { color: var(--soft); font-weight: 600; }
 .number { font-variant-numeric: tabular-nums; white-space: nowrap; }
 .name { overflow-wrap: anywhere; min-width: 11rem; }
-pre { background: var(--raised); border-radius: .3rem; padding: .6rem .8rem; margin: .4rem 0; white-space: pre-wrap;
-  overflow-wrap: anywhere; user-select: all; font: .875rem/1.45 ui-monospace, monospace; }
 code { font: .9em ui-monospace, monospace; overflow-wrap: anywhere; }
 details { border-top: 1px solid var(--edge); padding: .4rem 0; }
 summary { cursor: pointer; }
 summary code { font-weight: 600; }
-figure { margin: 0; }
-.bar { margin: .35rem 0; }
-.bar span { display: block; font: .78rem/1.3 ui-monospace, monospace; overflow-wrap: anywhere; }
-.bar svg { display: block; width: 100%; height: .9rem; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; padding: 0; margin: .4rem 0;
-  list-style: none; font-size: .875rem; }
-.legend svg { width: .9rem; height: .9rem; vertical-align: -.1rem; margin-right: .35rem; }
 tbody tr:last-child td { border-bottom: 0; }
 @media (max-width: 40rem) {
   thead { display: none; }
@@ -116,7 +105,7 @@ def page(reports: list[Report], made: str) -> str:
         element("h1", title),
         element("p", by, class_="soft"),
         _table(HEADS, (_row(number, report) for number, report in enumerate(reports))),
-        *(_checkpoint(number, report, reports) for number, report in enumerate(reports)),
+        *(_checkpoint(number, report) for number, report in enumerate(reports)),
     )
     return f'<!doctype html>\n<html lang="en">{head}<body>{body}</body></html>\n'
 
@@ -154,84 +143,20 @@ def _verdict(report: Report) -> Markup:
     return element("span", report.verdict, class_=f"verdict {VERDICTS[report.verdict]}")
 
 
-def _checkpoint(number: int, report: Report, reports: list[Report]) -> Markup:
-    given = recommend.recommend_for(report, reports)
+def _checkpoint(number: int, report: Report) -> Markup:
     return element(
         "section",
         element("h2", report.checkpoint.path.name, ": ", _verdict(report)),
         element("p", str(report.checkpoint.path), class_="soft"),
-        element("h3", "What to do"),
-        *(_step(step) for step in given.steps),
-        _figure(plot_layout.panel(report)),
-        *_findings(report, given),
+        *_findings(report),
         id=f"checkpoint-{number}",
     )
-
-
-def _step(step: Step) -> Markup:
-    said = element("p", step.what)
-    return joined(said, element("pre", element("code", step.command))) if step.command else said
-
-
-# The picture
-
-
-def _figure(drawn: plot_layout.Panel) -> Markup:
-    """The picture of one checkpoint; empty without bars."""
-    if not drawn.bars:
-        return Markup()
-    return element(
-        "figure",
-        element("h3", "Where the holes are"),
-        element("p", "Each bar is an array's elements in their order; lines are between ranks' parts.", class_="soft"),
-        element("ul", *(_entry(*own) for own in plot_layout.legend([drawn])), class_="legend"),
-        *(_bar(bar) for bar in drawn.bars),
-        *(element("p", rest, class_="soft") for rest in drawn.rest),
-    )
-
-
-def _entry(kind: str, colour: str) -> Markup:
-    swatch = element("svg", element("rect", width=10, height=10, fill=colour), viewBox="0 0 10 10", aria_hidden="true")
-    return element("li", swatch, kind)
-
-
-def _bar(bar: plot_layout.Bar) -> Markup:
-    ground = element("rect", width=LENGTH, height=10, fill="#d4d4d4")
-    lines = [
-        element("line", x1=_at(at), x2=_at(at), y1=0, y2=10, stroke="#222", vector_effect="non-scaling-stroke")
-        for at in bar.boundaries
-    ]
-    what = "; ".join(plot_layout.explained(mark.finding) for mark in bar.marks)
-    picture = element(
-        "svg",
-        ground,
-        *map(_mark, bar.marks),
-        *lines,
-        viewBox=f"0 0 {LENGTH} 10",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=what,
-    )
-    return element("div", element("span", bar.label), picture, class_="bar")
-
-
-def _mark(mark: plot_layout.Mark) -> Markup:
-    title = element("title", plot_layout.explained(mark.finding))
-    place = {"x": _at(mark.begin), "width": _at(mark.end - mark.begin), "height": 10}
-    opacity = None if mark.is_exact else plot_layout.INEXACT
-    return element(
-        "g", title, element("rect", **place, fill=plot_layout.colour(mark.finding.kind.name), opacity=opacity)
-    )
-
-
-def _at(part: float) -> str:
-    return f"{part * LENGTH:.2f}"
 
 
 # The findings
 
 
-def _findings(report: Report, given: Recommendation) -> Iterator[Markup]:
+def _findings(report: Report) -> Iterator[Markup]:
     """The findings by kind, collapsed if there are many; all notes collapsed together."""
     by_kind: dict[FindingKind, list[Finding]] = {}
     for finding in report.findings:
@@ -243,23 +168,21 @@ def _findings(report: Report, given: Recommendation) -> Iterator[Markup]:
     if wrong:
         yield element("h3", "Findings")
     for kind in wrong:
-        yield _kind(kind, by_kind[kind], recommend.of_kind(kind, by_kind[kind], report, given), is_open=are_few)
+        yield _kind(kind, by_kind[kind], is_open=are_few)
     if notes:
         number = sum(len(by_kind[kind]) for kind in notes)
         summary = element("summary", f"{number:,} note{'s' * (number != 1)}, which are no damage", class_="note")
-        own = [_kind(k, by_kind[k], recommend.of_kind(k, by_kind[k], report, given), is_open=False) for k in notes]
-        yield element("details", summary, *own)
+        yield element("details", summary, *(_kind(kind, by_kind[kind], is_open=False) for kind in notes))
 
 
-def _kind(kind: FindingKind, findings: list[Finding], step: Step, *, is_open: bool) -> Markup:
+def _kind(kind: FindingKind, findings: list[Finding], *, is_open: bool) -> Markup:
     severity = element("span", kind.severity, class_=SEVERITIES[kind.severity])
     places = f", {len(findings):,} place{'s' * (len(findings) != 1)}"
     return element(
         "details",
         element("summary", severity, " ", element("code", kind.name), places),
         element("p", element("strong", "What it means: "), _with_code(kind.meaning), "."),
-        element("p", element("strong", "What to do: "), _with_code(step.what), "."),
-        *([element("pre", element("code", step.command))] if step.command else []),
+        element("p", element("strong", "What to do: "), _with_code(kind.remedy), "."),
         _table(("Array or file", "Shard", "Elements", "Detail"), map(_finding, findings)),
         open=True if is_open else None,
     )

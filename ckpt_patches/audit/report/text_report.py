@@ -48,6 +48,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "shard": shortened(finding.shard),
         "range": None if finding.begin is None else [finding.begin, finding.end],
         "detail": shortened(finding.detail),
+        "remedy": finding.kind.remedy,
     }
 
 
