@@ -265,6 +265,7 @@ def pair_groups_of_distributed_optimizer(source: Source) -> None:
     )
     first, last = matching_by_key(source, load) if KEYS in names else (None, None)
     if first and last:
+        check_keys_are_used_between(source, first, last)
         source.replace_from_to(first, last, f"{INNER}\n{IN_ORDER}", about=KEYS)
     else:
         source.one(INNER, within=load)
@@ -290,6 +291,18 @@ def matching_by_key(source: Source, load: Function) -> "tuple[ast.stmt, ast.stmt
             f"expected the matching by {KEYS} in {load.name}, found other code behind make_needed_groups"
         )
     return first, block[-1]
+
+
+def check_keys_are_used_between(source: Source, first: "ast.stmt", last: "ast.stmt") -> None:
+    """Raise NoMatch if other code uses the keys, whose import goes."""
+    lines = range(first.lineno, (last.end_lineno or last.lineno) + 1)
+    others = [
+        node.lineno
+        for node in source.all_of(ast.Name)
+        if node.id == KEYS and node.lineno not in lines
+    ]
+    if others:
+        raise NoMatch(f"expected {KEYS} in the matching alone, found it in line {others[0]}, too")
 
 
 def upstreams_order(name: str) -> "tuple[bool, str]":
