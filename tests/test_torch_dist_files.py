@@ -13,6 +13,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
+from ckpt_patches.cli.command_line import main
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist
 from ckpt_patches.formats.paths import LeavesFolderError
@@ -245,3 +246,15 @@ def test_an_index_that_is_too_large_for_memory_is_not_read(written: Path, monkey
     report = audit(written)
     assert report.verdict == UNKNOWN
     assert "save it on fewer ranks" in report.findings[0].detail
+
+
+def test_migrate_writes_nothing_without_its_index(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the tensors of an index that is not read, the new checkpoint would have none."""
+    folder = Path(shutil.copytree(written, tmp_path / written.name))
+    torch.save(common(), folder / torch_dist.COMMON)
+    monkeypatch.setattr(torch_dist, "LARGEST", 1)
+    assert main(["migrate", str(folder), "--output", str(tmp_path / "new")]) == 2
+    assert "expected an index of at most 1 B" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -29,7 +29,7 @@ COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
 
 Offsets = tuple[int, ...]
 LARGEST = 256 << 20  # bytes of an index: some two million chunks
-MEMORY = 13  # bytes of memory for each byte of an index
+MEMORY = 15  # bytes of memory for each byte of an index
 
 
 class Place(NamedTuple):

@@ -13,7 +13,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.swiglu_rows import Mixed
-from ckpt_patches.formats.torch_dist import COMMON, COMMON_OBJECT, Offsets, Place, read_place
+from ckpt_patches.formats.torch_dist import COMMON, COMMON_OBJECT, INDEX, Offsets, Place, read_place
 from ckpt_patches.formats.zarr import Array as ZarrArray
 from ckpt_patches.formats.zarr import arrays as arrays_in
 from ckpt_patches.formats.zarr import read_array
@@ -92,7 +92,8 @@ def read(path: Path, *, trust: bool = False) -> Source:
     files = _files(path)
     found, arrays, objects, held, mixed = _READERS[backend](path, trust)
     for finding in found.findings:
-        if finding.kind is BAD_METADATA and finding.array not in (megatron_arrays.CONFIG, COMMON):
+        is_damaged = finding.kind is BAD_METADATA and finding.array not in (megatron_arrays.CONFIG, COMMON)
+        if is_damaged or (finding.kind is NOT_READ and finding.array == INDEX):
             raise UserError(f"{path / finding.array} cannot be read, and nothing was written: {finding.detail}")
     common = torch_file.read(path / COMMON, trust=trust) if (path / COMMON).exists() or held is None else None
     unwrapped = held[0] if isinstance(held, list) and len(held) == 1 else held
