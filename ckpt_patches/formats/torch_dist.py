@@ -7,12 +7,10 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
 import functools
-import io
-import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import pickles, torch_file
@@ -100,7 +98,7 @@ def read_index(folder: Path) -> Index:
     try:
         with without_garbage_collection():
             _check_size(path)
-            return _index(folder, _load(path.read_bytes()).fields)
+            return _index(folder, _Unpickler(path.read_bytes(), path).load().fields)
     except UserError:
         raise
     except OSError as error:
@@ -129,26 +127,18 @@ class _Entry:
         self.fields = state
 
 
-class _Unpickler(pickle.Unpickler):
+_OF_TORCH = "torch.distributed.checkpoint"
+
+
+class _Unpickler(pickles.Unpickler):
     """Unpickles with stubs in place of all classes."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        return _KEPT.get(f"{module}.{name}") or torch_file.stub(module, name)
-
-
-def _load(data: bytes) -> Any:
-    pickles.check(data)
-    return _Unpickler(io.BytesIO(data)).load()
-
-
-_OF_TORCH = "torch.distributed.checkpoint"
-_KEPT: dict[str, Any] = {
-    "torch.Size": torch_file.Size,
-    "collections.OrderedDict": torch_file.Ordered,
-    f"{_OF_TORCH}.metadata.ChunkStorageMetadata": _Entry,
-    f"{_OF_TORCH}.metadata.MetadataIndex": _Entry,
-    f"{_OF_TORCH}.filesystem._StorageInfo": _Entry,
-}
+    kept: ClassVar[Mapping[str, Any]] = {
+        "torch.Size": ().__add__,  # takes only a tuple, and returns it: neither a copy nor a call of Python
+        f"{_OF_TORCH}.metadata.ChunkStorageMetadata": _Entry,
+        f"{_OF_TORCH}.metadata.MetadataIndex": _Entry,
+        f"{_OF_TORCH}.filesystem._StorageInfo": _Entry,
+    }
 
 
 def _index(folder: Path, index: dict[str, Any]) -> Index:
