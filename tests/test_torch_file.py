@@ -23,6 +23,7 @@ from ckpt_patches.formats import pickles, torch_dist, torch_file
 from ckpt_patches.formats.dtypes import ITEM_SIZE, UnknownDtypeError
 from ckpt_patches.formats.torch_file import BadFileError, Instance, NotReadError, TensorHeader, UnlistedClassError
 from crafted_files import with_other_name
+from upstream import all_releases
 
 
 @pytest.fixture
@@ -494,6 +495,67 @@ def test_a_flipped_byte_is_told_or_harmless(path: Path) -> None:
             assert torch_file.read(path).value == expected
 
 
+def test_every_flipped_bit_is_refused_or_read_as_torch_does(path: Path) -> None:
+    """Where torch.load fails or returns other values, nothing is read. All 12,000 bits with CKPT_PATCHES_TEST_ALL=1."""
+    expected = {"w": torch.arange(4.0), "n": 3}
+    header = saved(expected, path)["w"]
+    whole, read = path.read_bytes(), 0
+    outside = [at for at in range(len(whole)) if not header.offset <= at < header.offset + header.nbytes]
+    flips = [(at, bit) for at in outside for bit in range(8)]
+    for at, bit in flips if all_releases() else flips[:: len(flips) // 1500]:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        with suppress(UserError):
+            assert torch_file.read(path).value == {"w": header, "n": 3}, (at, bit)
+            loaded = torch.load(path, weights_only=False)
+            assert loaded.keys() == expected.keys()
+            assert (loaded["n"], loaded["w"].tolist()) == (3, [0, 1, 2, 3]), (at, bit)
+            read += 1
+    assert read > 200
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("other/version", b"3"), ("state/data/", b""), ("state/a/", b""), (b"state/\xff".decode("latin1"), b"")],
+)
+def test_a_record_that_torch_does_not_write(name: str, content: bytes, path: Path) -> None:
+    with_pickle(path, pickle.dumps({}, 2))
+    assert torch_file.read(path).value == {}
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(zipfile.ZipInfo(name), content)
+    raw = path.read_bytes().replace("state/\xff".encode(), b"state/\xff\xff")
+    path.write_bytes(raw)
+    with pytest.raises(BadFileError, match="corrupt"):
+        torch_file.read(path)
+
+
+@pytest.mark.parametrize("name", ["version", "byteorder", "data.pkl", ".data/serialization_id", ".format_version"])
+def test_a_wrong_checksum_of_any_record(name: str, path: Path) -> None:
+    torch.save({"n": 3}, path)
+    with zipfile.ZipFile(path) as archive:
+        checksum = struct.pack("<L", archive.getinfo(f"state/{name}").CRC)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(checksum, bytes(reversed(checksum))))
+    with pytest.raises(BadFileError, match=f"the checksum of its record state/{name} is wrong"):
+        torch_file.read(path)
+
+
+def test_a_file_without_checksums_is_not_read(path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"n": 3}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with pytest.raises(NotReadError, match="has no checksums"):
+        torch_file.read(path)
+
+
+def test_no_record_of_the_version(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("state/data.pkl", pickle.dumps({}, 2))
+    with pytest.raises(BadFileError, match="it has no record version"):
+        torch_file.read(path)
+
+
 def test_missing_empty_and_old_files(path: Path) -> None:
     with pytest.raises(BadFileError, match="No such file"):
         torch_file.read(path)
@@ -519,6 +581,7 @@ def test_a_compressed_record_is_refused(path: Path) -> None:
 def test_big_endian_data_is_refused(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("state/data.pkl", pickle.dumps({}))
+        archive.writestr("state/version", b"3")
         archive.writestr("state/byteorder", b"big")
     with pytest.raises(NotReadError, match="big-endian"):
         torch_file.read(path)

@@ -26,7 +26,7 @@ from ckpt_patches.formats.pickles import Function, Global, stub
 from ckpt_patches.formats.pickles import Instance as Instance
 from ckpt_patches.formats.pickles import NotReadError as NotReadError
 from ckpt_patches.formats.ranged import open_regular
-from ckpt_patches.runtime.shown import printable
+from ckpt_patches.runtime.shown import printable, shown
 
 QUANTIZED = "torch._utils._rebuild_qtensor"
 # First bytes of a file in torch's format before 1.6: a pickle of torch's magic number.
@@ -406,9 +406,23 @@ class _Archive:
         (pickled,) = [name for name in self._zip.entries if name.count(b"/") == 1 and name.endswith(b"/data.pkl")]
         self._root = pickled.removesuffix(b"data.pkl")
         data, entries = self._root + b"data/", self._zip.entries
-        self._stored = {
-            name: self._zip.stored(name) for name, entry in entries.items() if name.startswith(data) and entry.nbytes
-        }
+        if not any(entry.checksum for entry in entries.values()):
+            raise NotReadError(
+                f"{path} has no checksums, without which damage cannot be told from content: save it again"
+            )
+        self._stored: dict[bytes, stored_zip.Stored] = {}
+        self._records: dict[bytes, bytes] = {}
+        for name in entries:
+            if name.endswith(b"/") or not name.startswith(self._root):
+                raise BadFileError(f"{path} is corrupt: its record {shown(name)} is not in the folder of the others")
+            if name.startswith(data):
+                self._stored[name] = self._zip.stored(name)
+            else:
+                self._records[name] = self._zip.read(name)
+        if b"\0" in b"".join(entries):
+            raise BadFileError(f"{path} is corrupt: the name of a record has a zero byte")
+        b"".join(entries).decode()  # torch refuses names that are not UTF-8
+        self.record("version")
         if self._root + b"byteorder" in self._zip.entries and self.record("byteorder") != b"little":
             raise NotReadError(f"{path} holds big-endian data, which is not read here")
 
@@ -418,11 +432,11 @@ class _Archive:
 
     def record(self, name: str) -> bytes:
         """The data of a small record."""
-        return self._zip.read(self._existing(name))
+        return self._records[self._existing(name)]
 
     @property
     def storages(self) -> tuple[stored_zip.Stored, ...]:
-        return tuple(self._stored.values())
+        return tuple(found for found in self._stored.values() if found.nbytes)
 
     def data_offset(self, key: str, nbytes: int) -> int:
         """The offset of a storage's bytes. Checks their number."""
@@ -431,7 +445,7 @@ class _Archive:
         found = self._zip.entries[full].nbytes
         if found != nbytes:
             raise BadFileError(f"{self.path} is corrupt: expected {nbytes} bytes in its record {name}, found {found}")
-        return self._stored[full].offset if full in self._stored else self._zip.position(full)
+        return self._stored[full].offset
 
     def _existing(self, name: str) -> bytes:
         full = self._root + name.encode()
