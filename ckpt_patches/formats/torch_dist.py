@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import pickles, torch_file
 from ckpt_patches.formats.paths import path_within
-from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.ranged import RangedFiles, read_metadata
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader, TorchFile
 from ckpt_patches.runtime.pause import without_garbage_collection
 from ckpt_patches.runtime.shown import shown
@@ -97,8 +97,8 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX
     try:
         with without_garbage_collection():
-            _check_size(path)
-            return _index(folder, _Unpickler(path.read_bytes(), path).load().fields)
+            _check_size(path_within(folder, INDEX))
+            return _index(folder, _Unpickler(read_metadata(path, LARGEST), path).load().fields)
     except UserError:
         raise
     except OSError as error:
