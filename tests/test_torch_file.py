@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import pickles, torch_dist, torch_file
+from ckpt_patches.formats import pickles, stored_zip, torch_dist, torch_file
 from ckpt_patches.formats.dtypes import ITEM_SIZE, UnknownDtypeError
 from ckpt_patches.formats.torch_file import BadFileError, Instance, NotReadError, TensorHeader, UnlistedClassError
 from crafted_files import with_other_name
@@ -355,7 +355,7 @@ SLOW = {
 BOMBS = {**GROWING, **SLOW}
 MEMORY = """
 import resource, sys, time
-from ckpt_patches.formats import pickles, torch_dist, torch_file
+from ckpt_patches.formats import pickles, stored_zip, torch_dist, torch_file
 from ckpt_patches.errors import UserError
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
@@ -546,6 +546,13 @@ def test_a_file_without_checksums_is_not_read(path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(True)
     with pytest.raises(NotReadError, match="has no checksums"):
+        torch_file.read(path)
+
+
+def test_a_record_of_a_sparse_file_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"n": 3}, path)
+    monkeypatch.setattr(stored_zip, "LARGEST_READ", 10)
+    with pytest.raises(BadFileError, match=r"its record state/data\.pkl has \d+ bytes"):
         torch_file.read(path)
 
 

@@ -32,6 +32,7 @@ PADDING = int.from_bytes(b"FB", "little")  # torch's kind for parts that only pa
 HEADER_AT_ONCE = 512  # bytes to read for a record's header, name and extra field
 AT_ONCE = 4096  # bytes to read at the begin and at the end of a file: all headers of a small file
 READ_AT_ONCE = 1 << 24  # bytes of a record's data
+LARGEST_READ = 256 << 20  # bytes of a record that is no tensor's
 
 CHECKSUM_BEHIND, NAME_IS_UTF8 = 8, 0x800  # a record's flags: the checksum follows the data
 # Descriptor after such a record: signature, checksum, size, size.
@@ -91,6 +92,8 @@ class Archive:
     def read(self, name: bytes) -> bytes:
         """The data of a small record. Verifies the checksum."""
         entry = self.entries[name]
+        if entry.nbytes > LARGEST_READ:  # of a sparse file, say
+            raise BadArchiveError(f"its record {name.decode('latin1')} has {entry.nbytes} bytes")
         data = self._bytes(self.position(name) - self._begin, entry.nbytes)
         if crc32(data) != entry.checksum:
             raise BadArchiveError(f"the checksum of its record {name.decode('latin1')} is wrong")

@@ -405,7 +405,7 @@ class _Archive:
         self._zip = _open_zip(descriptor, path, span)
         (pickled,) = [name for name in self._zip.entries if name.count(b"/") == 1 and name.endswith(b"/data.pkl")]
         self._root = pickled.removesuffix(b"data.pkl")
-        data, entries = self._root + b"data/", self._zip.entries
+        self._data, entries = self._root + b"data/", self._zip.entries
         if not any(entry.checksum for entry in entries.values()):
             raise NotReadError(
                 f"{path} has no checksums, without which damage cannot be told from content: save it again"
@@ -415,7 +415,7 @@ class _Archive:
         for name in entries:
             if name.endswith(b"/") or not name.startswith(self._root):
                 raise BadFileError(f"{path} is corrupt: its record {shown(name)} is not in the folder of the others")
-            if name.startswith(data):
+            if name.startswith(self._data):
                 self._stored[name] = self._zip.stored(name)
             else:
                 self._records[name] = self._zip.read(name)
@@ -423,7 +423,7 @@ class _Archive:
             raise BadFileError(f"{path} is corrupt: the name of a record has a zero byte")
         b"".join(entries).decode()  # torch refuses names that are not UTF-8
         self.record("version")
-        if self._root + b"byteorder" in self._zip.entries and self.record("byteorder") != b"little":
+        if self._root + b"byteorder" in self._records and self.record("byteorder") != b"little":
             raise NotReadError(f"{path} holds big-endian data, which is not read here")
 
     @property
@@ -432,7 +432,9 @@ class _Archive:
 
     def record(self, name: str) -> bytes:
         """The data of a small record."""
-        return self._records[self._existing(name)]
+        if (full := self._root + name.encode()) not in self._records:
+            raise BadFileError(f"{self.path} is corrupt: it has no record {name}")
+        return self._records[full]
 
     @property
     def storages(self) -> tuple[stored_zip.Stored, ...]:
@@ -440,18 +442,11 @@ class _Archive:
 
     def data_offset(self, key: str, nbytes: int) -> int:
         """The offset of a storage's bytes. Checks their number."""
-        name = f"data/{key}"
-        full = self._existing(name)
-        found = self._zip.entries[full].nbytes
-        if found != nbytes:
-            raise BadFileError(f"{self.path} is corrupt: expected {nbytes} bytes in its record {name}, found {found}")
-        return self._stored[full].offset
-
-    def _existing(self, name: str) -> bytes:
-        full = self._root + name.encode()
-        if full not in self._zip.entries:
-            raise BadFileError(f"{self.path} is corrupt: it has no record {name}")
-        return full
+        found = self._stored.get(self._data + key.encode())
+        if found is None or found.nbytes != nbytes:
+            what = f"expected {nbytes} bytes in its record data/{key:.100}, found {found.nbytes if found else 'none'}"
+            raise BadFileError(f"{self.path} is corrupt: {printable(what)}")
+        return found.offset
 
 
 def _open_zip(descriptor: int, path: Path, span: tuple[int, int]) -> stored_zip.Archive:
