@@ -39,7 +39,7 @@ class NotReadError(UserError):
 
 # Bytes that follow each opcode. Opcodes that no pickle of protocol 2 or later of an object has are not listed.
 _FIXED = {
-    **dict.fromkeys(b").01NQRabesu]}(\x81\x88\x89\x8f\x90\x91\x92\x93\x94", 0),
+    **dict.fromkeys(b").01NQRabesu]}(\x81\x88\x89\x8f\x90\x92\x93\x94", 0),
     **dict.fromkeys(b"Khq\x80", 1),
     **dict.fromkeys(b"M", 2),
     **dict.fromkeys(b"Jj", 4),
@@ -191,6 +191,8 @@ class Size(tuple[int, ...]):
     def __new__(cls, values: Any = ()) -> "Size":
         if len(values) > MOST_DIMENSIONS:
             raise UnpicklingError(f"a size of {len(values)} dimensions")
+        if not {*map(type, values)} <= {int}:  # a size of sizes of … is not counted as a tuple is
+            raise UnpicklingError("a size of something else than numbers")
         return tuple.__new__(cls, values)
 
     def __setstate__(self, *_: Any) -> None:  # without it, a file could set attributes of this class
@@ -241,6 +243,9 @@ BUILTIN = {
     **{f"{module}.set": "_set" for module in _MODULES},
     **{f"{module}.frozenset": "_frozenset" for module in _MODULES},
 }
+
+
+ITEMS = frozenset({str, int, float, bool, bytes, type(None), Global})
 
 
 class Unpickler(pickle.Unpickler):
@@ -314,11 +319,17 @@ class Unpickler(pickle.Unpickler):
             raise UnpicklingError("expected bytes as latin1")
         return str(self._copied(text)).encode("latin1")
 
+    def _items(self, values: Any) -> Any:
+        """The items of a set. Two equal sets of sets of … would be compared 2^n times."""
+        if not {*map(type, values)} <= ITEMS:
+            raise UnpicklingError("a set of something else than strings and numbers")
+        return self._copied(values)
+
     def _set(self, values: Any = ()) -> set[Any]:
-        return set(self._copied(values))
+        return set(self._items(values))
 
     def _frozenset(self, values: Any = ()) -> frozenset[Any]:
-        return frozenset(self._copied(values))
+        return frozenset(self._items(values))
 
     def _ordered(self) -> Ordered:
         return Ordered()

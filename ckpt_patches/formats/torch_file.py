@@ -122,6 +122,7 @@ class WrappedHeader(TensorHeader):
     """One with a wrapping, which can hold other values; the check of a value's depth tells them apart by their type."""
 
     __slots__ = ()
+    __hash__ = object.__hash__  # that of a tuple includes the wrapping, which can hold this tensor's like again
 
 
 class TorchFile(NamedTuple):
