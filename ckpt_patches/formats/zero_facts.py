@@ -1,10 +1,11 @@
 """The facts that the inventory of a ZeRO checkpoint needs from its files."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_patches.formats import checksum, torch_file, zero, zero_inventory, zero_keys
-from ckpt_patches.formats.torch_file import TorchFile
+from ckpt_patches.formats.torch_file import BadFileError, TorchFile
 from ckpt_patches.formats.zero import Partition, RankState
 from ckpt_patches.formats.zero_inventory import ModelFacts, RankFacts
 from ckpt_patches.runtime.shown import shown
@@ -77,7 +78,23 @@ def of_rank(file: TorchFile, optimizer: Mapping[str, Any], state: RankState) -> 
 
 def of_model(file: TorchFile) -> ModelFacts:
     """The facts in a model-states file that holds a dict."""
+    check_shapes(file.path, file.value)
     return ModelFacts(file.path.name, file.value, file.root)
+
+
+def check_shapes(path: Path, model: Mapping[str, Any]) -> None:
+    """Check that the `param_shapes` of a model-states file are dicts of shapes.
+
+    Raises:
+        BadFileError: they are something else.
+    """
+    groups = model.get("param_shapes") or ()
+    if not isinstance(groups, (list, tuple)) or not all(map(_are_shapes, groups)):
+        raise BadFileError(f"{path}: expected the shapes of parameters as param_shapes, found {shown(groups)}")
+
+
+def _are_shapes(group: Any) -> bool:
+    return isinstance(group, dict) and all(isinstance(shape, (list, tuple)) for shape in group.values())
 
 
 def distinctive_checksums(file: TorchFile) -> dict[int, int]:

@@ -20,7 +20,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     Stream,
     last_step,
 )
-from ckpt_patches.formats import settings, universal, zero_inventory, zero_pipeline
+from ckpt_patches.formats import settings, universal, zero_facts, zero_inventory, zero_pipeline
 from ckpt_patches.formats.optimizer_inventory import SHARED
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import MODEL, Shape
@@ -227,8 +227,10 @@ def _models(found: Checkpoint) -> list[ModelFacts]:
     paths = [path for path in sorted(found.path.iterdir()) if MODEL.fullmatch(path.name)]
     if not paths:
         found.findings.append(Finding(damages.INTERRUPTED, "mp_rank_*_model_states.pt", detail="not there"))
-    values = [(path.name, tensor_streams.read(path, found)) for path in paths]
-    return [ModelFacts(name, value) for name, value in values if isinstance(value, dict)]
+    values = {path: value for path in paths if isinstance(value := tensor_streams.read(path, found), dict)}
+    for path, value in values.items():
+        zero_facts.check_shapes(path, value)
+    return [ModelFacts(path.name, value) for path, value in values.items()]
 
 
 def _add_frozen_parts(found: Checkpoint, models: list[ModelFacts]) -> None:
