@@ -15,6 +15,7 @@ https://docs.python.org/3/library/pickletools.html
 import gc
 import io
 import pickle
+import pickletools
 import re
 import weakref
 from collections import OrderedDict
@@ -90,7 +91,8 @@ def vetted(data: bytes) -> bytes:
     """The pickle, in which every tuple that may contain others is passed to `persistent_load`, as its only element.
 
     Raises:
-        UnpicklingError: it names a memo index beyond its length, has an opcode that no checkpoint has, or is truncated.
+        UnpicklingError: it names a memo index beyond its length, or is truncated or no pickle.
+        NotReadError: it has an opcode that torch's pickles do not have.
     """
     at, begin, size, found = 0, 0, len(data), []
     while at < size:
@@ -127,7 +129,12 @@ def _end_of(data: bytes, at: int) -> int:
         if opcode == _LONG and length > LONGEST_INTEGER:
             raise UnpicklingError(f"at its byte {at} a pickle has an integer of {length} bytes")
         return begin + length
-    raise UnpicklingError(f"expected an opcode of a checkpoint's pickle at its byte {at}, found {opcode:#04x}")
+    found = f"expected an opcode of a checkpoint's pickle at its byte {at}, found {opcode:#04x}"
+    if chr(opcode) in (
+        known.code for known in pickletools.opcodes
+    ):  # of protocol 0 or 1, or of a later one than torch's
+        raise NotReadError(found)
+    raise UnpicklingError(found)
 
 
 # Stubs
@@ -261,7 +268,11 @@ class Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, path: Path) -> None:
         if len(data) > LARGEST:
             raise NotReadError(f"{path}: expected a pickle of at most {LARGEST} bytes, found {len(data)}")
-        super().__init__(io.BytesIO(vetted(data)), encoding="utf-8")
+        try:
+            data_to_read = vetted(data)
+        except NotReadError as error:
+            raise NotReadError(f"{path}: {error}") from None
+        super().__init__(io.BytesIO(data_to_read), encoding="utf-8")
         self.path = path
         self._left = len(data)  # elements that can be copied: each is in the pickle once, if it is not built to grow
         self._globals: dict[str, Any] = {}
