@@ -8,7 +8,6 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-import shared
 from ckpt_patches.audit.audit import audit, fingerprint
 from ckpt_patches.audit.repair.copies import begin_copy, copy_ranges, end_copy
 from ckpt_patches.audit.shares import shares
@@ -61,9 +60,8 @@ def test_a_copy_is_the_same_however_it_is_cut(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_no_file_is_not_copied(tmp_path: Path) -> None:
-    os.mkfifo(shared.folder() / f"pipe-{os.getpid()}")
     source = tmp_path / "source"
     source.mkdir()
-    (source / "pipe").symlink_to(shared.folder() / f"pipe-{os.getpid()}")
+    os.mkfifo(source / "pipe")
     with pytest.raises(UserError, match="expected a file or a folder, which can be copied, found neither"):
         begin_copy(source, tmp_path / "copy", but="*.sync")

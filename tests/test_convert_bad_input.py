@@ -156,7 +156,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a shorter moment": (optimizer(shorter), f"absent state: {RANK_1}: group 0: 'exp_avg' has"),
     "another type": (optimizer(in_bfloat16), "has bfloat16"),
     "other shapes": (model(lambda s: s["param_shapes"][0].update({"norm.weight": torch.Size([7])})), "norm.weight"),
-    "another layout": (model(lambda s: s.update(param_shapes=3)), "is not laid out as DeepSpeed does"),
+    "another layout": (
+        model(lambda s: s.update(param_shapes=3)),
+        "expected the shapes of parameters as param_shapes, found 3",
+    ),
     "files of experts": (
         copied(MODEL, "layer_0_expert_3_mp_rank_00_model_states.pt"),
         "has experts on 2 tensor- or pipeline-parallel ranks, which no converter takes",

@@ -92,7 +92,7 @@ def vetted(data: bytes) -> bytes:
 
     Raises:
         UnpicklingError: it names a memo index beyond its length, or is truncated or no pickle.
-        NotReadError: it has an opcode that torch's pickles do not have.
+        NotReadError: it has an opcode that torch's pickles do not have, or a longer integer than `LONGEST_INTEGER`.
     """
     at, begin, size, found = 0, 0, len(data), []
     while at < size:
@@ -127,14 +127,14 @@ def _end_of(data: bytes, at: int) -> int:
         begin = at + 1 + _COUNTED[opcode]
         length = int.from_bytes(data[at + 1 : begin], "little")
         if opcode == _LONG and length > LONGEST_INTEGER:
-            raise UnpicklingError(f"at its byte {at} a pickle has an integer of {length} bytes")
+            raise NotReadError(
+                f"expected an integer of at most {LONGEST_INTEGER} bytes at its byte {at}, found {length}"
+            )
         return begin + length
     found = f"expected an opcode of a checkpoint's pickle at its byte {at}, found {opcode:#04x}"
-    if chr(opcode) in (
-        known.code for known in pickletools.opcodes
-    ):  # of protocol 0 or 1, or of a later one than torch's
-        raise NotReadError(found)
-    raise UnpicklingError(found)
+    # Of another protocol than torch's, which a sound pickle can have.
+    known = chr(opcode) in (opcode.code for opcode in pickletools.opcodes)
+    raise NotReadError(found) if known else UnpicklingError(found)
 
 
 # Stubs
@@ -333,7 +333,7 @@ class Unpickler(pickle.Unpickler):
     def _items(self, values: Any) -> Any:
         """The items of a set. Two equal sets of sets of … would be compared 2^n times."""
         if not {*map(type, values)} <= ITEMS:
-            raise UnpicklingError("a set of something else than strings and numbers")
+            raise NotReadError(f"{self.path}: expected strings and numbers in a set, found others")
         return self._copied(values)
 
     def _set(self, values: Any = ()) -> set[Any]:
