@@ -20,6 +20,8 @@ from every_checkpoint import EVERY, tensors
 from test_audit_fp8 import masters, saved
 from upstream import all_releases
 
+pytestmark = pytest.mark.long
+
 SECONDS = 10  # for an audit that takes 0.01 s
 FLIPS = None if all_releases() else 60  # per small checkpoint; None: all
 RANDOM = 1000 if all_releases() else 15
