@@ -24,6 +24,9 @@ from explore.spaces import SPACES, complete, plainer, space_of
 from upstream import newest, newest_affected
 
 Case = dict[str, Any]
+
+pytestmark = pytest.mark.long
+
 CORPUS = kept()
 NEWEST = {package: Stack(package, newest(space.distribution)) for package, space in SPACES.items()}
 # The numbers of drawn cases that a run can resume.
@@ -42,7 +45,6 @@ def drawn(package: str, seed: str) -> Case:
     return SPACES[package].drawn(seed, NEWEST[package].version)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("package", "number"), [(package, n) for package, numbers in SAMPLE.items() for n in numbers])
 def test_a_drawn_case_is_right(package: str, number: int) -> None:
     case = drawn(package, f"sample-{number}")
@@ -86,11 +88,9 @@ def test_what_was_found_is_right_with_the_fixes_and_silent_or_loud_without_one(n
         ("deepspeed", {"stage": 0}, ".weight", "ordinary"),
         ("deepspeed", {"stage": 1}, ".fp32", "ordinary"),
         ("deepspeed", {"stage": 3}, ".exp_avg_sq", "ordinary"),
-        pytest.param("megatron", {}, ".fp32", "fully_reshardable", marks=pytest.mark.long),
-        pytest.param(
-            "megatron", {"optimizer": "whole", "tp": 2}, ".exp_avg_sq", "fully_reshardable", marks=pytest.mark.long
-        ),
-        pytest.param("megatron", {"offload": 1.0}, ".exp_avg", "fully_reshardable", marks=pytest.mark.long),
+        ("megatron", {}, ".fp32", "fully_reshardable"),
+        ("megatron", {"optimizer": "whole", "tp": 2}, ".exp_avg_sq", "fully_reshardable"),
+        ("megatron", {"offload": 1.0}, ".exp_avg", "fully_reshardable"),
     ],
 )
 def test_one_element_that_is_wrong_on_one_rank_is_silent(package: str, options: Case, what: str, load: str) -> None:
@@ -98,7 +98,6 @@ def test_one_element_that_is_wrong_on_one_rank_is_silent(package: str, options: 
     assert str(outcome(case, NEWEST[package])) == f"SILENT {load}: {what.removeprefix('.')}"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("package", SPACES)
 def test_a_rank_that_waits_for_ever_is_silent(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_PATCHES_TEST_PATIENCE", "0.2")

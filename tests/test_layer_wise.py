@@ -11,6 +11,8 @@ from ckpt_patches.cli import command_line
 from torch_dist_indexes import changed_index
 from upstream import newest, run, run_json, tree
 
+pytestmark = pytest.mark.long
+
 NEWEST = newest("megatron-core")
 OLDEST = "0.16.1"
 VERSIONS = [NEWEST, pytest.param(OLDEST, marks=pytest.mark.slow)]
@@ -30,8 +32,8 @@ def saved(version: str, *options: str, delivery: str = "none") -> Path:
     ("options", "others"),
     [
         ((), ("--dp", "4")),
-        pytest.param(EXPERTS, ("--dp", "2", "--ep", "2", "--experts"), marks=pytest.mark.long),
-        pytest.param(("--tp", "2"), ("--tp", "2", "--dp", "1"), marks=pytest.mark.long),
+        (EXPERTS, ("--dp", "2", "--ep", "2", "--experts")),
+        (("--tp", "2"), ("--tp", "2", "--dp", "1")),
     ],
 )
 @pytest.mark.parametrize("delivery", ["none", "hook"])

@@ -24,6 +24,8 @@ from installs import RUNNING, Environment, find_python, wheel
 from small_tree import MODULE, make
 from upstream import newest
 
+pytestmark = pytest.mark.long
+
 VERSIONS = ["3.10", "3.11", "3.12", "3.13"]
 SHOWS_EDITED = {version: version == "3.13" for version in VERSIONS}  # in a traceback that the interpreter itself prints
 NEWEST = {"megatron-core": "0.16.1", "deepspeed": newest("deepspeed")}
