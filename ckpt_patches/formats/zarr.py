@@ -14,12 +14,12 @@ from typing import Any
 
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.paths import LeavesFolderError, path_within
+from ckpt_patches.formats.pickles import MOST_DIMENSIONS
 from ckpt_patches.formats.ranged import read_metadata
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.runtime.shown import shown
 
 LARGEST = 1 << 20  # bytes of the metadata
-MOST_DIMENSIONS = 64
 METADATA, ATTRIBUTES = ".zarray", ".zattrs"
 LOCKS = ".sync"  # suffix of the folder with an array's locks
 MOST_MISSING = 100_000  # chunks of an array; if more are missing, the shape is wrong
@@ -81,10 +81,9 @@ def is_array(folder: Path) -> bool:
 
 def _check_links(folder: Path) -> None:
     """Refuse an array with a file that is a link out of the checkpoint, whose content a conversion would copy."""
-    for base, folders, files in os.walk(folder):
-        for name in (*folders, *files, "."):
-            if os.path.islink(os.path.join(base, name).removesuffix("/.")):
-                path_within(folder.parent, str(Path(base, name).relative_to(folder.parent)))
+    within = (os.path.join(base, name) for base, folders, files in os.walk(folder) for name in (*folders, *files))
+    for path in filter(os.path.islink, (str(folder), *within)):
+        path_within(folder.parent, os.path.relpath(path, folder.parent))
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
