@@ -26,7 +26,7 @@ INDEX = ".metadata"
 COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
 
 Offsets = tuple[int, ...]
-LARGEST = 256 << 20  # bytes of an index: some two million chunks
+LARGEST = pickles.LARGEST  # bytes of an index: some two million chunks
 MEMORY = 15  # bytes of memory for each byte of an index
 
 
