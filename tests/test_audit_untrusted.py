@@ -2,14 +2,20 @@
 
 import json
 import os
+import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckpt_patches.audit.audit import DAMAGED, audit
+from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.cli.command_line import main
+from ckpt_patches.formats import zarr
+from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 
 NAN = torch.tensor([1.0, float("nan")])
 FORGED = "w\x1b[2K\x1b[1A\r/x: WHOLE (fine)\u202e\x1b[8m"
@@ -47,4 +53,153 @@ def test_a_pipe_in_place_of_a_rank_s_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_pipe_in_place_of_weights_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
+    assert audit(tmp_path).verdict == DAMAGED
+
+
+def of_zarr(folder: Path) -> None:
+    array = folder / "layer.weight"
+    array.mkdir()
+    described = {"shape": [4], "chunks": [2], "dtype": "<f4", "compressor": None, "filters": None, "order": "C"}
+    (array / ".zarray").write_text(json.dumps(described))
+    for chunk in "01":
+        (array / chunk).write_bytes(bytes(range(8)))
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+    torch.save({"iteration": 3}, folder / "common.pt")
+
+
+def of_dcp(folder: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=folder)
+
+
+def of_safetensors(folder: Path) -> None:
+    name = "model-00001-of-00001.safetensors"
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (folder / name).write_bytes(len(header).to_bytes(8, "little") + header + bytes(range(8)))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+
+
+def of_fsdp(folder: Path) -> None:
+    torch.save({"w": torch.ones(3)}, folder / "model_world_size_1_rank_0.pt")
+    (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 1}))
+
+
+def pipe(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def device(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+def sparse(file: Path) -> None:
+    file.touch()
+    os.truncate(file, 1 << 40)
+
+
+def folder_in_place(file: Path) -> None:
+    file.mkdir()
+
+
+def link_to_itself(file: Path) -> None:
+    file.symlink_to(file.name)
+
+
+FILES = [
+    (of_zarr, "metadata.json"),
+    (of_zarr, "common.pt"),
+    (of_zarr, "layer.weight/.zarray"),
+    (of_zarr, "layer.weight/0"),
+    (of_dcp, ".metadata"),
+    (of_dcp, "__0_0.distcp"),
+    (of_safetensors, "model.safetensors.index.json"),
+    (of_safetensors, "model-00001-of-00001.safetensors"),
+    (of_fsdp, "fsdp_config.json"),
+    (of_fsdp, "model_world_size_1_rank_0.pt"),
+    *((make, "ckpt-patches-repaired.json") for make in (of_zarr, of_dcp, of_safetensors, of_fsdp)),
+]
+
+
+@pytest.mark.parametrize("other", [pipe, device, sparse, folder_in_place, link_to_itself])
+@pytest.mark.parametrize(("make", "name"), FILES)
+def test_what_is_no_plain_file_is_an_error_and_never_read(
+    make: Callable[[Path], None], name: str, other: Callable[[Path], None], tmp_path: Path
+) -> None:
+    make(tmp_path)
+    assert audit(tmp_path).verdict in (WHOLE, UNKNOWN)  # UNKNOWN: this is no optimizer's whole state
+    (tmp_path / name).unlink(missing_ok=True)
+    other(tmp_path / name)
+    signal.alarm(20)
+    try:
+        found = audit(tmp_path)
+    finally:
+        signal.alarm(0)
+    assert found.verdict != WHOLE or name == "ckpt-patches-repaired.json"
+    assert not [finding for finding in found.findings if "defect" in finding.detail]
+
+
+def change_zarray(folder: Path, **fields: Any) -> None:
+    file = folder / "layer.weight/.zarray"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+OUTSIDE: dict[str, Callable[[Path], Any]] = {
+    "a chunk": lambda folder: (folder / "layer.weight/0").symlink_to(folder.parent / "secret"),
+    "the metadata": lambda folder: (folder / "layer.weight/.zarray").symlink_to(folder.parent / "zarray"),
+    "a chunk's folder": lambda folder: (folder / "layer.weight/inner").symlink_to(folder.parent),
+    "the array": lambda folder: (folder / "layer.weight").symlink_to(folder.parent / "array"),
+}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_a_link_of_a_zarr_array_that_leaves_the_checkpoint_is_not_read(what: str, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    of_zarr(folder)
+    array = folder / "layer.weight"
+    shutil.copy(array / "0", tmp_path / "secret")
+    shutil.copy(array / ".zarray", tmp_path / "zarray")
+    shutil.copytree(array, tmp_path / "array")
+    zarr.read_array(array)
+    if what == "the array":
+        shutil.rmtree(array)
+    elif what != "a chunk's folder":
+        (array / ("0" if what == "a chunk" else ".zarray")).unlink()
+    OUTSIDE[what](folder)
+    with pytest.raises(NotReadError, match="outside of the checkpoint"):
+        zarr.read_array(array)
+    assert audit(folder).verdict == UNKNOWN
+    assert main(["repair", str(folder), "--output", str(tmp_path / "copy")]) != 0
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dimension_separator": "/../../../"},
+        {"dimension_separator": None},
+        {"chunks": [True]},
+        {"shape": "4"},
+        {"shape": [4.0]},
+        {"shape": [1] * 100, "chunks": [1] * 100},
+    ],
+    ids=str,
+)
+def test_a_zarr_array_with_wrong_metadata_is_damaged(fields: dict[str, Any], tmp_path: Path) -> None:
+    of_zarr(tmp_path)
+    change_zarray(tmp_path, **fields)
+    with pytest.raises(BadFileError, match="is corrupt"):
+        zarr.read_array(tmp_path / "layer.weight")
+
+
+def test_an_index_that_is_a_link_out_of_the_checkpoint_is_not_read(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", "w")
+    (folder / ".metadata").rename(tmp_path / "index")
+    (folder / ".metadata").symlink_to(tmp_path / "index")
+    assert audit(folder).verdict == UNKNOWN
+
+
+def test_an_index_of_safetensors_that_names_no_file(tmp_path: Path) -> None:
+    of_safetensors(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": None}}))
     assert audit(tmp_path).verdict == DAMAGED

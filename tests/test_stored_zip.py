@@ -161,6 +161,18 @@ def test_an_archive_within_a_file_and_its_new_checksum(folder: Path, begin: int)
         same_as_zipfile(folder / "inner.pt")
 
 
+def test_an_entry_that_torch_reads_otherwise_is_refused(folder: Path) -> None:
+    """The attribute of a folder: torch.load returns uninitialised memory. Others: torch.load fails."""
+    whole = written({b"a": [b"1234"]}, folder / "whole.pt").read_bytes()
+    entry = whole.index(b"PK\1\2")
+    for offset, bit in [(6, 0x40), (8, 1), (8, 0x20), (10, 8), (34, 1), (38, stored_zip.FOLDER)]:
+        changed = bytearray(whole)
+        changed[entry + offset] ^= bit
+        (folder / "changed.pt").write_bytes(changed)
+        with pytest.raises(BadArchiveError), opened(folder / "changed.pt"):
+            pass
+
+
 def test_an_archive_that_was_cut_off(folder: Path) -> None:
     whole = written({b"a": [b"1234"], b"b": [bytes(5000)]}, folder / "whole.pt").read_bytes()
     for length in range(len(whole)):

@@ -4,6 +4,7 @@ The list has the sizes and checksums of the files that hold these elements. If a
 """
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ckpt_patches.audit.readers.checkpoint import Checkpoint
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.checksum import crc32
 from ckpt_patches.formats.paths import path_within
+from ckpt_patches.formats.ranged import open_regular, read_metadata
 from ckpt_patches.runtime.durable import write_durably
 
 NAME = "ckpt-patches-repaired.json"
@@ -49,7 +51,7 @@ def read(found: Checkpoint) -> Repaired:
     if not path.exists():
         return Repaired()
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_metadata(path))
         listed = Repaired(
             {(entry["array"], entry["shard"]): [_range(*r) for r in entry["ranges"]] for entry in content["repaired"]},
             {(entry["array"], entry["shard"]): str(entry["source"]) for entry in content["repaired"]},
@@ -97,7 +99,7 @@ def fingerprint(folder: Path, name: str) -> tuple[int, int]:
         OSError: the file cannot be read.
     """
     size = crc = 0
-    with open(path_within(folder, name), "rb") as file:
+    with os.fdopen(open_regular(path_within(folder, name)), "rb") as file:
         while data := file.read(AT_A_TIME):
             size, crc = size + len(data), crc32(data, crc)
     return size, crc

@@ -10,7 +10,7 @@ from ckpt_patches.convert.output_files import Content, Output, Slice, TorchOutpu
 from ckpt_patches.convert.rules import Rule, Rules
 from ckpt_patches.convert.traits import Traits
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.torch_file import Global, Instance, stub
+from ckpt_patches.formats.pickles import Global, Instance, stub
 from ckpt_patches.formats.universal import state_file
 from ckpt_patches.formats.zero import ElementType, Shape
 from ckpt_patches.formats.zero_checkpoint import Checkpoint

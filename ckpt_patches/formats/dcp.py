@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 import mmap
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -20,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_patches.formats.torch_dist import INDEX, Index, Place, Tensor
+from ckpt_patches.formats.ranged import open_regular
+from ckpt_patches.formats.torch_dist import INDEX, LARGEST, Index, Place, Tensor
 from ckpt_patches.runtime.shown import shown
 
 STATE, GROUPS = "state.", "param_groups"
@@ -112,8 +114,9 @@ def is_by_megatron_core(path: Path) -> bool:
 
     With FSDP, Megatron-LM writes torch's format, into folders with the same names.
     """
-    with (path / INDEX).open("rb") as file, contextlib.suppress(ValueError):  # an empty file
-        found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with os.fdopen(open_regular(path / INDEX), "rb") as file, contextlib.suppress(ValueError):  # an empty file
+        size = min(LARGEST, os.fstat(file.fileno()).st_size)  # a sparse file has any size
+        found = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
         if any(found.find(name) >= 0 for name in BY_MEGATRON_CORE):
             return True
         return bool(ITERATION.fullmatch(path.name)) and found.find(b"checkpoint_version") < 0

@@ -24,7 +24,11 @@ def path_within(folder: Path, name: object) -> Path:
     if not is_within(name):
         raise LeavesFolderError(f"{folder}: expected the name of a file in this folder, found {shown(name)}")
     path = folder / str(name)
-    if not path.resolve().is_relative_to(folder.resolve()):
+    try:
+        is_inside = path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a link to itself
+        raise LinkOutsideError(f"{path} is a link that leads nowhere") from None
+    if not is_inside:
         raise LinkOutsideError(
             f"{path} is a link to {path.resolve()}, outside of the checkpoint: put the file itself there"
         )

@@ -1,91 +1,359 @@
-"""Check, before unpickling, that a pickle does not request more memory than its own length justifies.
+"""Unpickle what an untrusted checkpoint holds: no code of it runs, and time and memory are bounded by its length.
 
-Python's unpickler allocates memory as soon as an opcode names memo index 2,000,000,000 or the length of a bytearray.
-`pickletools` could find such opcodes, too, but takes three times as long, and there are thousands of files.
+Every class becomes a stub. Python's unpickler itself has three weaknesses, which `vetted` removes before it runs:
+
+- It allocates memory as soon as an opcode names memo index 2,000,000,000 or the length of a bytearray.
+- It hashes dict keys. A tuple of two references to a tuple of two references … has 2^n elements for the hash, which no
+  signal interrupts, and a deeply nested one overflows the stack. So every tuple that is not one of a few numbers is
+  passed to `Unpickler.persistent_load` as soon as it is made, and its elements at all depths are counted.
+- An integer of megabytes takes minutes as text.
+
+`pickletools` could find the opcodes, too, but takes three times as long, and there are thousands of files.
 https://docs.python.org/3/library/pickletools.html
 """
 
+import gc
+import io
+import pickle
 import re
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any, ClassVar
 
-# Bytes that follow each opcode.
+from ckpt_patches.errors import UserError
+
+MOST_GLOBALS, LONGEST_GLOBAL = 1000, 500  # distinct classes and functions of a pickle; characters of their names
+MOST_IN_TUPLE = 4096  # elements of a tuple, at all depths
+MOST_ARGUMENTS = MOST_DIMENSIONS = 64
+DEEPEST = 100  # levels of a value
+LONGEST_KEY = 10_000  # characters
+LARGEST = 256 << 20  # bytes of a pickle
+
+
+class NotReadError(UserError):
+    """A file in an unsupported format; it can be valid."""
+
+
+# Bytes that follow each opcode. Opcodes that no pickle of protocol 2 or later of an object has are not listed.
 _FIXED = {
-    **dict.fromkeys(b".()012NQRabdelostu]}\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94\x97\x98", 0),
-    **dict.fromkeys(b"Khq\x80\x82", 1),
-    **dict.fromkeys(b"M\x83", 2),
-    **dict.fromkeys(b"Jj\x84", 4),
-    **dict.fromkeys(b"G\x95", 8),
+    **dict.fromkeys(b").01NQRabesu]}(\x81\x88\x89\x8f\x90\x91\x92\x93\x94", 0),
+    **dict.fromkeys(b"Khq\x80", 1),
+    **dict.fromkeys(b"M", 2),
+    **dict.fromkeys(b"Jj", 4),
+    **dict.fromkeys(b"G", 8),
 }
 # Opcodes followed by a length field of so many bytes, and then by data of this length.
-_COUNTED = {**dict.fromkeys(b"CU\x8a\x8c", 1), **dict.fromkeys(b"BTX\x8b", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
-# Opcodes followed by so many lines.
-_LINES = {**dict.fromkeys(b"FILPSVgp", 1), **dict.fromkeys(b"ci", 2)}
-_KEEP, _KEEP_AS_TEXT = ord("r"), ord("p")  # memoize; the index is four bytes, or a line of text
-_STOP = ord(".")
+_COUNTED = {**dict.fromkeys(b"CU\x8a\x8c", 1), **dict.fromkeys(b"BTX", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
+_KEEP, _LONG, _TUPLES, _STOP = ord("r"), 0x8A, b"t\x85\x86\x87", ord(".")
+_FRAME, _OF_FRAME = 0x95, 9  # bytes of it; it states the length of what follows, and is left out
+LONGEST_INTEGER = 32  # bytes
+_OTHERS = frozenset(b"KMN\x88\x89JG(.")  # opcodes that are not in the first patterns below
 
-_WIDTHS = [_FIXED.get(opcode, -1) for opcode in range(256)]
+
+def _any(patterns: Iterable[bytes]) -> bytes:
+    return b"(?:%b)" % b"|".join(patterns)
 
 
 def _of_width(width: int) -> bytes:
-    """A pattern of the opcodes with `width` bytes after them, except STOP."""
-    opcodes = b"".join(re.escape(bytes([code])) for code, own in _FIXED.items() if own == width and code != _STOP)
-    return b"[%b].{%d}" % (opcodes, width)
+    """A pattern of the opcodes with `width` bytes after them, except `_OTHERS`."""
+    opcodes = b"".join(b"\\x%02x" % code for code, own in _FIXED.items() if own == width and code not in _OTHERS)
+    return b"[%b]" % opcodes + b"." * width
 
 
-# Short strings, such as file names: a length byte, and then so many bytes.
-_SHORT = b"\x8c(?:%b)" % b"|".join(re.escape(bytes([length])) + b".{%d}" % length for length in range(32))
-# A run of these. An index has millions; the limit keeps the regex stack small.
-_RUN = re.compile(b"(?:%b|%b){1,4096}" % (b"|".join(map(_of_width, sorted(set(_FIXED.values())))), _SHORT), re.DOTALL)
+def _short(opcode: bytes, rest: bytes) -> bytes:
+    """A pattern of a string of less than 64 bytes, with a length byte and `rest`. Tries eight lengths at a time."""
+    of_length = [b"\\x%02x%b.{%d}" % (length, rest, length) for length in range(64)]
+    eights = (b"(?=[\\x%02x-\\x%02x])%b" % (n, n + 7, _any(of_length[n : n + 8])) for n in range(0, 64, 8))
+    return opcode + _any(eights)
 
 
-def check(data: bytes) -> None:
-    """Check a pickle's opcodes up to its end.
+_STRING = _any([_short(rb"\x8c", b""), _short(b"X", rb"\x00{3}")])
+_PUT = rb"(?:\x94|q.|r..[\x00-\x0f]\x00)"  # up to a million, which takes 16 MB
+_NUMBER = rb"(?:K.|M..|[N\x88\x89]|J.{4}|G.{8})"
+_ALONE = rb"(?:%b?\x85)?" % _PUT  # as the only element of another tuple: what torch.Size is called with
+# Numbers, and tuples of a few numbers.
+_SMALL = rb"%b(?:(?:\x85|%b(?:\x86|%b\x87))%b)?|\((?:%b{0,16}t%b)?" % (*[_NUMBER] * 3, _ALONE, _NUMBER, _ALONE)
+IN_SMALL = 18  # elements of such a tuple, at most
+_FEW = IN_SMALL, None
+_GLOBAL = rb"c[^\n]{1,%d}\n[^\n]{1,%d}\n" % (LONGEST_GLOBAL, LONGEST_GLOBAL)
+# A run of opcodes that need no check, frequent ones first. An index has millions; the limit keeps the stack small.
+_RUN = re.compile(
+    b"%b{1,4096}" % _any([_of_width(0) + b"+", _of_width(1), _of_width(4), _PUT, _STRING, _SMALL, _GLOBAL]), re.DOTALL
+)
+_CHECKED = b"\x85Q"  # pass a tuple of the last value to `persistent_load`
+
+
+def vetted(data: bytes) -> bytes:
+    """The pickle, in which every tuple that may contain others is passed to `persistent_load`, as its only element.
 
     Raises:
-        UnpicklingError: a memo index exceeds the length, or the data is truncated or not a pickle.
+        UnpicklingError: it names a memo index beyond its length, has an opcode that no checkpoint has, or is truncated.
     """
-    at, size = 0, len(data)
+    at, begin, size, found = 0, 0, len(data), []
     while at < size:
-        if found := _RUN.match(data, at):
-            at = found.end()
-        elif data[at] == _STOP:
-            return
+        if run := _RUN.match(data, at):
+            at = run.end()
+            continue
+        opcode = data[at]
+        if opcode in _TUPLES:
+            at += 1
+            found += (data[begin:at], _CHECKED)
+            begin = at
+        elif opcode == _FRAME:
+            found.append(data[begin:at])
+            begin = at = at + _OF_FRAME
+        elif opcode == _STOP:
+            return b"".join((*found, data[begin : at + 1]))
         else:
             at = _end_of(data, at)
     raise UnpicklingError(f"expected the end of a pickle, found that of its {size} bytes")
 
 
 def _end_of(data: bytes, at: int) -> int:
-    """The end of an opcode and its argument; beyond the end of the data if the pickle is truncated.
-
-    Raises:
-        UnpicklingError: a memo index exceeds the pickle's length, or the byte is not an opcode.
-    """
+    """The end of an opcode and its argument; beyond the end of the data if the pickle is truncated."""
     opcode = data[at]
-    if (width := _WIDTHS[opcode]) >= 0:
-        return at + 1 + width
+    if opcode in _FIXED:
+        return at + 1 + _FIXED[opcode]
     if opcode == _KEEP:
         if int.from_bytes(data[at + 1 : at + 5], "little") > len(data):
-            raise _too_far(at)
+            raise UnpicklingError(f"at its byte {at} a pickle keeps a value at a place beyond all that it can hold")
         return at + 5
     if opcode in _COUNTED:
         begin = at + 1 + _COUNTED[opcode]
-        return begin + int.from_bytes(data[at + 1 : begin], "little")
-    return _behind_lines(data, at, opcode)
+        length = int.from_bytes(data[at + 1 : begin], "little")
+        if opcode == _LONG and length > LONGEST_INTEGER:
+            raise UnpicklingError(f"at its byte {at} a pickle has an integer of {length} bytes")
+        return begin + length
+    raise UnpicklingError(f"expected an opcode of a checkpoint's pickle at its byte {at}, found {opcode:#04x}")
 
 
-def _behind_lines(data: bytes, at: int, opcode: int) -> int:
-    if opcode not in _LINES:
-        raise UnpicklingError(f"expected an opcode of a pickle at its byte {at}, found {opcode:#04x}")
-    end = at
-    for _ in range(_LINES[opcode]):
-        end = data.find(b"\n", end + 1)
-        if end < 0:
-            raise UnpicklingError(f"expected a line at byte {at} of a pickle, found its end")
-    if opcode == _KEEP_AS_TEXT and (end - at > 20 or not 0 <= int(data[at + 1 : end]) <= len(data)):
-        raise _too_far(at)
-    return end + 1
+# Stubs
 
 
-def _too_far(at: int) -> UnpicklingError:
-    return UnpicklingError(f"at its byte {at} a pickle keeps a value at a place beyond all that it can hold")
+class Global(type):
+    """The stub of a class or function that a file names. Calling it runs no code of the file."""
+
+    def __call__(cls, *args: Any) -> Any:
+        made: Instance = cls.__new__(cls, *args)  # type: ignore[arg-type]
+        made.called = True
+        return made
+
+
+class Instance(metaclass=Global):
+    """The stub of an object: how it was created, its state, and its items if it is a list or a dict."""
+
+    __slots__ = ("args", "called", "listed", "pairs", "state")
+    args: tuple[Any, ...]
+    called: bool  # created by calling the class or function; otherwise by its __new__
+    listed: Sequence[Any]  # items of a list
+    pairs: Sequence[tuple[Any, Any]]  # items of a dict
+    state: Any
+
+    def __new__(cls, *args: Any) -> "Instance":
+        if len(args) > MOST_ARGUMENTS:
+            raise UnpicklingError(f"an object of {len(args)} arguments")
+        self = object.__new__(cls)
+        self.args, self.called, self.listed, self.pairs, self.state = args, False, (), (), None
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def append(self, item: Any) -> None:
+        self.listed = self.listed or []
+        self.listed.append(item)  # type: ignore[attr-defined]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.pairs = self.pairs or []
+        self.pairs.append((key, value))  # type: ignore[attr-defined]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The object's attributes."""
+        return self.state if isinstance(self.state, dict) else {}
+
+
+class Ordered(OrderedDict[Any, Any]):
+    """An OrderedDict. Attributes from a file are kept in `attributes`, so that they hide no methods."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.attributes = state
+
+
+class Size(tuple[int, ...]):
+    """torch.Size."""
+
+    __slots__ = ()
+
+    def __new__(cls, values: Any = ()) -> "Size":
+        if len(values) > MOST_DIMENSIONS:
+            raise UnpicklingError(f"a size of {len(values)} dimensions")
+        return tuple.__new__(cls, values)
+
+    def __setstate__(self, *_: Any) -> None:  # without it, a file could set attributes of this class
+        raise UnpicklingError("a state for an object that has none")
+
+
+_STUBS: "weakref.WeakValueDictionary[str, Global]" = weakref.WeakValueDictionary()
+
+
+def stub(module: str, name: str) -> Any:
+    """The stub for a class or function of this name. The same name always has the same stub, while one is in use."""
+    full = f"{module}.{name}"
+    found = _STUBS.get(full)
+    if found is None:
+        found = _STUBS[full] = Global(name, (Instance,), {"__slots__": (), "__module__": module})
+    return found
+
+
+class Function:
+    """A function or class of ours that a file may call. Its attributes cannot be set, so that no file can change it."""
+
+    __slots__ = ("_run",)
+    _run: Callable[..., Any]
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_run", run)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    def __setattr__(self, *_: Any) -> None:
+        raise UnpicklingError("a state for an object that has none")
+
+    __setstate__ = __setattr__
+
+
+def is_name(value: Any) -> bool:
+    """Whether a value is a string that is short enough for a message."""
+    return type(value) is str and len(value) <= LONGEST_GLOBAL
+
+
+_MODULES = ("builtins", "__builtin__")
+# The classes and functions that are no stubs, and the methods of the unpickler that stand for them.
+BUILTIN = {
+    "_codecs.encode": "_bytes",
+    "__builtin__.bytes": "_bytes",
+    "collections.OrderedDict": "_ordered",
+    **{f"{module}.set": "_set" for module in _MODULES},
+    **{f"{module}.frozenset": "_frozenset" for module in _MODULES},
+}
+
+
+class Unpickler(pickle.Unpickler):
+    """Unpickles with stubs in place of all classes but those in `kept`.
+
+    Raises:
+        UnpicklingError: by `load`, as all that a damaged pickle can raise.
+        NotReadError: by `load`, if the value is larger or deeper than a checkpoint's.
+    """
+
+    kept: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, data: bytes, path: Path) -> None:
+        if len(data) > LARGEST:
+            raise NotReadError(f"{path}: expected a pickle of at most {LARGEST} bytes, found {len(data)}")
+        super().__init__(io.BytesIO(vetted(data)), encoding="utf-8")
+        self.path = path
+        self._left = len(data)  # elements that can be copied: each is in the pickle once, if it is not built to grow
+        self._globals: dict[str, Any] = {}
+        # The larger tuples' elements at all depths, by id; the values keep the ids in use.
+        self._tuples: dict[int, tuple[int, Any]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full not in self._globals:
+            if len(self._globals) >= MOST_GLOBALS or len(full) > LONGEST_GLOBAL:
+                raise NotReadError(
+                    f"{self.path}: expected at most {MOST_GLOBALS} classes with names of at most {LONGEST_GLOBAL} "
+                    "characters, found more"
+                )
+            self._globals[full] = self._global(module, name)
+        return self._globals[full]
+
+    def _global(self, module: str, name: str) -> Any:
+        """What stands for a class or function."""
+        full = f"{module}.{name}"
+        if full in self.kept or full == "torch.Size":
+            return self.kept.get(full, Size)
+        return Function(getattr(self, BUILTIN[full])) if full in BUILTIN else stub(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        """What a file keeps outside of its pickle; or a tuple that `vetted` has passed, in another one."""
+        if len(pid) != 1:
+            return self.storage(pid)
+        (value,) = pid
+        if type(value) is not tuple:
+            raise UnpicklingError("a persistent id that torch does not write")
+        count = len(value)
+        for item in value:
+            if type(item) is tuple and item:
+                count += self._tuples.get(id(item), _FEW)[0]
+        if count > IN_SMALL:
+            if count > MOST_IN_TUPLE:
+                raise NotReadError(f"{self.path}: expected a tuple of at most {MOST_IN_TUPLE} values, found {count}")
+            self._tuples[id(value)] = count, value
+        return value
+
+    def storage(self, pid: Any) -> Any:
+        raise UnpicklingError("a storage where none can be")
+
+    def _copied(self, value: Any) -> Any:
+        """A value whose elements are copied. The memo can name it any number of times, but each copy takes memory."""
+        self._left -= len(value)
+        if self._left < 0:
+            raise UnpicklingError("more copies of elements than a pickle of its length can have")
+        return value
+
+    def _bytes(self, text: str = "", encoding: str = "latin1") -> bytes:
+        """Bytes in protocol 2: _codecs.encode(text, "latin1"), or bytes() if empty."""
+        if type(text) is not str or type(encoding) is not str or encoding != "latin1":
+            raise UnpicklingError("expected bytes as latin1")
+        return str(self._copied(text)).encode("latin1")
+
+    def _set(self, values: Any = ()) -> set[Any]:
+        return set(self._copied(values))
+
+    def _frozenset(self, values: Any = ()) -> frozenset[Any]:
+        return frozenset(self._copied(values))
+
+    def _ordered(self) -> Ordered:
+        return Ordered()
+
+
+# Types of values that hold no others, or none that a file can choose.
+ATOMS: frozenset[Any] = frozenset({str, int, float, bool, bytes, type(None), Size, type, Global, Function})
+
+
+def check(value: Any, path: Path, atoms: frozenset[Any] = ATOMS) -> None:
+    """Check that a value is not too deep, does not contain itself, and has only short keys.
+
+    Raises:
+        NotReadError: it is, or has others.
+    """
+    level = [value]
+    for _ in range(DEEPEST):
+        for one in level:
+            if isinstance(one, dict) and not _are_keys(one):
+                raise NotReadError(f"{path}: expected a dict with strings and numbers as keys, found others")
+        inner = [one for one in gc.get_referents(*level) if type(one) not in atoms]
+        if not inner:
+            return
+        level = list({id(one): one for one in inner}.values()) if len(inner) > 1 else inner
+    raise NotReadError(f"{path}: expected a value of at most {DEEPEST} levels, found more, or one that contains itself")
+
+
+def _are_keys(keys: Any) -> bool:
+    kinds = {*map(type, keys)}
+    if kinds <= {str}:
+        return not keys or max(map(len, keys)) <= LONGEST_KEY
+    return all(map(_is_key, keys)) if kinds - {int} else True
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) is tuple:
+        return len(key) <= MOST_ARGUMENTS and all(type(part) is not tuple and _is_key(part) for part in key)
+    return len(key) <= LONGEST_KEY if type(key) is str else key is None or isinstance(key, (int, float, Global))

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from types import TracebackType
 
 MOST = 64  # open files at a time
+LARGEST_METADATA = 100 << 20  # bytes
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
@@ -23,6 +24,19 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     raise OSError(errno.EINVAL, "expected a regular file, found a pipe or a device", os.fspath(path))
+
+
+def read_metadata(path: str | os.PathLike[str], most: int = LARGEST_METADATA) -> bytes:
+    """The content of a file of metadata.
+
+    Raises:
+        OSError: as by `open_regular`, or it has more than `most` bytes, as a sparse file can.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
+    if content is None or len(content) > most:
+        raise OSError(errno.EFBIG, f"expected metadata of at most {most} bytes, found more", os.fspath(path))
+    return content
 
 
 class RangedFiles:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
-from ckpt_patches.formats.ranged import open_regular
+from ckpt_patches.formats.ranged import open_regular, read_metadata
 from ckpt_patches.runtime.shown import shown
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".index.json"
@@ -60,8 +60,8 @@ def read(path: Path) -> dict[str, Tensor]:
     Raises:
         BadHeaderError: the file is truncated, corrupt, or not a safetensors file.
     """
-    size = path.stat().st_size
     with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise BadHeaderError(f"{path} is truncated: its header does not end in it")
@@ -133,15 +133,14 @@ def read_index(path: Path) -> dict[str, str]:
         BadIndexError: the index is invalid, or lists something other than files beside it.
     """
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_metadata(path))
     except (ValueError, RecursionError) as error:
         raise BadIndexError(f"{path} is no JSON ({type(error).__name__})") from None
     listed = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(listed, dict) or not listed:
         raise BadIndexError(f"{path} has no weight_map")
-    odd = next((file for file in listed.values() if not _is_file_name(file)), None)
-    if odd is not None:
-        raise BadIndexError(f"{path}: expected names of files beside it, found {shown(odd)}")
+    if odd := [file for file in listed.values() if not _is_file_name(file)]:
+        raise BadIndexError(f"{path}: expected names of files beside it, found {shown(odd[0])}")
     return listed
 
 

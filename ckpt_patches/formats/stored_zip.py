@@ -14,11 +14,11 @@ from ckpt_patches.formats.checksum import crc32
 STORED = 0  # the method of an uncompressed record
 # Record header: signature, version, flags, method, time, date, checksum, size, size, lengths of name and extra field.
 # The name and the extra field follow.
-LOCAL, LOCAL_READ = struct.Struct("<4s5H3L2H"), struct.Struct("<4s22x2H")  # to read: only the lengths
+LOCAL, LOCAL_READ = struct.Struct("<4s5H3L2H"), struct.Struct("<4s2x2H16x2H")  # to read: only what is checked
 LOCAL_CHECKSUM, ENTRY_CHECKSUM, BEHIND_CHECKSUM = 14, 16, 4  # offsets of the checksum in a record's headers
 # Directory entry: signature, version, version, flags, method, time, date, checksum, size, size, lengths of
 # name, extra field and comment, disk, attributes, attributes, position of the record.
-ENTRY, ENTRY_READ = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s4x2H4x3L3H8xL")
+ENTRY, ENTRY_READ = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s2x3H4x3L4H2x2L")
 # End record: signature, disk, disk, records, records, bytes and position of the directory, length of the comment.
 END = struct.Struct("<4s4H2LH")
 # With more than 32 bits, a second end record is before it, and between the two a locator with its position.
@@ -33,11 +33,14 @@ HEADER_AT_ONCE = 512  # bytes to read for a record's header, name and extra fiel
 AT_ONCE = 4096  # bytes to read at the begin and at the end of a file: all headers of a small file
 READ_AT_ONCE = 1 << 24  # bytes of a record's data
 
-CHECKSUM_BEHIND = 8  # a record's flag: the checksum follows the data
+CHECKSUM_BEHIND, NAME_IS_UTF8 = 8, 0x800  # a record's flags: the checksum follows the data
 # Descriptor after such a record: signature, checksum, size, size.
 BEHIND, BEHIND_64 = struct.Struct("<4s3L"), struct.Struct("<4sL2Q")
+BEHIND_DATA = {0: (0,), CHECKSUM_BEHIND: (BEHIND.size, BEHIND_64.size)}  # bytes between two records, by flag
 LARGE = 1 << 30  # bytes; from here on sizes have 64 bits, well below the limit of 4 GiB
 VERSION, VERSION_64 = 20, 45  # of the format; readers must support it
+FLAGS = (0, CHECKSUM_BEHIND, NAME_IS_UTF8, CHECKSUM_BEHIND | NAME_IS_UTF8)
+FOLDER = 0x10  # an attribute: torch's reader takes a record with it for a folder, and leaves its memory uninitialised
 FIRST_OF_1980 = 0x21  # the earliest date, so that files do not depend on the time of writing
 ALIGNMENT = 64  # bytes; torch's, so that files can be memory-mapped
 
@@ -82,6 +85,8 @@ class Archive:
         self._tail = os.pread(descriptor, AT_ONCE, begin + size - AT_ONCE) if size > AT_ONCE else self._head
         self._directory_at = 0
         self.entries = self._directory()
+        ends = [*(entry.position for entry in self.entries.values()), self._directory_at][1:]
+        self._ends = dict(zip(self.entries, ends, strict=True))
 
     def read(self, name: bytes) -> bytes:
         """The data of a small record. Verifies the checksum."""
@@ -92,11 +97,9 @@ class Archive:
         return data
 
     def stored(self, name: bytes) -> Stored:
-        """The position of a record's data, all of which is in the archive."""
-        found = Stored(self.position(name), self.entries[name].nbytes, self.entries[name].checksum)
-        if found.offset + found.nbytes > self._begin + self._size:
-            raise BadArchiveError(f"it ends before the end of its record {name.decode('latin1')}")
-        return found
+        """The position of a record's data."""
+        entry = self.entries[name]
+        return Stored(self.position(name), entry.nbytes, entry.checksum)
 
     def checksum_places(self, name: bytes) -> tuple[int, int]:
         """The file offsets of a record's checksum: in the directory, and before or after its data."""
@@ -111,12 +114,15 @@ class Archive:
         """The file offset of a record's data, after its header. The directory does not state the header's length."""
         entry = self.entries[name]
         header = self._bytes(entry.position, min(HEADER_AT_ONCE, max(LOCAL.size, self._size - entry.position)))
-        signature, name_length, extra_length = LOCAL_READ.unpack_from(header)
+        signature, flags, method, name_length, extra_length = LOCAL_READ.unpack_from(header)
         extra = LOCAL.size + name_length
         end: int = extra + extra_length
-        agrees = signature == b"PK\3\4" and header[LOCAL.size : extra] == name and entry.method == STORED
-        if not agrees or end > len(header) or _parts(header, extra, end)[1] != end:
+        agrees = signature == b"PK\3\4" and header[LOCAL.size : extra] == name
+        if not agrees or flags != entry.flags or method != STORED or not _is_extra(header, extra, end):
             raise BadArchiveError(f"its record {name.decode('latin1')} is not what its directory says")
+        # The next record follows: nothing else tells that the length of the extra field is another one.
+        if self._ends[name] - entry.position - end - entry.nbytes not in BEHIND_DATA[flags & CHECKSUM_BEHIND]:
+            raise BadArchiveError(f"its record {name.decode('latin1')} does not end where the next one begins")
         return self._begin + entry.position + end
 
     def _bytes(self, position: int, nbytes: int) -> bytes:
@@ -133,15 +139,18 @@ class Archive:
         end = self._size - END.size
         if end < 0:
             raise NoDirectoryError("it is too short")
-        signature, *_, count, nbytes, position, comment = END.unpack(self._bytes(end, END.size))
+        signature, *disks, count, nbytes, position, comment = END.unpack(self._bytes(end, END.size))
         if signature != b"PK\5\6" or comment:
             raise NoDirectoryError("it has no directory of records at its end")
         locator = self._bytes(end - LOCATOR.size, LOCATOR.size) if end >= LOCATOR.size else b""
         if locator[:4] == b"PK\6\7":
-            end = LOCATOR.unpack(locator)[2]
-            signature, *_, count, nbytes, position = END_64.unpack(self._bytes(end, END_64.size))
-            if signature != b"PK\6\6":
+            _, disk, end, all_disks = LOCATOR.unpack(locator)
+            signature, size, _, _, *more, count, nbytes, position = END_64.unpack(self._bytes(end, END_64.size))
+            if (signature, size) != (b"PK\6\6", END_64.size - 12) or (disk, all_disks) != (0, 1):
                 raise BadArchiveError("its directory is not where it should be")
+            disks = [*disks[:2], *more]
+        if any(disks[:-1]) or disks[-1] != count:
+            raise BadArchiveError("it is a part of an archive of several files")
         if position + nbytes != end:
             raise BadArchiveError("its directory does not end where it should")
         self._directory_at = position
@@ -174,20 +183,34 @@ def _entries(data: bytes, count: int) -> dict[bytes, Entry]:
     for _ in range(count):
         if at + ENTRY.size > len(data):
             raise BadArchiveError("its directory is damaged")
-        signature, flags, method, checksum, stored, nbytes, name, extra, comment, position = ENTRY_READ.unpack_from(
-            data, at
-        )
+        (
+            signature,
+            version,
+            flags,
+            method,
+            checksum,
+            stored,
+            nbytes,
+            name,
+            extra,
+            comment,
+            disk,
+            attributes,
+            position,
+        ) = ENTRY_READ.unpack_from(data, at)
         name_end = at + ENTRY.size + name
         extra_end = name_end + extra
         if ELSEWHERE in (nbytes, stored, position):
             nbytes, stored, position = _of_64_bits((nbytes, stored, position), data[name_end:extra_end])
-        if signature != b"PK\1\2" or (stored != nbytes and method == STORED):
+        if signature != b"PK\1\2" or stored != nbytes or comment or disk:
             raise BadArchiveError("its directory is damaged")
         own = data[at + ENTRY.size : name_end]
         if own in found:  # other readers can take the other one
             raise BadArchiveError(f"it has two records of the name {own.decode('latin1')}")
+        if method != STORED or flags not in FLAGS or version > VERSION_64 or attributes & FOLDER:
+            raise BadArchiveError(f"its record {own.decode('latin1')} is not stored as torch stores records")
         found[own] = Entry(position, nbytes, checksum, method, flags, at)
-        at = extra_end + comment
+        at = extra_end
     if at != len(data):
         raise BadArchiveError("its directory is damaged")
     return found
@@ -206,14 +229,29 @@ def _of_64_bits(numbers: tuple[int, ...], extra: bytes) -> list[int]:
 
 
 def _parts(data: bytes, at: int, end: int) -> tuple[dict[int, bytes], int]:
-    """The parts of an extra field, by kind, and the end of the last one: the field's end if the field is valid."""
-    found = {}
+    """The parts of an extra field, by kind, and the end of the last known one: the field's end if the field is valid.
+
+    A field with a flipped bit in its length would begin with the record's data as parts.
+    """
+    found: dict[int, bytes] = {}
     while at + PART.size <= end:
         kind, length = PART.unpack_from(data, at)
+        if kind not in (EXTRA_64, PADDING) or kind in found:
+            break
         begin = at + PART.size
         at = begin + length
         found[kind] = data[begin:at]
     return found, at
+
+
+def _is_extra(header: bytes, at: int, end: int) -> bool:
+    """Whether a record's header ends with a valid extra field. Most have one part, or none."""
+    if end > len(header):
+        return False
+    return (
+        header[at : at + PART.size] == PART.pack(PADDING, max(0, end - at - PART.size))
+        or _parts(header, at, end)[1] == end
+    )
 
 
 class File(Protocol):

@@ -7,17 +7,15 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
 import functools
-import io
-import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import pickles, torch_file
 from ckpt_patches.formats.paths import path_within
-from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.ranged import RangedFiles, read_metadata
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader, TorchFile
 from ckpt_patches.runtime.pause import without_garbage_collection
 from ckpt_patches.runtime.shown import shown
@@ -99,8 +97,8 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX
     try:
         with without_garbage_collection():
-            _check_size(path)
-            return _index(folder, _load(path.read_bytes()).fields)
+            _check_size(path_within(folder, INDEX))
+            return _index(folder, _Unpickler(read_metadata(path, LARGEST), path).load().fields)
     except UserError:
         raise
     except OSError as error:
@@ -129,26 +127,18 @@ class _Entry:
         self.fields = state
 
 
-class _Unpickler(pickle.Unpickler):
+_OF_TORCH = "torch.distributed.checkpoint"
+
+
+class _Unpickler(pickles.Unpickler):
     """Unpickles with stubs in place of all classes."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        return _KEPT.get(f"{module}.{name}") or torch_file.stub(module, name)
-
-
-def _load(data: bytes) -> Any:
-    pickles.check(data)
-    return _Unpickler(io.BytesIO(data)).load()
-
-
-_OF_TORCH = "torch.distributed.checkpoint"
-_KEPT: dict[str, Any] = {
-    "torch.Size": torch_file.Size,
-    "collections.OrderedDict": torch_file.Ordered,
-    f"{_OF_TORCH}.metadata.ChunkStorageMetadata": _Entry,
-    f"{_OF_TORCH}.metadata.MetadataIndex": _Entry,
-    f"{_OF_TORCH}.filesystem._StorageInfo": _Entry,
-}
+    kept: ClassVar[Mapping[str, Any]] = {
+        "torch.Size": ().__add__,  # takes only a tuple, and returns it: neither a copy nor a call of Python
+        f"{_OF_TORCH}.metadata.ChunkStorageMetadata": _Entry,
+        f"{_OF_TORCH}.metadata.MetadataIndex": _Entry,
+        f"{_OF_TORCH}.filesystem._StorageInfo": _Entry,
+    }
 
 
 def _index(folder: Path, index: dict[str, Any]) -> Index:

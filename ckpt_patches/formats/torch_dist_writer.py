@@ -6,8 +6,8 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ckpt_patches.formats.pickles import Size, stub
 from ckpt_patches.formats.torch_dist import Place, Tensor
-from ckpt_patches.formats.torch_file import Size, stub
 from ckpt_patches.formats.torch_writer import pickled
 
 METADATA, STORAGE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"

@@ -9,22 +9,24 @@ The format: a zip of uncompressed records, `<name>/data.pkl` (a pickle, protocol
 https://pytorch.org/docs/stable/notes/serialization.html#torch-save-format
 """
 
-import io
 import math
 import operator
 import os
 import pickle
 import struct
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ckpt_patches.errors import TRUST, UserError
 from ckpt_patches.formats import dtypes, pickles, stored_zip
 from ckpt_patches.formats.dtypes import ITEM_SIZE, STORAGES, UNTYPED
+from ckpt_patches.formats.pickles import Function, Global, stub
+from ckpt_patches.formats.pickles import Instance as Instance
+from ckpt_patches.formats.pickles import NotReadError as NotReadError
 from ckpt_patches.formats.ranged import open_regular
+from ckpt_patches.runtime.shown import printable, shown
 
 QUANTIZED = "torch._utils._rebuild_qtensor"
 # First bytes of a file in torch's format before 1.6: a pickle of torch's magic number.
@@ -116,6 +118,12 @@ class TensorHeader(NamedTuple):
         return True
 
 
+class WrappedHeader(TensorHeader):
+    """One with a wrapping, which can hold other values; the check of a value's depth tells them apart by their type."""
+
+    __slots__ = ()
+
+
 class TorchFile(NamedTuple):
     """The result of `read`."""
 
@@ -129,10 +137,6 @@ class TorchFile(NamedTuple):
 
 class BadFileError(UserError):
     """A file that torch.save did not write, or an incomplete one."""
-
-
-class NotReadError(UserError):
-    """A file in an unsupported format; it can be valid."""
 
 
 class UnlistedClassError(UserError):
@@ -249,7 +253,7 @@ def parts_of(value: Any, name: str = "") -> "Iterator[tuple[str, TensorHeader | 
         if isinstance(value, dict):
             inner = list(value.items())
         elif isinstance(value, Instance):
-            inner = [*enumerate((value.args, value.items, value.pairs)), ("", value.state)]
+            inner = [*enumerate((value.args, value.listed, value.pairs)), ("", value.state)]
         else:
             inner = list(enumerate(value))
         left += [(f"{name}.{_part(key)}".strip("."), one) for key, one in reversed(inner)]
@@ -266,7 +270,7 @@ def storages_in(value: Any) -> list[StorageHeader]:
         if isinstance(value, StorageHeader):
             found[value.key] = value
         elif isinstance(value, Instance):
-            left += [value.args, value.state, value.items, value.pairs]
+            left += [value.args, value.state, value.listed, value.pairs]
         elif isinstance(value, Mapping):
             left += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple, set, frozenset)):
@@ -281,78 +285,7 @@ def _part(key: Any) -> str:
     return str(key)
 
 
-# Stubs
-
-
-class Global(type):
-    """The stub of a class or function that a file names. Calling it runs no code of the file."""
-
-    def __call__(cls, *args: Any) -> Any:
-        made: Instance = cls.__new__(cls, *args)  # type: ignore[arg-type]
-        made.called = True
-        return made
-
-
-class Instance(metaclass=Global):
-    """The stub of an object: how it was created, its state, and its items if it is a list or a dict."""
-
-    __slots__ = ("args", "called", "items", "pairs", "state")
-    args: tuple[Any, ...]
-    called: bool  # created by calling the class or function; otherwise by its __new__
-    items: list[Any]  # of a list
-    pairs: list[tuple[Any, Any]]  # of a dict
-    state: Any
-
-    def __new__(cls, *args: Any) -> "Instance":
-        self = object.__new__(cls)
-        self.args, self.called, self.items, self.pairs, self.state = args, False, [], [], None
-        return self
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def append(self, item: Any) -> None:
-        self.items.append(item)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.pairs.append((key, value))
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The object's attributes."""
-        return self.state if isinstance(self.state, dict) else {}
-
-
-class Ordered(OrderedDict[Any, Any]):
-    """An OrderedDict. Attributes from a file are kept in `attributes`, so that they hide no methods."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.attributes = state
-
-
-class Size(tuple[int, ...]):
-    """torch.Size."""
-
-    __slots__ = ()
-
-
-def _nothing(*_: Any) -> None:
-    raise pickle.UnpicklingError("a state for an object that has none")
-
-
-class _Function:
-    """One of torch's functions that rebuild tensors. Its attributes cannot be set, so that no file can change it."""
-
-    __slots__ = ("_run",)
-    _run: Callable[..., Any]
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        object.__setattr__(self, "_run", run)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._run(*args)
-
-    __setattr__ = __setstate__ = _nothing
+# Functions of torch that rebuild tensors
 
 
 def _tensor(storage: Any, start: int, shape: Any, stride: Any, requires_grad: bool = False, *_: Any) -> TensorHeader:
@@ -370,12 +303,12 @@ def _tensor_of_type(
 def _quantized(storage: Any, start: int, shape: Any, stride: Any, scales: Any, requires_grad: bool, *rest: Any) -> Any:
     """torch._utils._rebuild_qtensor"""
     wrapping = (QUANTIZED, (scales, requires_grad, *rest))
-    return _checked(TensorHeader(storage, storage.dtype, start, tuple(shape), tuple(stride), requires_grad, wrapping))
+    return _checked(WrappedHeader(storage, storage.dtype, start, tuple(shape), tuple(stride), requires_grad, wrapping))
 
 
 def _parameter(tensor: TensorHeader, *rest: Any) -> TensorHeader:
     """torch._utils._rebuild_parameter"""
-    return tensor._replace(wrapping=("torch._utils._rebuild_parameter", rest))
+    return WrappedHeader(*tensor[:-1], ("torch._utils._rebuild_parameter", rest))
 
 
 def _subclass(make: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
@@ -383,7 +316,7 @@ def _subclass(make: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
     tensor = make(*args)
     if not isinstance(tensor, TensorHeader):  # a tensor of other tensors, such as DTensor, is an object with a state
         return _with_state(tensor, state)
-    return tensor._replace(wrapping=("torch._tensor._rebuild_from_type_v2", (kind, state), tensor.wrapping))
+    return WrappedHeader(*tensor[:-1], ("torch._tensor._rebuild_from_type_v2", (kind, state), tensor.wrapping))
 
 
 def _with_state(made: Any, state: Any) -> Any:
@@ -393,86 +326,70 @@ def _with_state(made: Any, state: Any) -> Any:
     return made
 
 
-def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
-    """Bytes in protocol 2: _codecs.encode(text, "latin1"), or bytes() if empty"""
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"expected bytes as latin1, found {encoding!r}")
-    return text.encode("latin1")
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    """getattr of a class, for a method that creates an object, as in pickles of Transformer Engine's tensors"""
-    if isinstance(owner, Global):
-        return stub(owner.__module__, f"{owner.__name__}.{name}")
-    return stub("builtins", "getattr")(owner, name)
-
-
 def _checked(tensor: TensorHeader) -> TensorHeader:
     """Check all numbers of a tensor, so that no read goes beyond its storage."""
     shape, stride = tensor.shape, tensor.stride
-    numbers = (tensor.start, *shape, *stride)
-    if not isinstance(tensor.storage, StorageHeader) or {*map(type, numbers)} != {int} or min(numbers) < 0:
+    if len(shape) > pickles.MOST_DIMENSIONS:
+        raise pickle.UnpicklingError(f"a tensor of {len(shape)} dimensions")
+    storage, numbers = tensor.storage, (tensor.start, *shape, *stride)
+    if not isinstance(storage, StorageHeader) or {*map(type, numbers)} != {int} or min(numbers) < 0:
         raise pickle.UnpicklingError("a tensor of something else than a storage and numbers")
     if len(shape) != len(stride):
         raise pickle.UnpicklingError(f"a tensor of {len(shape)} dimensions with {len(stride)} strides")
     last = tensor.start + sum(map(operator.mul, shape, stride)) - sum(stride)
-    fits = not tensor.is_known or dtypes.nbytes(tensor.dtype, last + 1) <= tensor.storage.nbytes
-    if math.prod(shape) and not fits:
-        raise pickle.UnpicklingError(f"a tensor of {last + 1} elements in a storage of {tensor.storage.nbytes} bytes")
+    same = tensor.dtype == storage.dtype and last < storage.numel
+    if not same and tensor.numel and tensor.is_known and dtypes.nbytes(tensor.dtype, last + 1) > storage.nbytes:
+        raise pickle.UnpicklingError(f"a tensor of {last + 1} elements in a storage of {storage.nbytes} bytes")
     return tensor
 
 
-_FUNCTIONS: dict[str, Any] = {
-    "torch._utils._rebuild_tensor_v2": _Function(_tensor),
-    "torch._utils._rebuild_tensor_v3": _Function(_tensor_of_type),
-    QUANTIZED: _Function(_quantized),
-    "torch._utils._rebuild_parameter": _Function(_parameter),
-    "torch._tensor._rebuild_from_type_v2": _Function(_subclass),
-    "_codecs.encode": _Function(_bytes),
-    "__builtin__.bytes": _Function(_bytes),
-    "torch.Size": _Function(Size),
-    "collections.OrderedDict": Ordered,
-    **{f"{module}.{kind.__name__}": kind for module in ("builtins", "__builtin__") for kind in (set, frozenset)},
+_FUNCTIONS = {
+    "torch._utils._rebuild_tensor_v2": Function(_tensor),
+    "torch._utils._rebuild_tensor_v3": Function(_tensor_of_type),
+    QUANTIZED: Function(_quantized),
+    "torch._utils._rebuild_parameter": Function(_parameter),
+    "torch._tensor._rebuild_from_type_v2": Function(_subclass),
 }
-ATTRIBUTE, _ATTRIBUTE = ("builtins.getattr", "__builtin__.getattr"), _Function(_attribute)
-_STUBS: dict[str, Any] = {}
+_ATOMS = pickles.ATOMS | {StorageHeader, TensorHeader}
+ATTRIBUTE = ("builtins.getattr", "__builtin__.getattr")
 
 
-def stub(module: str, name: str) -> Any:
-    """The stub for a class or function of this name. The same name always has the same stub."""
-    full = f"{module}.{name}"
-    if full not in _STUBS:
-        _STUBS[full] = Global(name, (Instance,), {"__slots__": (), "__module__": module})
-    return _STUBS[full]
-
-
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickles.Unpickler):
     """Unpickles with stubs in place of classes, and headers in place of storages."""
 
+    kept: ClassVar[Mapping[str, Any]] = _FUNCTIONS
+
     def __init__(self, archive: "_Archive", trust: bool) -> None:
-        data = archive.record("data.pkl")
-        pickles.check(data)
-        super().__init__(io.BytesIO(data), encoding="utf-8")
+        super().__init__(archive.record("data.pkl"), archive.path)
         self.archive, self.trust = archive, trust
         self.storages: dict[str, StorageHeader] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
+    def load(self) -> Any:
+        value = super().load()
+        pickles.check(value, self.path, _ATOMS)
+        return value
+
+    def _global(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if full in _FUNCTIONS:
-            return _FUNCTIONS[full]
         if full in ATTRIBUTE and self.trust:
-            return _ATTRIBUTE
-        if full in LISTED or self.trust:
-            return stub(module, name)
+            return Function(self._attribute)
+        if self.trust or full in LISTED or full in _FUNCTIONS or full in pickles.BUILTIN or full == "torch.Size":
+            return super()._global(module, name)
         raise UnlistedClassError(
-            f"{self.archive.path} holds {full}, which is not on the list of classes that checkpoints are known to "
+            f"{self.path} holds {full}, which is not on the list of classes that checkpoints are known to "
             f"hold; look at where it comes from, and if you trust the checkpoint, use {TRUST}"
         )
 
-    def persistent_load(self, pid: Any) -> StorageHeader:
-        kind, storage, key, _location, numel = pid
-        if kind != "storage" or type(key) is not str or type(numel) is not int:
-            raise pickle.UnpicklingError(f"expected a storage, found {kind!r}")
+    def _attribute(self, owner: Any, name: str) -> Any:
+        """getattr of a class, for a method that creates an object, as in pickles of Transformer Engine's tensors"""
+        if not isinstance(owner, Global) or type(name) is not str:
+            return stub("builtins", "getattr")(owner, name)
+        return self.find_class(owner.__module__, f"{owner.__name__}.{name}")
+
+    def storage(self, pid: Any) -> StorageHeader:
+        kind, storage, key, _location, numel = pid if type(pid) is tuple else ()
+        if kind != "storage" or not isinstance(storage, Global) or type(key) is not str or type(numel) is not int:
+            raise pickle.UnpicklingError("expected a storage, found something else")
         dtype = STORAGES.get(storage.__name__, UNTYPED)
         if key not in self.storages:
             offset = self.archive.data_offset(key, numel * ITEM_SIZE[dtype])
@@ -489,9 +406,23 @@ class _Archive:
         (pickled,) = [name for name in self._zip.entries if name.count(b"/") == 1 and name.endswith(b"/data.pkl")]
         self._root = pickled.removesuffix(b"data.pkl")
         data, entries = self._root + b"data/", self._zip.entries
-        self._stored = {
-            name: self._zip.stored(name) for name, entry in entries.items() if name.startswith(data) and entry.nbytes
-        }
+        if not any(entry.checksum for entry in entries.values()):
+            raise NotReadError(
+                f"{path} has no checksums, without which damage cannot be told from content: save it again"
+            )
+        self._stored: dict[bytes, stored_zip.Stored] = {}
+        self._records: dict[bytes, bytes] = {}
+        for name in entries:
+            if name.endswith(b"/") or not name.startswith(self._root):
+                raise BadFileError(f"{path} is corrupt: its record {shown(name)} is not in the folder of the others")
+            if name.startswith(data):
+                self._stored[name] = self._zip.stored(name)
+            else:
+                self._records[name] = self._zip.read(name)
+        if b"\0" in b"".join(entries):
+            raise BadFileError(f"{path} is corrupt: the name of a record has a zero byte")
+        b"".join(entries).decode()  # torch refuses names that are not UTF-8
+        self.record("version")
         if self._root + b"byteorder" in self._zip.entries and self.record("byteorder") != b"little":
             raise NotReadError(f"{path} holds big-endian data, which is not read here")
 
@@ -501,11 +432,11 @@ class _Archive:
 
     def record(self, name: str) -> bytes:
         """The data of a small record."""
-        return self._zip.read(self._existing(name))
+        return self._records[self._existing(name)]
 
     @property
     def storages(self) -> tuple[stored_zip.Stored, ...]:
-        return tuple(self._stored.values())
+        return tuple(found for found in self._stored.values() if found.nbytes)
 
     def data_offset(self, key: str, nbytes: int) -> int:
         """The offset of a storage's bytes. Checks their number."""
@@ -514,7 +445,7 @@ class _Archive:
         found = self._zip.entries[full].nbytes
         if found != nbytes:
             raise BadFileError(f"{self.path} is corrupt: expected {nbytes} bytes in its record {name}, found {found}")
-        return self._stored[full].offset if full in self._stored else self._zip.position(full)
+        return self._stored[full].offset
 
     def _existing(self, name: str) -> bytes:
         full = self._root + name.encode()
@@ -560,4 +491,6 @@ def _as_bad_file(path: Path) -> Iterator[None]:
     except stored_zip.BadArchiveError as error:
         raise BadFileError(f"{path} is corrupt: {error}") from None
     except Exception as error:  # a crafted pickle can raise anything; none of its code runs
-        raise BadFileError(f"{path} is corrupt, or not a torch file: {type(error).__name__}: {error}") from None
+        raise BadFileError(
+            f"{path} is corrupt, or not a torch file: {type(error).__name__}: {printable(str(error)[:500])}"
+        ) from None

@@ -12,17 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckpt_patches.formats.dtypes import STORAGES
+from ckpt_patches.formats.pickles import Global, Instance, Ordered, Size, stub
 from ckpt_patches.formats.stored_zip import File, Writer
-from ckpt_patches.formats.torch_file import (
-    QUANTIZED,
-    Global,
-    Instance,
-    Ordered,
-    Size,
-    StorageHeader,
-    TensorHeader,
-    stub,
-)
+from ckpt_patches.formats.torch_file import QUANTIZED, StorageHeader, TensorHeader
 
 PROTOCOL = 2  # torch's
 STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
@@ -158,7 +150,7 @@ def _global(name: str) -> Any:
 def _reduced(instance: Instance) -> tuple[Any, ...]:
     """The result of __reduce__: how the object is created, its state, its items."""
     kind = type(instance)
-    rest = (instance.state, iter(instance.items), iter(instance.pairs))
+    rest = (instance.state, iter(instance.listed), iter(instance.pairs))
     if instance.called:
         return kind, instance.args, *rest
     return copyreg.__newobj__, (kind, *instance.args), *rest  # type: ignore[attr-defined]

@@ -10,11 +10,16 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.paths import LeavesFolderError, path_within
+from ckpt_patches.formats.ranged import read_metadata
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.runtime.shown import shown
 
+LARGEST = 1 << 20  # bytes of the metadata
+MOST_DIMENSIONS = 64
 METADATA, ATTRIBUTES = ".zarray", ".zattrs"
 LOCKS = ".sync"  # suffix of the folder with an array's locks
 MOST_MISSING = 100_000  # chunks of an array; if more are missing, the shape is wrong
@@ -74,6 +79,20 @@ def is_array(folder: Path) -> bool:
     return (folder / METADATA).exists() or any(file.name[0].isdigit() for file in folder.iterdir())
 
 
+def _check_links(folder: Path) -> None:
+    """Refuse an array with a file that is a link out of the checkpoint, whose content a conversion would copy."""
+    for base, folders, files in os.walk(folder):
+        for name in (*folders, *files, "."):
+            if os.path.islink(os.path.join(base, name).removesuffix("/.")):
+                path_within(folder.parent, str(Path(base, name).relative_to(folder.parent)))
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or len(values) > MOST_DIMENSIONS or any(type(value) is not int for value in values):
+        raise ValueError(f"expected a list of numbers, found {shown(values)}")
+    return tuple(values)
+
+
 def read_array(folder: Path) -> Array:
     """Read the metadata of an array.
 
@@ -83,12 +102,17 @@ def read_array(folder: Path) -> Array:
     """
     path = folder / METADATA
     try:
-        metadata = json.loads(path.read_bytes())
-        shape, chunks = (tuple(map(int, metadata[key])) for key in ("shape", "chunks"))
+        _check_links(folder)
+        metadata = json.loads(read_metadata(path, LARGEST))
+        shape, chunks = (_numbers(metadata[key]) for key in ("shape", "chunks"))
         if len(shape) != len(chunks) or any(n < 0 for n in shape) or any(n < 1 for n in chunks):
             raise ValueError(f"expected chunks {chunks} to divide the shape {shape}")
-        dtype, separator = metadata["dtype"], str(metadata.get("dimension_separator", "."))
+        dtype, separator = metadata["dtype"], metadata.get("dimension_separator", ".")
+        if separator not in (".", "/"):
+            raise ValueError(f"expected . or / between the numbers of a chunk, found {shown(separator)}")
         raw = metadata["compressor"] is None and not metadata["filters"] and metadata["order"] == "C"
+    except LeavesFolderError as error:
+        raise NotReadError(str(error)) from None
     except OSError as error:
         raise BadFileError(f"{path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -14,6 +14,7 @@ from ckpt_patches.audit.readers.dcp_reader import set_step
 from ckpt_patches.audit.readers.tensor_streams import groups_of
 from ckpt_patches.formats import fsdp_ranks, optimizer_inventory, settings, zero_inventory, zero_keys
 from ckpt_patches.formats.fsdp_ranks import CONFIG, KINDS, MODEL, OPTIMIZER, Part
+from ckpt_patches.formats.ranged import read_metadata
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.runtime.shown import shown
 
@@ -94,10 +95,12 @@ def _read_files(found: Checkpoint) -> _Ranks:
 
 
 def _world_size(found: Checkpoint) -> int | None:
-    file = found.path / CONFIG
-    if not file.is_file():
+    try:
+        size = fsdp_ranks.world_size(read_metadata(found.path / CONFIG))
+    except FileNotFoundError:
         return None
-    size = fsdp_ranks.world_size(file.read_bytes())
+    except OSError:
+        size = None
     if size is None:
         found.findings.append(Finding(damages.BAD_METADATA, CONFIG, detail="it states no number of ranks"))
     return size

@@ -23,6 +23,7 @@ from ckpt_patches.audit.readers.checkpoint import (
 from ckpt_patches.fingerprint.record import KEY
 from ckpt_patches.formats import settings, torch_file
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
+from ckpt_patches.formats.ranged import read_metadata
 from ckpt_patches.formats.torch_dist import COMMON, INDEX
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zarr import METADATA
@@ -324,7 +325,7 @@ def check_config(found: Checkpoint) -> None:
 
 def _named_backend(path: Path) -> str | None:
     try:
-        config = json.loads((path / CONFIG).read_bytes())
+        config = json.loads(read_metadata(path / CONFIG))
     except (OSError, ValueError, RecursionError):
         return None
     return str(config["sharded_backend"]) if isinstance(config, dict) and "sharded_backend" in config else None

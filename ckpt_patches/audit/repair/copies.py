@@ -39,9 +39,10 @@ class Range(NamedTuple):
 def begin_copy(path: Path, copy: Path, but: str) -> list[Range]:
     """Create the folders and empty files of a copy. Returns the ranges to copy.
 
-    Symlinks are followed. Names that match the pattern `but` are left out.
+    Symlinks are followed, within the checkpoint. Names that match the pattern `but` are left out.
 
     Raises:
+        LinkOutsideError: a symlink leads out of the checkpoint.
         UserError: an entry is neither a file nor a folder.
         OSError: an entry cannot be read or created.
     """
@@ -49,7 +50,10 @@ def begin_copy(path: Path, copy: Path, but: str) -> list[Range]:
     ranges: list[Range] = []
     for folder, folders, files in os.walk(path, followlinks=True, onerror=_give_up):
         folders[:] = sorted(name for name in folders if not fnmatch.fnmatch(name, but))
-        own = copy / Path(folder).relative_to(path)
+        inner = Path(folder).relative_to(path)
+        own = copy / inner
+        for name in filter(lambda name: Path(folder, name).is_symlink(), (*folders, *files)):
+            path_within(path, str(inner / name))
         for name in folders:
             (own / name).mkdir()
         for name in sorted(name for name in files if not fnmatch.fnmatch(name, but)):
