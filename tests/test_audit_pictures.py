@@ -89,7 +89,7 @@ def test_of_a_thousand_arrays_the_damaged_are_drawn_and_the_others_counted() -> 
 
 
 def test_damage_comes_before_suspicion() -> None:
-    drawn = plot_layout.panel(arrays(3, lost(0, 0, 900, damages.MOMENT_GAP), lost(1, 5, 10)))
+    drawn = plot_layout.panel(arrays(3, lost(0, 0, 900, damages.OTHER_MASTERS), lost(1, 5, 10)))
     assert [bar.label for bar in drawn.bars] == ["master.1", "master.0"]
     assert drawn.rest == ("and 1 whole array",)
 

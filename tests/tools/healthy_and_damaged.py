@@ -37,20 +37,25 @@ from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard  # noqa: E40
 WIDTH, VOCABULARY, EXPERTS = 16, 64, 4
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Kinds of damage that no rule can find, as docs/audit.md says with the reason.
-UNDETECTABLE = ("*: whole rows of both moments", "*: a parameter without moments", "*: a rank's file of another run")
+UNDETECTABLE = (
+    "*: whole rows of both moments",
+    "*: a parameter without moments",
+    "*: a rank's file of another run",
+    "fsdp2: a rank's file of an earlier step",
+)
 
 
 class Model(nn.Module):
     """An embedding, a block with a bias of zeros, experts, and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.norm = nn.LayerNorm(4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.norm = nn.LayerNorm(4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(EXPERTS))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         nn.init.zeros_(self.down.bias)
 
     def forward(self, tokens: torch.Tensor, experts: int = EXPERTS) -> torch.Tensor:
@@ -120,7 +125,7 @@ OPTIMIZERS: dict[str, Make] = {
 def of_optimizer(name: str) -> Callable[[int, Path], None]:
     def write(seed: int, folder: Path) -> None:
         torch.manual_seed(seed)
-        model = Model()
+        model = Model(4 * WIDTH if "torchao" in name else WIDTH)  # torchao leaves small parameters as they are
         optimizer = OPTIMIZERS[name](model.parameters())
         train(model, optimizer, seed, 3 + seed % 4)
         save(folder, model, optimizer)
@@ -208,7 +213,7 @@ def quantized_squares(seed: int, folder: Path) -> None:
         rows = torch.randn(square.shape[0], *[1] * (square.dim() - 1), generator=generator)
         values = (rows * (1 + seed) + torch.randn(square.shape, generator=generator)).exp() * 1e-8
         scale = 448 / values.max()
-        state["exp_avg_sq"] = (values * scale).to(torch.float8_e4m3fn).float() / scale
+        state["exp_avg_sq"] = (values * scale).to(torch.float8_e4m3fn).float() / scale * (square > 0)
     save(folder, model, optimizer)
 
 
