@@ -39,14 +39,14 @@ def test_quick_and_slow_agree(dtype: str, values: list[tuple[float, float, float
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_rounded_master_agrees_and_every_other_one_not(dtype: str) -> None:
-    """A million main parameters match their rounded weights, and no weights two units away."""
+    """A million main parameters match their rounded weights, and no weights four units away."""
     master = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, np.uint64).astype(np.uint32).view(np.float32)
     weight = rounded(master, dtype)
     size = np.dtype(DTYPES[dtype]).itemsize
     finite = np.isfinite(weight.view(DTYPES[dtype]).astype(np.float32)) & np.isfinite(master)
     right = {WEIGHT: (weight, dtype), MASTER: (master.view(np.uint8), "float32")}
     assert not (blocks.codes(right, len(master)) & blocks.UNROUNDED)[finite].any()
-    shifted = (weight.view({4: np.uint32, 2: np.uint16}[size]) + 2).view(np.uint8)
+    shifted = (weight.view({4: np.uint32, 2: np.uint16}[size]) + 4).view(np.uint8)
     wrong = {WEIGHT: (shifted, dtype), MASTER: (master.view(np.uint8), "float32")}
     still = np.isfinite(shifted.view(DTYPES[dtype]).astype(np.float32)) & finite & (master.view(np.uint32) != 0)
     assert (blocks.codes(wrong, len(master)) & blocks.UNROUNDED)[still].all()

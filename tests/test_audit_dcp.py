@@ -24,11 +24,9 @@ from upstream import newest, run, tree
 
 SOUND = [
     *("fsdp", "step-9", "hsdp", "fsdp_tp", "tp", "ddp", "one_rank", "bf16", "raw", "weights", "folders", "async"),
-    *("fresh", "first", "groups", "zeros", "tied", "sgd", "adagrad", "adafactor"),
+    *("fresh", "first", "groups", "zeros", "tied", "sgd", "adagrad", "adafactor", "frozen", "unused"),
 ]
 UNSURE = {
-    "frozen": {"unusual"},  # a frozen parameter in the optimizer
-    "unused": {"unusual"},
     "strided": {"not_judged"},
     "fsdp1_flat_raw": {"unusual"},  # the states of one rank's part of each flat parameter
     "fsdp1_local": {"unusual"},
@@ -54,6 +52,11 @@ def names(report: Report) -> set[str]:
 def test_a_sound_one_is_whole(name: str) -> None:
     report = audit(saved() / name)
     assert (report.verdict, names(report)) == (WHOLE, set())
+
+
+@pytest.mark.parametrize("name", ["frozen", "unused"])
+def test_a_parameter_without_states_is_noted(name: str) -> None:
+    assert {finding.kind.name for finding in audit(saved() / name).findings} >= {"rare"}
 
 
 @pytest.mark.parametrize("name", UNSURE)
@@ -97,7 +100,7 @@ def test_a_best_loss_before_the_first_one_is_no_damage(tmp_path: Path) -> None:
     callbacks = {"EarlyStopping": {"wait_count": 0, "best_score": torch.tensor(float("inf"))}}
     torch.save({"callbacks": callbacks}, folder / "meta.pt")
     report = audit(folder)
-    assert (report.verdict, names(report)) == (UNKNOWN, {"mask_or_damage"})
+    assert (report.verdict, names(report)) == (WHOLE, set())
 
 
 # Files

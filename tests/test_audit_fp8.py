@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.audit.judging import blocks
-from ckpt_patches.audit.readers import quantized
 from ckpt_patches.formats import torch_file
 from test_audit import copied, names
 from test_audit_coverage import MODEL, change
@@ -135,20 +134,17 @@ def test_ordinary_weights_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", DEQUANTIZED)
 def test_weights_that_were_kept_in_few_bits_are_no_damage(kind: str, tmp_path: Path) -> None:
-    """Dequantized weights, as megatron-core saves them in the model's dtype, are not judged, and not damage."""
+    """Dequantized weights, as megatron-core saves them in the model's dtype, are not compared, and not damage."""
     path = saved(tmp_path / "checkpoint", DEQUANTIZED[kind](masters()), masters())
-    assert found_in(path) == (UNKNOWN, {"not_judged"})
+    report = audit(path, workers=1)
+    assert (report.verdict, names(report, notes=True)) == (WHOLE, {"few_bits"})
 
 
-@pytest.mark.parametrize("block", [128, 256, 512, 1000])
-@pytest.mark.parametrize("kind", ["one scale", "scales of blocks", "NVFP4"])
-def test_they_are_known_however_they_are_read(
-    kind: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Dequantized weights are recognized when read in parts of rows or several rows at once."""
-    monkeypatch.setattr(quantized, "BLOCK", block)
-    path = saved(tmp_path / "checkpoint", DEQUANTIZED[kind](masters()), masters())
-    assert found_in(path) == (UNKNOWN, {"not_judged"})
+def test_ordinary_weights_of_another_step_are_unknown(tmp_path: Path) -> None:
+    """Most main parameters are near to their weights and do not round to them: nothing tells which are wrong."""
+    noise = torch.randn(ROWS, ROW, generator=torch.Generator().manual_seed(1))
+    path = saved(tmp_path / "checkpoint", (masters() * (1 + 0.02 * noise)).bfloat16(), masters())
+    assert found_in(path) == (UNKNOWN, {"other_masters"})
 
 
 @pytest.mark.parametrize("kind", DEQUANTIZED)
@@ -165,11 +161,11 @@ def test_a_lost_slice_of_masters_is_damage_beside_weights_of_8_bits(tmp_path: Pa
     assert (verdict, "lost_master" in found) == (DAMAGED, True)
 
 
-def test_a_few_weights_or_a_vector_of_them_tell_no_type(tmp_path: Path) -> None:
-    """Few weights, or a vector, that differ from their main parameters are damage, not 8-bit weights."""
+def test_few_or_equal_weights_tell_no_type(tmp_path: Path) -> None:
+    """Few or equal weights that differ from their main parameters are not shown to be of 8 bits."""
     for number, shape in enumerate([(4, 8), (512,), (32, 16)]):
         path = saved(tmp_path / str(number), torch.ones(shape).bfloat16(), torch.full(shape, 1.05))
-        assert found_in(path) == (DAMAGED, {"unrounded_master"})
+        assert found_in(path) == (UNKNOWN, {"other_masters"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -18,7 +18,7 @@ from zero_checkpoints import convert
 pytestmark = pytest.mark.long
 
 # Reasons for UNKNOWN. docs/audit.md, "Detection coverage", has these and the numbers below.
-REASONS = {"parameter_without_moments", "unusual", "mask_or_damage", "moment_gap", "not_read", "no_optimizer_state"}
+REASONS = {"unusual", "not_read", "no_optimizer_state"}
 COUNT = 108
 RACE = fix_files.load("zarr_create_synchronizer")
 # Megatron releases and numbers of runs. Each release writes formats that the other does not.

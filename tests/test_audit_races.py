@@ -20,7 +20,7 @@ MORE = [
 CASES = [*RUNS, *(MORE if all_releases() else [])]
 
 CERTAIN = (damages.LOST_MASTER, damages.LOST_MOMENT)
-SUSPECTED = (damages.MOMENT_GAP, damages.PARAMETER_WITHOUT_MOMENTS)
+SUSPECTED = (damages.PARAMETER_WITHOUT_MOMENTS,)
 
 
 def ranges(report: Report, kinds: tuple[damages.FindingKind, ...]) -> Ranges:

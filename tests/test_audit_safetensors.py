@@ -250,7 +250,10 @@ def test_every_key_of_the_optimizer_is_missed(state: Path) -> None:
 
     for path in every:
         with_other_value(state / OPTIMIZER, lambda found, path=path: removed(found, path))  # type: ignore[misc]
-        assert audit(state, workers=1).verdict != WHOLE, path
+        report = audit(state, workers=1)
+        is_like_a_frozen_one = path[0] == "state" and len(path) == 2
+        assert (report.verdict != WHOLE) != is_like_a_frozen_one, path
+        assert not is_like_a_frozen_one or "rare" in {finding.kind.name for finding in report.findings}
         (state / OPTIMIZER).write_bytes(data)
 
 

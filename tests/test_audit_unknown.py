@@ -115,10 +115,10 @@ def test_a_weight_in_other_chunks_than_its_master_is_named(tmp_path: Path) -> No
 
 
 def test_what_torch_dist_keeps_beside_its_shards_is_judged(tmp_path: Path) -> None:
-    """Infinity in a loss scale is damage, but other values have it before they are first computed."""
+    """NaN is damage; values have infinity before they are first computed."""
     path = saved(tmp_path / "checkpoint", masters().bfloat16(), masters())
     change(path / "common.pt", lambda value: value["optimizer"].update(grad_scaler=torch.tensor([float("inf")])))
-    assert found_in(path) == (UNKNOWN, {"mask_or_damage"})
+    assert found_in(path) == (WHOLE, set())
     change(path / "common.pt", lambda value: value["optimizer"].update(grad_scaler=torch.tensor([float("nan")])))
     assert found_in(path) == (DAMAGED, {"not_finite"})
 

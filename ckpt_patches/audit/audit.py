@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_patches.audit import damages, repair_list
+from ckpt_patches.audit import damages, repair_list, rules, rules_across
 from ckpt_patches.audit.damages import DAMAGE, SUSPICION, Finding
-from ckpt_patches.audit.judging import blocks, coverage, judge, record_checksums, recorded_states, scan, shifted
+from ckpt_patches.audit.judging import blocks, coverage, record_checksums, recorded_states, scan, shifted
 from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard
 from ckpt_patches.audit.readers.formats import reader_of
 from ckpt_patches.audit.run_folder import UNFINISHED, is_other_save, why_incomplete
@@ -189,7 +189,7 @@ def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int) -> R
         found.repaired = repair_list.read(found).ranges
         odds = scan.by_shard(parts, len(structure.shards), pieces)
         shift = judged(found, structure.shards, odds, pieces)
-        found.findings += recorded_states.findings(found, found.path, workers)
+        recorded_states.decide(found, workers)
     except UnreadableError as error:
         found.findings.append(error.finding)
     except Exception as error:
@@ -204,15 +204,15 @@ def judged(
 
     When `odds` is exhausted, `pieces` must hold the checksums of all bytes read.
     """
-    empty = set()
+    parts: list[rules_across.Part] = []
     for shard, odd in zip(shards, odds, strict=True):
         own = scan.without(odd.runs, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
-        found.findings += judge.judge(shard, odd._replace(runs=own), found)
-        if judge.has_no_moments(shard, own):
-            empty.add(id(shard))
-    found.findings[:] = judge.of_zero_masters(found, found.findings)
-    found.findings += judge.checksums(found, pieces)
-    found.findings += judge.of_parameters(found, empty)
+        found.findings += rules.judge(shard, odd._replace(runs=own), found)
+        parts += rules_across.parts_of(shard, own)
+    found.findings[:] = rules_across.of_zero_masters(found, found.findings)
+    found.findings[:] = rules_across.of_sparse_moments(found, found.findings)
+    found.findings += record_checksums.findings(found, pieces)
+    found.findings += rules_across.of_moments(found, parts)
     found.findings[:], shift = shifted.explained(found, found.findings)
     return shift
 

@@ -37,14 +37,8 @@ LOST_MASTER = _kind(
 LOST_MOMENT = _kind(
     "lost_moment",
     DAMAGE,
-    "zeros in one moment where the other is not zero, or in both over a slice that is lost in another array",
-    FROM_OLDER,
-)
-MOMENT_GAP = _kind(
-    "moment_gap",
-    SUSPICION,
-    "both moments are zero over a range that is not complete rows, or that is too long to be rows without gradient; or "
-    "the first moment alone is zero where it can have decayed to zero",
+    "zeros in one moment where the other is not zero; or in both, over elements that are neither rows nor columns, or "
+    "over most of what a rank holds",
     FROM_OLDER,
 )
 NO_MOMENTS = _kind(
@@ -52,15 +46,28 @@ NO_MOMENTS = _kind(
 )
 PARAMETER_WITHOUT_MOMENTS = _kind(
     "parameter_without_moments",
-    SUSPICION,
-    "both moments of a whole parameter are zero, and the optimizer's step is not",
-    FROM_OLDER,
+    NOTE,
+    "both moments of a whole parameter are zero: an expert or a branch that was never used",
+    NO_HARM,
 )
 UNROUNDED_MASTER = _kind(
     "unrounded_master",
     DAMAGE,
     "the master parameter does not round to the model's own weight, as after a reload that did not reach it",
     FROM_WEIGHT,
+)
+OTHER_MASTERS = _kind(
+    "other_masters",
+    SUSPICION,
+    "most master parameters do not round to the model's own weights, and are near to them: a reload did not reach one "
+    "of the two, or one is of another step",
+    "if the weights are right, repair takes the masters from them",
+)
+FEW_BITS = _kind(
+    "few_bits",
+    NOTE,
+    "the model's weights are numbers of few bits, as of fp8, which masters are near to: they were not compared",
+    NO_HARM,
 )
 LOST_WEIGHT = _kind(
     "lost_weight",
@@ -84,27 +91,12 @@ MIXED_ROWS = _kind(
     "`ckpt-patches migrate` puts them in place; with the fix fsdp2_swiglu_rows they load right on as many ranks",
 )
 NOT_FINITE = _kind("not_finite", DAMAGE, "NaN or infinity", "repair as for zeros where it can")
-MASK = _kind(
-    "mask", NOTE, "-inf in a quarter or more of a tensor that the run does not train: an attention mask", NO_HARM
-)
-MASK_OR_DAMAGE = _kind(
-    "mask_or_damage",
-    SUSPICION,
-    "infinity elsewhere in such a tensor, as a best loss before the first one, or -inf in a tensor of which it is not "
-    "known whether the run trains it",
-    "look at it with what wrote it",
-)
 ODD_IN_BUCKET = _kind(
     "odd_in_bucket",
     SUSPICION,
     "NaN, infinity or a negative square in a bucket: damage, or padding, which megatron-core 0.7 leaves uninitialised",
 )
 NEGATIVE_SQUARE = _kind("negative_square", DAMAGE, "negative elements in exp_avg_sq, a mean of squares", FROM_OLDER)
-DENORMAL_RUN = _kind(
-    "denormal_run",
-    SUSPICION,
-    "a run of denormal numbers, as uninitialised memory or integers look when they are read as floating point",
-)
 NO_GRADIENT = _kind(
     "no_gradient", NOTE, "whole rows whose moments are zero: unseen tokens, padding, unused units", NO_HARM
 )
@@ -170,6 +162,13 @@ CONTRADICTION = _kind(
     "files of one save state different settings, steps or shapes, or a value that no optimizer takes",
 )
 UNUSUAL = _kind("unusual", SUSPICION, "a run can save this, and rarely does", "compare it with an older checkpoint")
+SPARSE_MOMENT = _kind(
+    "sparse_moment",
+    NOTE,
+    "zeros in one moment where the other is not zero, in more places than ranks lose slices: as of 8 bits",
+    NO_HARM,
+)
+RARE = _kind("rare", NOTE, "a run can save this, and rarely does", NO_HARM)
 MISSING_STATE = _kind("missing_state", DAMAGE, "an optimizer state is missing that the files promise, or is too short")
 REPAIRED = _kind(
     "repaired", NOTE, "elements that `ckpt-patches repair` has repaired, by the list in the checkpoint", NO_HARM

@@ -175,7 +175,9 @@ def _optimizer(prefix: str, names: list[str], others: list[str]) -> Optimizer:
         if not name.startswith(f"{prefix}{STATE}")
     }
     # An optimizer without states names its parameters in flattened groups alone.
-    of_model, several = model_prefix(prefix, {rest.rpartition(".")[0] for rest in of_states or of_groups}, others)
+    # A state can be a nested dict, as bitsandbytes has it: then only known states name the parameter before them.
+    own_names = [rest for rest in of_states if rest.rpartition(".")[2] in KNOWN_STATES] or of_states or of_groups
+    of_model, several = model_prefix(prefix, {rest.rpartition(".")[0] for rest in own_names}, others)
     known = set() if of_model is None else {n.removeprefix(of_model) for n in others if n.startswith(of_model)}
     states: dict[str, dict[str, str]] = {}
     for rest, name in of_states.items():

@@ -4,7 +4,7 @@ https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.state_dict.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from ckpt_patches.formats.zero_inventory import (
     ABSENT_WEIGHT,
     CONTRADICTION,
     FOREIGN,
+    RARE,
     UNUSUAL,
     Problem,
 )
@@ -30,14 +31,15 @@ OF_ELEMENTS = (
     *("grad_avg", "acc_delta", "prev", "ax"),  # of RMSprop, Adadelta, Rprop, ASGD
 )
 OF_MATRICES = ("row_var", "col_var", "_row", "_col")  # suffixes of Adafactor's names, in torch and Transformers
+TORCHS_ADAM = {"betas", "eps", "amsgrad", "capturable"}  # settings of torch's Adam and AdamW alone
 
 
 def shapes_of(state: str, weight: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The shapes that a state of a weight can have; empty if the state is not known."""
+    if state in ("step_size", "variance", "exp_avg_sq"):  # Amos and others have one number
+        return [weight, ()]
     if state in OF_ELEMENTS:
         return [weight]
-    if state in ("step_size", "variance"):  # of Rprop and Adafactor; other optimizers have one number
-        return [weight, ()]
     before, rows, columns = weight[:-2], weight[:-1], weight[-1:]
     of_adafactor = {
         "row_var": (*rows, 1),  # in torch
@@ -60,6 +62,7 @@ class Optimizer:
     weights: Sequence[Any] = ()  # the model's, in any order
     checksums: Mapping[int, int] = field(default_factory=dict)  # CRC-32 by offset, for tensors that are not all zeros
     taken: int | None = None  # steps that the trainer counted; None if unknown
+    dimensions: Mapping[Any, int] = field(default_factory=dict)  # of the weights, by parameter number, where known
 
     @property
     def parameters(self) -> list[tuple[int, Any]]:
@@ -87,29 +90,52 @@ def _keys(optimizer: Optimizer) -> Iterator[Problem]:
     """Check that groups have the same settings. In a mix, such as Muon with Adam, each kind has its own."""
     for what in settings.unlike_groups([{k: v for k, v in group.items() if k in SHARED} for group in optimizer.groups]):
         yield Problem(UNUSUAL, optimizer.where, what)
-    if any("exp_avg_sq" in state for state in optimizer.states.values()):
-        for number, group in enumerate(optimizer.groups):
-            if "exp_avg" in _promised(optimizer, number) and "betas" not in group:
-                yield Problem(CONTRADICTION, optimizer.where, f"group {number} has no betas, and moments of Adam")
+    has_betas = any("betas" in group for group in optimizer.groups)
+    for number, group in enumerate(optimizer.groups):
+        is_of_adam = has_betas or {*group} >= TORCHS_ADAM - {"betas"}  # Transformers' Adafactor has its own settings
+        if is_of_adam and "betas" not in group and {"exp_avg", "exp_avg_sq"} <= _named(optimizer, {number}):
+            yield Problem(CONTRADICTION, optimizer.where, f"group {number} has no betas, and moments of Adam")
 
 
-def _promised(optimizer: Optimizer, group: int, like: Mapping[Any, Any] | None = None) -> set[str]:
-    """The names of all states in groups of the same kind; with `like`, of parameters with as many dimensions.
+def _named(optimizer: Optimizer, groups: Collection[int], dimensions: int | None = None) -> set[str]:
+    """The names of all states in these groups; with `dimensions`, of parameters with as many.
 
-    Adafactor has different states for matrices and vectors.
+    Adafactor, Shampoo and others have different states for matrices and vectors.
     """
-    keys = optimizer.groups[group].keys()
-    same = {n for n, other in enumerate(optimizer.groups) if other.keys() == keys}
-    own = [optimizer.states.get(param) or {} for n, param in optimizer.parameters if n in same and _is_key(param)]
-    if like is not None and (dimensions := _dimensions(like)) is not None:
-        own = [state for state in own if _dimensions(state) == dimensions]
-    return {str(name) for state in own for name, value in state.items() if value is not None}
+    found = set[str]()
+    for group, number in optimizer.parameters:
+        if group in groups and _is_key(number):
+            state = optimizer.states.get(number) or {}
+            if dimensions is None or dimensions == _dimensions(optimizer, number, state):
+                found |= {str(name) for name, value in state.items() if value is not None}
+    return found
 
 
-def _dimensions(state: Mapping[Any, Any]) -> int | None:
-    """The dimensions of a parameter, by its states; None if it has none but its step."""
+def _dimensions(optimizer: Optimizer, number: Any, state: Mapping[Any, Any]) -> int | None:
+    """The dimensions of a parameter, by its weight or else its states; None if it has none but its step."""
+    if number in optimizer.dimensions:
+        return optimizer.dimensions[number]
+    if any(str(name).endswith(OF_MATRICES) for name in state):
+        return 2
     tensors = [value for name, value in state.items() if isinstance(value, TensorHeader) and name != "step"]
     return max((len(tensor.shape) for tensor in tensors), default=None)
+
+
+def _alike(optimizer: Optimizer, group: int) -> set[int]:
+    """The groups of the same optimizer: with the same settings but for numbers. Muon's can have a flag."""
+
+    def kind(of: Mapping[str, Any]) -> set[tuple[str, Any]]:
+        return {(key, value if isinstance(value, (bool, str)) else None) for key, value in of.items()}
+
+    own = kind(optimizer.groups[group])
+    return {number for number, other in enumerate(optimizer.groups) if kind(other) == own}
+
+
+def _by_settings(group: Mapping[str, Any]) -> set[str]:
+    """The states that the settings of torch's Adam promise."""
+    if not group.keys() >= TORCHS_ADAM:
+        return set()
+    return {"exp_avg", "exp_avg_sq", *(("step",) if "step" not in group else ())}
 
 
 def _is_key(value: Any) -> bool:
@@ -119,19 +145,19 @@ def _is_key(value: Any) -> bool:
 def _states(optimizer: Optimizer) -> Iterator[Problem]:
     """Check that each parameter has the states that others of its kind have, all of the same shape."""
     where, parameters = optimizer.where, [(n, p) for n, p in optimizer.parameters if _is_key(p)]
-    promised = {n: _promised(optimizer, n) for n in range(len(optimizer.groups))}
-    is_mixed = any(name.endswith(OF_MATRICES) for own in promised.values() for name in own)
+    alike = {n: _alike(optimizer, n) for n in range(len(optimizer.groups))}
+    promised: dict[tuple[frozenset[int], int | None], set[str]] = {}
+    without = []
     for group, number in parameters:
         state = optimizer.states.get(number)
         if not state:
-            if promised[group]:
-                yield Problem(
-                    UNUSUAL,
-                    where,
-                    f"parameter {shown(number)} has no state: a frozen one, or one that the run does not use",
-                )
+            without.append(number)
             continue
-        expected = _promised(optimizer, group, state) if is_mixed else promised[group]
+        key = frozenset(alike[group]), _dimensions(optimizer, number, state)
+        if key not in promised:
+            promised[key] = _named(optimizer, *key)
+        expected = {name for name in promised[key] if "." not in name}  # what is nested is the optimizer's own
+        expected |= _by_settings(optimizer.groups[group])
         for name in sorted(expected - {str(name) for name, value in state.items() if value is not None}):
             yield Problem(ABSENT_STATE, where, f"parameter {shown(number)} has no {shown(name)}")
         tensors = {str(name): value for name, value in state.items() if isinstance(value, TensorHeader) and value.shape}
@@ -143,6 +169,9 @@ def _states(optimizer: Optimizer) -> Iterator[Problem]:
         crcs = [crc for tensor in moments if (crc := optimizer.checksums.get(tensor.offset))]
         if len(set(crcs)) < len(crcs):
             yield Problem(FOREIGN, where, f"two states of parameter {shown(number)} are the same, bit for bit")
+    if without and promised:
+        detail = f"{len(without)} parameters have no state, such as {shown(without[0])}: frozen or unused ones"
+        yield Problem(RARE, where, detail)
     for number in sorted(optimizer.states.keys() - {number for _, number in parameters}, key=str)[:5]:
         yield Problem(FOREIGN, where, f"a state of {shown(number)}, which no param group names")
 
@@ -201,7 +230,7 @@ def _steps(optimizer: Optimizer) -> Iterator[Problem]:
     steps = sorted({step for step in optimizer.steps.values() if settings.is_step(step)})
     if len(steps) > 1:
         found = ", ".join(f"{step:g}" for step in steps[:5])
-        yield Problem(UNUSUAL, optimizer.where, f"parameters are at different steps: {found}")
+        yield Problem(RARE, optimizer.where, f"parameters are at different steps: {found}")
     # DeepSpeed can take one more step at the start, with zero gradients, to allocate the states.
     elif steps and optimizer.taken is not None and int(steps[0]) not in (optimizer.taken, optimizer.taken + 1):
         detail = f"the engine has counted {optimizer.taken} steps, the optimizer {steps[0]:g}"

@@ -8,6 +8,11 @@ from ckpt_patches.runtime.shown import shown
 
 # Settings that must be finite. Betas are checked separately.
 NUMBERS = ("lr", "weight_decay", "eps", "momentum", "max_lr", "min_lr")
+# Numbers that a user or a schedule sets, the same on all ranks.
+SETTINGS = {
+    *NUMBERS,
+    *("initial_lr", "alpha", "rho", "dampening", "lr_decay", "start_wd", "end_wd", "wd_mult", "lr_mult", "step"),
+}
 MOST_STEPS = 1 << 53  # NaN and infinity are no step counts either
 
 
@@ -119,8 +124,13 @@ NAMES = ("params", "param_names")
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     """Yield messages for differences between two copies of a group's settings."""
     for name in sorted(own.keys() | other.keys(), key=str):
-        if name not in NAMES and differ(own.get(name), other.get(name)):
+        if name not in NAMES and differ(own.get(name), other.get(name)) and not is_own(name, own.get(name)):
             yield f"{shown(name)} is {_shown(own.get(name))}, and {_shown(other.get(name))}"
+
+
+def is_own(name: Any, value: Any) -> bool:
+    """Whether a setting is a number that each rank can have for itself, as the distances of Prodigy's gradients."""
+    return isinstance(value, float) and name not in SETTINGS
 
 
 def differ(one: Any, other: Any) -> bool:

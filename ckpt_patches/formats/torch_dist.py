@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import pickles, torch_file
 from ckpt_patches.formats.paths import path_within
+from ckpt_patches.formats.pickles import Instance
 from ckpt_patches.formats.ranged import RangedFiles, read_metadata
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader, TorchFile
 from ckpt_patches.runtime.pause import without_garbage_collection
@@ -249,7 +250,8 @@ def read_chunk(files: RangedFiles, folder: Path, tensor: Tensor, offsets: Offset
     header, shape = found.value, tensor.chunks[offsets]
     if not isinstance(header, TensorHeader) or (header.dtype, header.shape) != (tensor.dtype, shape):
         what = f"{header.dtype} {list(header.shape)}" if isinstance(header, TensorHeader) else type(header).__name__
-        raise BadFileError(
+        is_unknown = isinstance(header, Instance)  # a subclass of torch.Tensor, such as torchao's of 8 bits
+        raise (NotReadError if is_unknown else BadFileError)(
             f"{found.path}: expected {tensor.dtype} {list(shape)} at its byte {tensor.places[offsets].offset}, "
             f"found {what}"
         )

@@ -16,10 +16,11 @@ from ckpt_patches.formats.zero import EXPERT as EXPERT_FILE
 from ckpt_patches.formats.zero import OPTIMIZER, Shape
 from ckpt_patches.runtime.shown import shown
 
-# Kinds of problems. All but the last are proven damage.
+# Kinds of problems. All but the last two are proven damage.
 ABSENT_RANK, ABSENT_STATE, ABSENT_WEIGHT = "absent rank", "absent state", "absent weight"
 FOREIGN, OTHER_STEP, OTHER_DEGREE = "foreign", "other step", "other degree"
 CONTRADICTION, UNUSUAL = "contradiction", "unusual"
+RARE = "rare"  # a run can save this: a note
 EXPERT = re.compile(r"\.deepspeed_experts\.|\.experts\.w[123]$")
 NAMED = re.compile(r"global_step(\d{1,15})")
 LEAST_DISTINCTIVE = 16  # elements
@@ -112,7 +113,7 @@ def problems(
 
 def blocking(found: Iterable[Problem]) -> list[Problem]:
     """The problems that are proven damage, because no run saves them."""
-    return [problem for problem in found if problem.kind != UNUSUAL]
+    return [problem for problem in found if problem.kind not in (UNUSUAL, RARE)]
 
 
 def degree(stated: Any, counts: Iterable[Any], ranks: Iterable[int]) -> int:

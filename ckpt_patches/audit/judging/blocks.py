@@ -25,7 +25,6 @@ CONTRADICTED = 8  # the master is zero, but the weight (without weights: the mom
 AVG_IS_LARGE = 16  # the square is zero, but the first moment is too large for that
 UNROUNDED = 32  # the master is not zero, and does not round to the weight
 NEGATIVE = 64  # the square is negative
-DENORMAL = 128  # the weight (without weights: the master) is denormal in fp32
 NOT_FINITE = {WEIGHT: 256, MASTER: 512, EXP_AVG: 1024, EXP_AVG_SQ: 2048}
 MASKED = 4096  # -inf in a tensor without moments, such as an attention mask
 NO_WEIGHT = 8192  # unrounded, and the weight is zero
@@ -57,6 +56,8 @@ COMPLEX = {"complex128": np.float64, "complex64": np.float32, "complex32": np.fl
 OTHER_FLOATS = ("float64", *SMALL_FLOATS, POWERS_OF_TWO, *COMPLEX)
 # Half the distance between adjacent numbers, in steps of fp32.
 HALF_STEP = {"bfloat16": np.uint32(1 << 15), "float16": np.uint32(1 << 12)}
+# A main parameter may be this many halves away: rounding, and a unit of slack for ties and stochastic rounding.
+HALVES = 3
 # Correction after moving the bits to fp32's positions: the exponent biases of fp32 and fp16 are 127 and 15.
 OFFSET = {"bfloat16": np.uint32(0), "float16": np.uint32(112 << 23)}
 
@@ -186,14 +187,14 @@ def _agrees(master: Block, weight: Block, dtype: str) -> bool:
 
 def _is_within_half_a_step(difference: "npt.NDArray[np.uint32]", dtype: str) -> bool:
     """Whether the bits of all masters minus those of their weights are small enough. False if a sign differs."""
-    signed, offset, half = difference.view(np.int32), int(OFFSET[dtype]), int(HALF_STEP[dtype])
-    return bool(signed.max() <= offset + half and signed.min() >= offset - half)
+    signed, offset, most = difference.view(np.int32), int(OFFSET[dtype]), HALVES * int(HALF_STEP[dtype])
+    return bool(signed.max() <= offset + most and signed.min() >= offset - most)
 
 
 def _small_agree(master: "npt.NDArray[np.uint32]", weight: "npt.NDArray[np.float16]") -> bool:
     """The same test for fp16 weights up to 2^-14, which are 2^-24 apart."""
     distance = np.abs(master.view(np.float32) - weight.astype(np.float64))
-    return bool(distance.max() <= 2.0**-25) and _is_normal(master, "float32")
+    return bool(distance.max() <= HALVES * 2.0**-25) and _is_normal(master, "float32")
 
 
 def _bits_in_float32(weight: Block, dtype: str, bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
@@ -219,7 +220,8 @@ def codes(streams: Mapping[str, tuple[Block, str]], numel: int) -> Codes:
         for bit, infinity in ((MASKED, -np.inf), (INFINITE, np.inf)):
             code[np.logical_and.reduce([value == infinity for value in values.values()])] = np.uint16(bit)
     zero = {role: _is_zero(values[role]) for role in values}
-    for role, bit in ((MASTER, NO_MASTER), (EXP_AVG, NO_AVG), (EXP_AVG_SQ, NO_SQ)):
+    main = MASTER if MASTER in values else WEIGHT  # a weight beside moments and no master is the main parameter
+    for role, bit in ((main, NO_MASTER), (EXP_AVG, NO_AVG), (EXP_AVG_SQ, NO_SQ)):
         if role in zero:
             code[zero[role]] |= np.uint16(bit)
     if EXP_AVG in values and EXP_AVG_SQ in values:
@@ -228,10 +230,6 @@ def codes(streams: Mapping[str, tuple[Block, str]], numel: int) -> Codes:
     if EXP_AVG_SQ in values:
         code[values[EXP_AVG_SQ] < 0] |= np.uint16(NEGATIVE)
     _compare_master(values, streams, zero, code)
-    role = WEIGHT if WEIGHT in values else MASTER
-    if role in values and streams[role][1] in LIMITS:
-        magnitude = np.abs(values[role])
-        code[(magnitude > 0) & (magnitude < np.finfo(np.float32).tiny)] |= np.uint16(DENORMAL)
     return code
 
 
@@ -247,22 +245,20 @@ def _compare_master(
     code: Codes,
 ) -> None:
     """Set the bits of masters that contradict the weight, or without a weight the moments."""
-    if MASTER not in values:
-        return
-    if WEIGHT in values:
+    if WEIGHT in values and MASTER in values:
         weight, dtype = streams[WEIGHT]
         code[zero[MASTER] & (values[WEIGHT] != 0)] |= np.uint16(CONTRADICTED)
         wrong = ~is_nearest(values[MASTER], weight, dtype) & ~zero[MASTER]
         wrong &= np.isfinite(values[MASTER]) & np.isfinite(values[WEIGHT])
         code[wrong] |= np.uint16(UNROUNDED)
         code[wrong & (values[WEIGHT] == 0)] |= np.uint16(NO_WEIGHT)
-    elif EXP_AVG in values and EXP_AVG_SQ in values:
+    elif {EXP_AVG, EXP_AVG_SQ} < values.keys():
         moved = (np.abs(values[EXP_AVG]) > LARGE_AVG) & ~zero[EXP_AVG_SQ]
-        code[zero[MASTER] & moved] |= np.uint16(CONTRADICTED)
+        code[zero[MASTER if MASTER in values else WEIGHT] & moved] |= np.uint16(CONTRADICTED)
 
 
 def is_nearest(master: npt.NDArray[np.float32], weight: Block, dtype: str) -> npt.NDArray[np.bool_]:
-    """Whether each weight is a nearest number to its master. A tie can round either way: optimizers differ."""
+    """Whether each weight is a nearest number to its master, or next to one: optimizers round in different ways."""
     if dtype == "float32":
         return master == weight.view(np.float32)
     if dtype == "float64":  # a frozen weight can be more precise than its master
@@ -271,7 +267,8 @@ def is_nearest(master: npt.NDArray[np.float32], weight: Block, dtype: str) -> np
     if not is_compared(dtype):
         return np.ones(len(master), np.bool_)
     bits = _bits_in_float32(weight, dtype, np.empty(len(master), np.uint32)) + OFFSET[dtype]
-    nearest = master.view(np.uint32) - bits + HALF_STEP[dtype] <= 2 * HALF_STEP[dtype]
+    most = np.uint32(HALVES) * HALF_STEP[dtype]
+    nearest = master.view(np.uint32) - bits + most <= 2 * most
     smallest = float(np.finfo(np.float16 if dtype == "float16" else np.float32).tiny)
     nearest &= np.abs(_half_as_float32(weight, dtype)) >= smallest  # for denormals, bits are not a distance
     others = np.flatnonzero(~nearest)
@@ -282,10 +279,10 @@ def is_nearest(master: npt.NDArray[np.float32], weight: Block, dtype: str) -> np
 def _is_nearest_exactly(
     master: npt.NDArray[np.float32], weight: npt.NDArray[np.float32], dtype: str
 ) -> npt.NDArray[np.bool_]:
-    """The same test by distance: at most half a step at the larger exponent of the two."""
+    """The same test by distance, at the larger exponent of the two."""
     smallest_exponent, digits, largest = (-126, 8, 3.3961775e38) if dtype == "bfloat16" else (-14, 11, 65520.0)
     with np.errstate(invalid="ignore"):
         exponent = np.maximum(np.frexp(np.maximum(np.abs(master), np.abs(weight)))[1] - 1, smallest_exponent)
-        near = np.abs(master.astype(np.float64) - weight) <= np.ldexp(0.5, exponent - digits + 1)
+        near = np.abs(master.astype(np.float64) - weight) <= np.ldexp(HALVES * 0.5, exponent - digits + 1)
         overflow = np.isinf(weight) & (np.abs(master) >= largest) & (np.sign(master) == np.sign(weight))
     return near | overflow

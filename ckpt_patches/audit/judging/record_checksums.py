@@ -1,10 +1,13 @@
 """Compare the checksums that a checkpoint's files hold with those of the bytes read."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.ranges import FileRanges
-from ckpt_patches.audit.readers.checkpoint import Record, Shard, Stream
+from ckpt_patches.audit.readers.checkpoint import Checkpoint, Record, Shard, Stream
 from ckpt_patches.formats import stored_zip
 from ckpt_patches.formats.checksum import combined
 
@@ -44,6 +47,24 @@ def wrong(expected: Iterable[Record], pieces: Iterable[PartRead]) -> Iterator[Re
             crc, at = combined(crc, piece.crc, piece.nbytes), at + piece.nbytes
         if at == record.offset + record.nbytes and crc != record.crc:
             yield record
+
+
+def findings(found: Checkpoint, pieces: Iterable[PartRead]) -> Iterator[Finding]:
+    """Findings for records whose checksum is wrong."""
+    arrays = {
+        (extent.path, extent.offset): stream.array
+        for shard in found.shards
+        for stream in shard.streams.values()
+        for extent in stream.extents
+    }
+    for record in wrong(found.records, pieces):
+        array = arrays.get((record.path, record.offset), record.path)
+        yield Finding(damages.BAD_FILE, array, detail=of_checksum(record))
+
+
+def of_checksum(record: Record) -> str:
+    """Describe the checksum that is wrong."""
+    return f"checksum of {record.nbytes} bytes at {record.offset} in {Path(record.path).name}"
 
 
 def update_checksum(record: Record) -> None:

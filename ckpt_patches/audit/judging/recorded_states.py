@@ -17,6 +17,19 @@ from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.universal import is_universal
 from ckpt_patches.runtime.processes import in_order
 
+# Zeros and padding, about which a record decides. Weights are not in every record, so rounding is still judged.
+DECIDED = (damages.LOST_MOMENT, damages.NO_MOMENTS, damages.ODD_IN_BUCKET)
+
+
+def decide(found: Checkpoint, workers: int) -> None:
+    """Add the findings of `findings`. If all states are as recorded, zeros and padding are as the run had them."""
+    checked = _checked(found, found.path, workers)
+    if checked is None:
+        return
+    if checked.compared and not (checked.differences or checked.unchecked or checked.missed):
+        found.findings[:] = [finding for finding in found.findings if finding.kind not in DECIDED]
+    found.findings += _findings(found, checked)
+
 
 def findings(found: Checkpoint, path: Path, workers: int) -> Iterator[Finding]:
     """Findings for states that differ from the record, and a note on the comparison. Nothing without a record.
@@ -29,8 +42,10 @@ def findings(found: Checkpoint, path: Path, workers: int) -> Iterator[Finding]:
         workers: number of processes that read.
     """
     checked = _checked(found, path, workers)
-    if checked is None:
-        return
+    return iter(()) if checked is None else _findings(found, checked)
+
+
+def _findings(found: Checkpoint, checked: offline.Checked) -> Iterator[Finding]:
     repaired = {megatron_files.parameter_and_state(array) for array, _ in found.repaired}
     for parameter, state, what in checked.differences:
         kind = damages.REPAIRED if (parameter, state) in repaired else damages.NOT_AS_RECORDED

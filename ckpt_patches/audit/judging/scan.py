@@ -187,6 +187,15 @@ def read_values(stream: Stream, begin: int, end: int) -> "npt.NDArray[np.float32
     return blocks.as_float32(read_elements(stream, begin, end), stream.dtype)
 
 
+def stretches(runs: OddRuns, bits: int) -> list[tuple[int, int]]:
+    """The maximal ranges of elements that have all these bits."""
+    chosen = (runs.code & bits) == bits
+    begin, end = runs.begin[chosen], runs.end[chosen]
+    first = np.concatenate([[True], begin[1:] != end[:-1]]) if len(begin) else np.empty(0, np.bool_)
+    last = np.concatenate([first[1:], [True]]) if len(begin) else first
+    return list(zip(begin[first].tolist(), end[last].tolist(), strict=True))
+
+
 def runs_of(code: blocks.Codes, begin: int) -> OddRuns:
     """The odd runs of a block that begins at element `begin`."""
     edges = np.flatnonzero(np.diff(code)) + 1

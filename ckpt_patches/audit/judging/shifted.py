@@ -31,7 +31,8 @@ EXPLAINED = (
     damages.LOST_WEIGHT,
     damages.LOST_MASTER,
     damages.LOST_MOMENT,
-    damages.MOMENT_GAP,
+    damages.OTHER_MASTERS,
+    damages.RARE,
     damages.PARAMETER_WITHOUT_MOMENTS,
     damages.NO_GRADIENT,
 )
@@ -60,7 +61,7 @@ class Shift:
 
 def explained(found: Checkpoint, findings: list[Finding]) -> tuple[list[Finding], Shift | None]:
     """Replace the findings that a shift explains. Returns the findings, and the shift if there is one."""
-    suspect = {damages.UNROUNDED_MASTER, damages.LOST_WEIGHT, damages.LOST_MASTER}
+    suspect = {damages.UNROUNDED_MASTER, damages.OTHER_MASTERS, damages.LOST_WEIGHT, damages.LOST_MASTER}
     if found.sharding not in ("", TYPE) or not any(f.kind in suspect and MASTERS in f.array for f in findings):
         return findings, None
     try:

@@ -119,10 +119,11 @@ def last_step(steps: Iterable[Any]) -> int | None:
 
 
 def first_beta(groups: Iterable[Any]) -> float | None:
-    """The highest first beta in the settings of the param groups; None if no group has one."""
+    """The highest first beta in the settings of the param groups; 0 if any group has that; None if none has one."""
     betas = [group.get("betas") for group in groups if isinstance(group, dict)]
     first = [own[0] for own in betas if isinstance(own, (tuple, list)) and own]
-    return max((beta for beta in first if isinstance(beta, float) and 0 <= beta < 1), default=None)
+    valid = [float(beta) for beta in first if settings.is_number(beta) and 0 <= beta < 1]
+    return None if not valid else 0.0 if 0.0 in valid else max(valid)
 
 
 @dataclass
@@ -142,6 +143,7 @@ class Checkpoint:
     groups: list[dict[str, Any]] = field(default_factory=list)  # settings of param groups
     knows_trained: bool = False  # whether a tensor without optimizer states is known to be untrained
     buffers: set[str] = field(default_factory=set)  # tensors listed as buffers, or without optimizer states
+    neither: set[str] = field(default_factory=set)  # tensors that are neither the model's nor an optimizer's
     shards: list[Shard] = field(default_factory=list)
     repaired: dict[tuple[str, str], list[tuple[int, int]]] = field(default_factory=dict)  # by array and shard
     padded: list[Extent] = field(default_factory=list)  # byte ranges where everything outside the shards is padding

@@ -154,7 +154,9 @@ def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
     }
     where = f"{own.prefix}{dcp.STATE}".rstrip(".")
     if groups:
-        optimizer = optimizer_inventory.Optimizer(where, groups, states, steps)
+        sizes = {keys[name]: contents.tensors[of].tensor.size for name, of in own.weights.items()}
+        dimensions = {key: len(size) for key, size in sizes.items()}
+        optimizer = optimizer_inventory.Optimizer(where, groups, states, steps, dimensions=dimensions)
         found.findings += tensor_streams.findings(optimizer_inventory.problems(optimizer))
     elif states:
         detail = "no param group, with its settings, is in the checkpoint"
@@ -199,10 +201,20 @@ def _roles(own: Optimizer, tensors: Mapping[str, Chunked]) -> Iterator[dict[str,
     for parameter, state in own.states.items():
         roles = {role: tensors[state[key]] for key, role in ROLES.items() if state.get(key) in tensors}
         weight = tensors.get(own.weights.get(parameter, ""))
+        if {*roles} & {EXP_AVG, EXP_AVG_SQ} and not _are_of_adam(state, roles, weight):
+            roles = {role: chunked for role, chunked in roles.items() if role not in (EXP_AVG, EXP_AVG_SQ)}
         if weight is not None:
             is_main = MASTER not in roles and weight.tensor.dtype == "float32"
             roles[MASTER if is_main else WEIGHT] = weight
         yield roles
+
+
+def _are_of_adam(state: Mapping[str, str], roles: Mapping[str, Chunked], weight: Chunked | None) -> bool:
+    """Whether the moments are those of Adam: one number for each element, and no further means of gradients."""
+    sizes = {roles[role].tensor.size for role in (EXP_AVG, EXP_AVG_SQ) if role in roles}
+    sizes |= {weight.tensor.size} if weight is not None else set()
+    further = state.keys() - {*ROLES, "max_exp_avg_sq"}
+    return len(sizes) == 1 and not any("exp_avg" in key or "." in key for key in further)
 
 
 def set_step(found: Checkpoint, steps: list[Any], *folders: str) -> None:
@@ -212,7 +224,7 @@ def set_step(found: Checkpoint, steps: list[Any], *folders: str) -> None:
     """
     found.beta1 = first_beta(found.groups)
     step, named = last_step(steps), next(filter(None, map(NUMBER.fullmatch, folders)), None)
-    found.step = step if step is None or step > 1 else None
+    found.step = None if step == 1 else step
     count = int(named[1]) if named else 0
     if named and step is not None and step + SKIPPED + count // ONE_IN < count:
         detail = f"the optimizer has taken {step} steps, and the folder is named {named[0]}: were the states loaded?"
@@ -236,6 +248,8 @@ def _is_zip(file: Path) -> bool:
 def _note_rest(found: Checkpoint, optimizers: list[Optimizer], others: Iterable[str]) -> None:
     """Note the model's tensors without optimizer states: frozen ones, buffers, or all if there is no optimizer."""
     with_states = {name for own in optimizers for name in own.weights.values()}
+    prefixes = {name.removesuffix(parameter) for own in optimizers for parameter, name in own.weights.items()}
+    found.neither |= {name for name in others if prefixes and not any(map(name.startswith, prefixes))}
     rest = [name for name in others if name not in with_states]
     found.knows_trained = bool(with_states)
     found.buffers |= set(rest) if with_states else set()

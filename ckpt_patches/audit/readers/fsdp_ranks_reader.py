@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +254,9 @@ def _of_optimizer(
         if key not in file.value:
             return [Finding(damages.MISSING_STATE, file.path.name, label, detail=f"no {key}")]
     groups = [{**group, "params": _without(group.get("params"), elsewhere)} for group in groups_of(file.value)]
-    return tensor_streams.of_optimizer(file, groups, states, steps, label)
+    own = tensor_streams.of_optimizer(file, groups, states, steps, label)
+    # Each rank has the states of all parameters, or of its own: one without states has lost them, or is frozen.
+    return [replace(f, kind=damages.UNUSUAL) if f.kind is damages.RARE else f for f in own]
 
 
 def _without(params: Any, elsewhere: set[Any]) -> Any:

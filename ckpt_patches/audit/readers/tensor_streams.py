@@ -24,6 +24,7 @@ PROBLEMS = {
     zero_inventory.OTHER_DEGREE: damages.MIXED_RANKS,
     zero_inventory.CONTRADICTION: damages.CONTRADICTION,
     zero_inventory.UNUSUAL: damages.UNUSUAL,
+    zero_inventory.RARE: damages.RARE,
 }
 
 

@@ -25,8 +25,9 @@ from ckpt_patches.audit.readers.megatron_arrays import (
 )
 from ckpt_patches.audit.readers.megatron_torch_reader import check_bucket_sizes, judge_object
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import swiglu_rows, torch_dist
+from ckpt_patches.formats import dcp, swiglu_rows, torch_dist
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
+from ckpt_patches.formats.optimizer_inventory import OF_ELEMENTS
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import Offsets, Tensor
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TorchFile
@@ -233,8 +234,14 @@ def find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
                 own.extents[offsets] = elements.extent
             else:
                 found.tensors.append(elements.held)
-                detail = "its elements do not lie in the order of its shape: they were not compared with others"
-                found.findings.append(Finding(damages.NOT_JUDGED, own.tensor.name, str(offsets), detail=detail))
+                if not _is_alone(own.tensor.name):
+                    detail = "its elements do not lie in the order of its shape: they were not compared with others"
+                    found.findings.append(Finding(damages.NOT_JUDGED, own.tensor.name, str(offsets), detail=detail))
+
+
+def _is_alone(name: str) -> bool:
+    """Whether a tensor is a state that is compared with no other, such as a factor of Shampoo or SOAP."""
+    return f".{dcp.STATE}" in f".{name}" and name.rpartition(".")[2] not in OF_ELEMENTS
 
 
 def _lost(tensors: list[Chunked], found: Checkpoint) -> set[tuple[str, str]]:

@@ -16,9 +16,8 @@ from ckpt_patches.audit import damages, repair_list
 from ckpt_patches.audit.audit import TO_RESUME_FROM, Report, audit_together
 from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.judging import blocks, record_checksums, scan
-from ckpt_patches.audit.judging.holes import stretches
-from ckpt_patches.audit.judging.judge import of_checksum
-from ckpt_patches.audit.judging.scan import read_elements, read_values
+from ckpt_patches.audit.judging.record_checksums import of_checksum
+from ckpt_patches.audit.judging.scan import read_elements, read_values, stretches
 from ckpt_patches.audit.judging.shifted import Shift
 from ckpt_patches.audit.readers.checkpoint import (
     EXP_AVG,
@@ -58,12 +57,16 @@ FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older check
 AT_A_TIME = 1 << 19  # elements; fewer than the odd runs that a scan keeps
 
 # The kinds that can be repaired in a master or in a moment.
-IN_MASTER = (damages.LOST_MASTER, damages.UNROUNDED_MASTER, damages.NOT_FINITE, damages.SHIFTED_STATE)
+IN_MASTER = (
+    damages.LOST_MASTER,
+    damages.UNROUNDED_MASTER,
+    damages.OTHER_MASTERS,
+    damages.NOT_FINITE,
+    damages.SHIFTED_STATE,
+)
 IN_MOMENTS = (
     damages.LOST_MOMENT,
-    damages.MOMENT_GAP,
     damages.NO_MOMENTS,
-    damages.PARAMETER_WITHOUT_MOMENTS,
     damages.NEGATIVE_SQUARE,
     damages.NOT_FINITE,
     damages.SHIFTED_STATE,
@@ -193,7 +196,7 @@ def _bits(finding: Finding, role: str) -> int:
         return 0  # all elements belong to another place
     if finding.kind is damages.NOT_FINITE:
         return blocks.NOT_FINITE[role]
-    if finding.kind is damages.UNROUNDED_MASTER:
+    if finding.kind in (damages.UNROUNDED_MASTER, damages.OTHER_MASTERS):
         return blocks.UNROUNDED
     if finding.kind is damages.NEGATIVE_SQUARE:
         return blocks.NEGATIVE

@@ -1,0 +1,137 @@
+"""Rules on all shards of a checkpoint: what a rank or every parameter has lost, and steps that contradict moments."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckpt_patches.audit import damages
+from ckpt_patches.audit.damages import Finding
+from ckpt_patches.audit.judging.scan import OddRuns, stretches
+from ckpt_patches.audit.readers.checkpoint import EXP_AVG, MASTER, MOMENTS, Checkpoint, Owner, Shard
+from ckpt_patches.audit.rules import BOTH, SMALL, ZERO_MASTER
+
+RANK_FILE = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")  # of torch.distributed.checkpoint
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of a shard."""
+
+    shard: Shard
+    rank: str  # empty if unknown
+    begin: int
+    end: int
+    is_zero: bool  # whether both moments of all its elements are zero
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+
+def parts_of(shard: Shard, runs: OddRuns) -> list[Part]:
+    """The parts of a shard by rank, or one part; none if it has no moments."""
+    if not set(MOMENTS) <= shard.streams.keys() or not shard.numel or shard.is_padding:
+        return []
+    zeros = stretches(runs, BOTH)
+    return [
+        Part(shard, own.rank, own.begin, own.end, any(begin <= own.begin and own.end <= end for begin, end in zeros))
+        for own in _owners(shard)
+        if own.end > own.begin
+    ]
+
+
+def _owners(shard: Shard) -> Iterable[Owner]:
+    """The ranks of a shard; if unknown, one without a name."""
+    names = {Path(extent.path).name for extent in shard.streams[EXP_AVG].extents}
+    own = shard.owners or [Owner(names.pop() if len(names) == 1 else "", 0, shard.numel)]
+    for owner in own:
+        match = RANK_FILE.fullmatch(owner.rank)
+        rank = f"rank {match[1]}" if match else owner.rank if shard.owners else ""
+        yield owner._replace(rank=rank)
+
+
+def of_zero_masters(found: Checkpoint, findings: list[Finding]) -> Iterator[Finding]:
+    """The findings; a main parameter that is zero only in some shards becomes `LOST_MASTER`."""
+    counts = Counter(shard.streams[MASTER].array for shard in found.shards if MASTER in shard.streams)
+    zeros = Counter(finding.array for finding in findings if finding.detail.startswith(ZERO_MASTER))
+    for finding in findings:
+        if finding.detail.startswith(ZERO_MASTER) and zeros[finding.array] < counts[finding.array]:
+            yield replace(finding, kind=damages.LOST_MASTER, detail="all zeros, and the other shards are not")
+        else:
+            yield finding
+
+
+def of_sparse_moments(found: Checkpoint, findings: list[Finding]) -> list[Finding]:
+    """The findings, without short runs in a moment that is sparse in most other shards: those are no lost slices."""
+    small = {(s.array, shard.label) for shard in found.shards for s in shard.streams.values() if shard.numel < SMALL}
+    kept = list(findings)
+    for role in MOMENTS:
+        own = {(s.array, shard.label) for shard in found.shards if (s := shard.streams.get(role)) is not None}
+        lost = {(f.array, f.shard) for f in findings if f.kind is damages.LOST_MOMENT} & own
+        sparse = {(f.array, f.shard) for f in findings if f.kind is damages.SPARSE_MOMENT} & own
+        if len(sparse - lost) >= len(lost):
+            natural = lost & small
+            kept = [f for f in kept if f.kind is not damages.LOST_MOMENT or (f.array, f.shard) not in natural]
+    return kept
+
+
+def of_moments(found: Checkpoint, parts: list[Part]) -> Iterator[Finding]:
+    """Findings for moments that are zero in a parameter, on a rank or everywhere, or not zero at step 0."""
+    if found.step == 0:
+        yield from _at_step_0(found, [part for part in parts if not part.is_zero])
+        return
+    by_parameter: dict[str, list[Part]] = {}
+    for part in parts:
+        by_parameter.setdefault(part.shard.parameter, []).append(part)
+    empty = {name for name, own in by_parameter.items() if all(part.is_zero for part in own)}
+    if found.step is not None and parts and len(empty) == len(by_parameter):
+        yield from _zeros(damages.NO_MOMENTS, parts, f"step {found.step}")
+        return
+    lost = [part for own in _by_rank(parts) if _is_lost(own, by_parameter) for part in own if part.is_zero]
+    for part in lost:
+        yield from _zeros(damages.LOST_MOMENT, [part], f"as all that {part.rank} holds")
+    for part in (part for part in parts if part.is_zero and part not in lost):
+        if part.shard.parameter in empty:
+            yield from _zeros(damages.PARAMETER_WITHOUT_MOMENTS, [part], f"step {found.step}")
+
+
+def _by_rank(parts: Iterable[Part]) -> Iterable[list[Part]]:
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        if part.rank:
+            found.setdefault(part.rank, []).append(part)
+    return found.values()
+
+
+def _is_lost(own: list[Part], by_parameter: dict[str, list[Part]]) -> bool:
+    """Whether a rank has no moments in most of its parameters, and other ranks have some of the same parameters.
+
+    Unseen tokens, experts and units leave a rank without moments in a few parameters.
+    """
+    names = {part.shard.parameter for part in own}
+    zero = names - {part.shard.parameter for part in own if not part.is_zero}
+    shared = {
+        name for name in zero if any(part.rank != own[0].rank and not part.is_zero for part in by_parameter[name])
+    }
+    return (len(shared) > 1 and 2 * len(zero) > len(names)) or (len(shared) > 0 and len(zero) == len(names) > 1)
+
+
+def _zeros(kind: damages.FindingKind, parts: Iterable[Part], detail: str) -> Iterator[Finding]:
+    for part in parts:
+        for role in MOMENTS:
+            yield Finding(kind, part.shard.streams[role].array, part.shard.label, part.begin, part.end, detail)
+
+
+def _at_step_0(found: Checkpoint, with_moments: list[Part]) -> Iterator[Finding]:
+    """Moments that are not zero although the step is 0, or although no file has a step."""
+    if not with_moments:
+        return
+    is_absent = found.format.startswith("megatron") and not any("step" in group for group in found.groups)
+    found.step = None
+    detail = f"moments that are not zero in {len(with_moments)} places, and "
+    if is_absent:
+        yield Finding(damages.UNUSUAL, "param_groups", detail=f"{detail}no step: a load counts from 0")
+    else:
+        yield Finding(damages.CONTRADICTION, "the optimizer's step", detail=f"{detail}step 0: a load counts from there")
