@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_patches.audit.judging import record_checksums
-from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard
+from ckpt_patches.formats.checkpoint import Checkpoint, Shard
 
 Bits: TypeAlias = npt.NDArray[np.uint32]
 

@@ -20,15 +20,14 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, Report, audit
 from ckpt_patches.audit.judging import coverage
 from ckpt_patches.audit.judging.record_checksums import update_checksum
-from ckpt_patches.audit.readers.checkpoint import Checkpoint, Extent, Shard
 from ckpt_patches.audit.rules import written_by
 from ckpt_patches.audit.run_folder import saves
 from ckpt_patches.cli import main
-from ckpt_patches.formats import torch_file
+from ckpt_patches.formats import damages, torch_file
+from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Shard
 from crafted_files import with_other_name
 from megatron_checkpoints import ZARR, Configuration, written
 from upstream import newest, newest_affected, run, tree
@@ -592,7 +591,7 @@ def test_one_that_cannot_be_read_is_a_finding_and_the_others_are_judged(
 
 
 def test_a_defect_of_the_audit_is_a_finding_with_its_place(zarr: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_patches.audit.readers.zarr_reader.read_array", defect)
+    monkeypatch.setattr("ckpt_patches.formats.zarr_reader.read_array", defect)
     (finding,) = (f for f in audit(zarr).findings if f.kind is damages.UNREADABLE)
     assert (audit(zarr).verdict, names(audit(zarr))) == (UNKNOWN, {"unreadable"})
     assert finding.detail.startswith("a defect of the audit, please report it: KeyError: 'ours' (test_audit.py, line ")

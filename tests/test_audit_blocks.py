@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_patches.audit.judging import blocks
-from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT
+from ckpt_patches.formats import elements
+from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ODD = st.sampled_from([0.0, -0.0, 1e-40, -1e-40, 1e-30, 6e-8, 1e-5, np.inf, -np.inf, np.nan, 3e38, 70000.0, -1.0])
 NUMBERS = st.one_of(ODD, st.floats(width=32), st.floats(-1, 1, width=32))
 
 
-def rounded(master: "np.ndarray[tuple[int], np.dtype[np.float32]]", dtype: str) -> blocks.Block:
+def rounded(master: "np.ndarray[tuple[int], np.dtype[np.float32]]", dtype: str) -> elements.Block:
     with np.errstate(over="ignore", invalid="ignore"):
         return master.astype(DTYPES[dtype]).view(np.uint8)
 

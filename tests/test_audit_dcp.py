@@ -12,10 +12,10 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 import shared
-from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, Report, audit
-from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
 from ckpt_patches.cli import main
+from ckpt_patches.formats import damages
+from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
 from ckpt_patches.formats.dcp import Optimizer, untiled
 from ckpt_patches.formats.dcp import optimizers as names_of
 from ckpt_patches.formats.torch_dist import INDEX, Tensor

@@ -11,7 +11,7 @@ import torch
 
 import shared
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
-from ckpt_patches.audit.damages import (
+from ckpt_patches.formats.damages import (
     ELEMENT_COUNT,
     INTERRUPTED,
     MISSING_WEIGHT,

@@ -10,8 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
-from ckpt_patches.audit.judging import blocks
-from ckpt_patches.formats import torch_file
+from ckpt_patches.formats import elements, torch_file
 from test_audit import copied, names
 from test_audit_coverage import MODEL, change
 from zero_checkpoints import trained
@@ -26,7 +25,7 @@ Make = Callable[[torch.Tensor], torch.Tensor]
 @pytest.mark.parametrize("name", FLOATS_OF_8_BITS)
 def test_every_number_of_8_bits_is_read_as_torch_reads_it(name: str) -> None:
     every = torch.arange(256, dtype=torch.uint8)
-    found = blocks.as_float32(every.numpy(), name)
+    found = elements.as_float32(every.numpy(), name)
     expected = every.view(getattr(torch, name)).float().numpy()
     finite = np.isfinite(expected)
     assert found is not None

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
+from ckpt_patches.formats import damages
 from megatron_checkpoints import ZARR, written
 from test_audit import chunk, copied, state
 from upstream import all_releases

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
-from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard, Stream
 from ckpt_patches.audit.report import page
 from ckpt_patches.cli import main
+from ckpt_patches.formats import damages
+from ckpt_patches.formats.checkpoint import Checkpoint, Shard, Stream
+from ckpt_patches.formats.damages import Finding
 from megatron_checkpoints import ZARR, written
 from test_audit import copied, lose_both_moments, lose_master, names, put_nan
 from zero_checkpoints import trained

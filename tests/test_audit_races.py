@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
+from ckpt_patches.formats import damages
 from megatron_checkpoints import ZARR, ZARR_FP16, ZARR_TP, Configuration, Ranges, written
 from upstream import all_releases
 

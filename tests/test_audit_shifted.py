@@ -15,16 +15,16 @@ import numpy.typing as npt
 import pytest
 
 import shared
-from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, Report, audit
-from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.judging.record_checksums import update_checksum
-from ckpt_patches.audit.judging.scan import read_elements
 from ckpt_patches.audit.judging.shifted import Shift, explained
-from ckpt_patches.audit.readers.checkpoint import MASTER, MOMENTS, WEIGHT, Shard
 from ckpt_patches.audit.repair.repair import FROM_WEIGHT, RESET, plan
 from ckpt_patches.audit.repair_list import NAME
 from ckpt_patches.cli import main
+from ckpt_patches.formats import damages
+from ckpt_patches.formats.checkpoint import MASTER, MOMENTS, WEIGHT, Shard
+from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.elements import read_elements
 from test_audit import names
 from test_audit_repair import contents
 from upstream import all_releases, run, run_json, tree

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pytest
 
 from ckpt_patches.audit.judging import shift_search, shifted
-from ckpt_patches.audit.judging.scan import read_elements
-from ckpt_patches.audit.readers.checkpoint import MASTER, MOMENTS, WEIGHT, Extent, Shard, Stream
+from ckpt_patches.formats.checkpoint import MASTER, MOMENTS, WEIGHT, Extent, Shard, Stream
+from ckpt_patches.formats.elements import read_elements
 from upstream import all_releases
 
 WAS_WRONG = 45  # constants between the halves of gated parameters, which were once taken for neighbors

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from changed_elements import change_elements
-from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import WHOLE, Report, audit
-from ckpt_patches.audit.readers.checkpoint import EXP_AVG
 from ckpt_patches.audit.repair.repair import repair
 from ckpt_patches.engine.fix import load as fix_named
 from ckpt_patches.engine.registry import FIXES
+from ckpt_patches.formats import damages
+from ckpt_patches.formats.checkpoint import EXP_AVG
 from ckpt_patches.migrate.migrate import Options, migrate
 from explore import tools
 from explore.corpus import kept

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from ckpt_patches import fingerprint
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.cli import main
-from ckpt_patches.fingerprint.record import KEY
+from ckpt_patches.formats.recorded import KEY
 from test_audit_dcp import names
 
 Model = dict[str, Any]
@@ -162,7 +162,7 @@ SETTINGS: dict[str, tuple[Callable[[Model], object], tuple[str, set[str], int]]]
     "one by one": (lambda own: stepped(own, torch.tensor([[3.0]])), (WHOLE, set(), 0)),
     "two elements": (lambda own: stepped(own, torch.tensor([3.0, 3.0])), (WHOLE, set(), 0)),
     "a fraction": (lambda own: stepped(own, torch.tensor(3.7)), (DAMAGED, {"not_as_recorded"}, 1)),
-    "no step": (lambda own: stepped(own, None), (DAMAGED, {"not_as_recorded"}, 1)),
+    "no step": (lambda own: stepped(own, None), (DAMAGED, {"missing_state", "not_as_recorded"}, 1)),
     # Param groups
     "twice": (lambda own: own["param_groups"].insert(0, {**own["param_groups"][0], "weight_decay": 0.7}), DOUBLE),
     "one of another group": (

@@ -10,9 +10,9 @@ import pytest
 
 import shared
 from changed_elements import change_elements
-from ckpt_patches.audit.readers import zero_reader
-from ckpt_patches.audit.readers.checkpoint import EXP_AVG
 from ckpt_patches.cli import command_line
+from ckpt_patches.formats import zero_reader
+from ckpt_patches.formats.checkpoint import EXP_AVG
 from upstream import all_releases, newest, newest_affected, newest_by_default, releases, run, tree
 from zero_checkpoints import convert
 from zero_resumes import KINDS, PROGRAM, exact

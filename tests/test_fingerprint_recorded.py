@@ -13,10 +13,10 @@ import pytest
 import shared
 from changed_elements import Bits, change_elements
 from ckpt_patches.audit.audit import audit
-from ckpt_patches.audit.readers import torch_dist_reader
-from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
 from ckpt_patches.cli import command_line
 from ckpt_patches.fingerprint import megatron_files, offline, record_files
+from ckpt_patches.formats import torch_dist_reader
+from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
 from every_checkpoint import EVERY
 from upstream import all_releases, checkpoint_formats, newest, releases, run, tree
 

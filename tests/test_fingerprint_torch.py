@@ -23,8 +23,8 @@ from ckpt_patches.cli import main
 from ckpt_patches.fingerprint import training_state
 from ckpt_patches.fingerprint.element_hash import of_run
 from ckpt_patches.fingerprint.live_state import sums
-from ckpt_patches.fingerprint.record import from_text
 from ckpt_patches.fingerprint.shards import indices, runs
+from ckpt_patches.formats.recorded import from_text
 from upstream import newest, run_json, tree
 
 FROZEN = {"frozen": True, "tied": True}

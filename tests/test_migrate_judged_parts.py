@@ -8,9 +8,9 @@ import pytest
 from hypothesis import strategies as st
 
 from ckpt_patches.audit.judging.blocks import CERTAIN
-from ckpt_patches.audit.judging.record_checksums import PartRead
 from ckpt_patches.audit.judging.scan import Odd, OddRuns, Part, Tally
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.elements import PartRead
 from ckpt_patches.migrate.judged_parts import decoded, encoded
 
 pytestmark = pytest.mark.quick

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckpt_patches.audit.audit import WHOLE, audit
-from ckpt_patches.audit.readers.checkpoint import Extent
+from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.swiglu_rows import Grid
 from ckpt_patches.migrate import swiglu_parts
 from ckpt_patches.migrate.chunk_cover import CoverError

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ckpt_patches.audit.audit import audit
-from ckpt_patches.audit.damages import UNREADABLE
 from ckpt_patches.formats import torch_dist
+from ckpt_patches.formats.damages import UNREADABLE
 from old_checkpoints import settings
 from test_migrate_refusals import migrate, refused
 from torch_dist_indexes import loaded_by_torch

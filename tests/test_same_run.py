@@ -12,11 +12,11 @@ import pytest
 
 import shared
 from ckpt_patches.audit.audit import REPAIRED, audit
-from ckpt_patches.audit.readers.checkpoint import Checkpoint
-from ckpt_patches.audit.readers.formats import reader_of
 from ckpt_patches.audit.repair.same_run import BOUND, distance
 from ckpt_patches.audit.repair_list import NAME
 from ckpt_patches.cli import main
+from ckpt_patches.formats.checkpoint import Checkpoint
+from ckpt_patches.formats.reading import reader_of
 from crafted_files import with_other_value
 from every_checkpoint import put, tensors
 from upstream import newest, run, tree

@@ -6,14 +6,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_patches.audit import damages, repair_list, rules, rules_across
-from ckpt_patches.audit.damages import DAMAGE, SUSPICION, Finding
+from ckpt_patches.audit import repair_list, rules, rules_across
 from ckpt_patches.audit.judging import blocks, coverage, record_checksums, recorded_states, scan, shifted
-from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard
-from ckpt_patches.audit.readers.formats import reader_of
 from ckpt_patches.audit.run_folder import UNFINISHED, is_other_save, why_incomplete
 from ckpt_patches.audit.shares import shares
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats import damages
+from ckpt_patches.formats.checkpoint import Checkpoint, Shard
+from ckpt_patches.formats.damages import DAMAGE, SUSPICION, Finding
+from ckpt_patches.formats.elements import PartRead
+from ckpt_patches.formats.reading import reader_of
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.pause import without_garbage_collection
 from ckpt_patches.runtime.progress import Progress
@@ -182,7 +184,7 @@ def _of_all(found: list[Share]) -> Iterator[scan.Part]:
 def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int) -> Report:
     """Judge a checkpoint from its scanned parts."""
     found, shift = structure.found, None
-    pieces: list[record_checksums.PartRead] = []
+    pieces: list[PartRead] = []
     try:
         if structure.unreadable:
             raise UnreadableError(structure.unreadable)
@@ -198,7 +200,7 @@ def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int) -> R
 
 
 def judged(
-    found: Checkpoint, shards: list[Shard], odds: Iterable[scan.Odd], pieces: list[record_checksums.PartRead]
+    found: Checkpoint, shards: list[Shard], odds: Iterable[scan.Odd], pieces: list[PartRead]
 ) -> shifted.Shift | None:
     """Add the findings for these shards, given each shard's odd elements. Returns the shift, if any.
 

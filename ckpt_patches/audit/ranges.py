@@ -3,7 +3,7 @@
 import bisect
 from collections.abc import Iterable, Iterator
 
-from ckpt_patches.audit.readers.checkpoint import Extent
+from ckpt_patches.formats.checkpoint import Extent
 
 Range = tuple[int, int]
 

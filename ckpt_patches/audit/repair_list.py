@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.ranges import Range, joined
-from ckpt_patches.audit.readers.checkpoint import Checkpoint
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats import damages
+from ckpt_patches.formats.checkpoint import Checkpoint
 from ckpt_patches.formats.checksum import crc32
+from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.ranged import open_regular, read_metadata
 from ckpt_patches.runtime.durable import write_durably

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.judging import blocks
+from ckpt_patches.audit.judging import blocks, few_bits, remainders
 from ckpt_patches.audit.judging.scan import Odd, OddRuns, Tally, stretches
-from ckpt_patches.audit.readers import few_bits, remainders
-from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
+from ckpt_patches.formats import damages, elements
+from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
+from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.zero_inventory import numbered
 
 BOTH = blocks.NO_AVG | blocks.NO_SQ
@@ -250,7 +249,7 @@ def not_judged(seen: Seen) -> Iterator[Finding]:
         detail = f"the model's weights are of torch.{streams[WEIGHT].dtype}, with which no master was compared"
         yield seen.finding(damages.NOT_JUDGED, WEIGHT, 0, seen.shard.numel, detail)
     for role in (MASTER, *MOMENTS):
-        if role in streams and not blocks.is_number(streams[role].dtype):
+        if role in streams and not elements.is_number(streams[role].dtype):
             detail = f"elements of torch.{streams[role].dtype}, which are no numbers by themselves"
             yield seen.finding(damages.NOT_JUDGED, role, 0, seen.shard.numel, detail)
     if seen.is_cut:

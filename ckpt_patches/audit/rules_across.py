@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.judging.scan import OddRuns, stretches
-from ckpt_patches.audit.readers.checkpoint import EXP_AVG, MASTER, MOMENTS, Checkpoint, Owner, Shard
 from ckpt_patches.audit.rules import BOTH, SMALL, ZERO_MASTER
+from ckpt_patches.formats import damages
+from ckpt_patches.formats.checkpoint import EXP_AVG, MASTER, MOMENTS, Checkpoint, Owner, Shard
+from ckpt_patches.formats.damages import Finding
 
 RANK_FILE = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")  # of torch.distributed.checkpoint
 

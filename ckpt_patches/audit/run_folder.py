@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_patches.audit.readers.formats import HAS_OTHERS_BELOW, reader_of
 from ckpt_patches.formats import dcp
 from ckpt_patches.formats.megatron_torch import is_without_distributed_optimizer
+from ckpt_patches.formats.reading import HAS_OTHERS_BELOW, reader_of
 from ckpt_patches.formats.torch_dist import INDEX
 from ckpt_patches.formats.zarr import METADATA
 

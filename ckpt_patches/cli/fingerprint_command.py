@@ -70,15 +70,16 @@ def run(options: argparse.Namespace) -> int:
 
 def _read(path: Path, trust: bool) -> _Read:
     from ckpt_patches.convert import zero_fingerprints
-    from ckpt_patches.fingerprint import dcp_files, megatron_files, universal_states
+    from ckpt_patches.fingerprint import megatron_files, universal_states
     from ckpt_patches.formats import megatron_torch
+    from ckpt_patches.formats.dcp import is_dcp
     from ckpt_patches.formats.universal import is_universal
 
     if not path.is_dir():
         raise UserError(f"{path} is no folder, expected that of a checkpoint")
     if is_universal(path):
         return _of_deepspeed(path, list(universal_states.fingerprints(path, trust=trust)))
-    if dcp_files.is_dcp(path):
+    if is_dcp(path):
         return _of_torch(path)
     if megatron_files.is_megatron(path):
         return _of_megatron(path)

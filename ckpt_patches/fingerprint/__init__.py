@@ -57,6 +57,6 @@ def prove(
             could be compared. With CKPT_PATCHES_FINGERPRINT=warn it is logged instead.
     """
     from ckpt_patches.fingerprint import proof, training_state
-    from ckpt_patches.fingerprint.record import from_text
+    from ckpt_patches.formats.recorded import from_text
 
     proof.prove(training_state.live(model, optimizer), from_text(recorded), group)

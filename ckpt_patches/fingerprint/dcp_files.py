@@ -1,27 +1,23 @@
 """The fingerprints of checkpoints that training scripts write with torch.distributed.checkpoint. Needs no torch."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_patches.fingerprint import dcp_values, megatron_files, offline
-from ckpt_patches.fingerprint.record import KEY, NotARecord, Record, from_plain, from_text
-from ckpt_patches.fingerprint.states import FLOATS, MASTERS_OF_TORCH, Fingerprint
+from ckpt_patches.fingerprint.record import NotARecord, Record, from_plain
+from ckpt_patches.fingerprint.states import Fingerprint
 from ckpt_patches.formats import dcp, torch_dist
+from ckpt_patches.formats.dcp import MASTERS
+from ckpt_patches.formats.dtypes import FLOATS
 from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.recorded import KEY, from_text, is_record
 from ckpt_patches.runtime.shown import shown
 
 Entry = TypeVar("Entry")
 Hashes = dict[str, tuple[int, int]]  # elements and hash, by a tensor's name in the index
 Names = dict[str, tuple[str, str]]  # by a tensor's name in the index: its parameter and state
-
-
-def is_dcp(path: Path) -> bool:
-    """Whether a folder is such a checkpoint, and not one of megatron-core."""
-    folders = dcp.folders(path)
-    return bool(folders) and not (folders == [path] and dcp.is_by_megatron_core(path))
 
 
 def read(path: Path) -> torch_dist.Index:
@@ -33,11 +29,6 @@ def read(path: Path) -> torch_dist.Index:
     index = dcp.merged(path, [(folder, torch_dist.read_index(folder)) for folder in dcp.folders(path)])
     megatron_files.check_entries(path, index)
     return index
-
-
-def is_record(name: str) -> bool:
-    """Whether an entry is a record. Names in two indexes begin with their folder."""
-    return re.split("[./]", name)[-1] == KEY
 
 
 def recorded(path: Path, index: torch_dist.Index) -> dict[str, Any]:
@@ -179,11 +170,11 @@ def names(index: torch_dist.Index) -> Names:
     optimizers = dcp.optimizers(index.tensors, index.objects)
     for own in optimizers:
         for parameter, states in own.states.items():
-            has_main = any(states.get(name) in index.tensors for name in MASTERS_OF_TORCH)
+            has_main = any(states.get(name) in index.tensors for name in MASTERS)
             if parameter in own.weights:
                 found[own.weights[parameter]] = parameter, "weight" if has_main else "master"
             for state, name in states.items():
-                found[name] = parameter, "master" if state in MASTERS_OF_TORCH else state
+                found[name] = parameter, "master" if state in MASTERS else state
         of_model = next(iter({w.removesuffix(p) for p, w in own.weights.items()}), None)
         for name in index.tensors.keys() - found.keys() if of_model is not None else ():
             if name.startswith(of_model or ""):

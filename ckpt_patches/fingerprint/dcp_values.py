@@ -16,9 +16,10 @@ import numpy as np
 
 from ckpt_patches.fingerprint.offline import Checked
 from ckpt_patches.fingerprint.record import SETTINGS, STATE, Record, Settings, same, setting_differences, whole
-from ckpt_patches.fingerprint.states import FLOATS, Difference, bits_of, blocks, buffer_digest
+from ckpt_patches.fingerprint.states import Difference, bits_of, blocks, buffer_digest
 from ckpt_patches.fingerprint.verdict import BUFFER
 from ckpt_patches.formats import dcp, torch_dist, torch_file
+from ckpt_patches.formats.dtypes import FLOATS
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import Index, NotContiguousError, Tensor
 from ckpt_patches.runtime.shown import shown

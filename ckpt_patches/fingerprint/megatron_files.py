@@ -12,9 +12,9 @@ from pathlib import Path
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint.boxes import Box, of_box
 from ckpt_patches.fingerprint.element_hash import MODULUS
-from ckpt_patches.fingerprint.states import FLOATS, Fingerprint, bits_of, blocks, state_named
+from ckpt_patches.fingerprint.states import Fingerprint, bits_of, blocks, state_named
 from ckpt_patches.formats import torch_dist, zarr
-from ckpt_patches.formats.dtypes import item_size
+from ckpt_patches.formats.dtypes import FLOATS, item_size
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.runtime.shown import shown

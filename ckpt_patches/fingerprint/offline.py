@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from ckpt_patches.fingerprint import buckets
 from ckpt_patches.fingerprint.element_hash import zeros
-from ckpt_patches.fingerprint.record import KEY, NotARecord, Record, State, from_plain
+from ckpt_patches.fingerprint.record import NotARecord, Record, State, from_plain
 from ckpt_patches.fingerprint.states import FROZEN, Difference, Fingerprint
 from ckpt_patches.formats import megatron_torch, torch_file
+from ckpt_patches.formats.recorded import KEY
 
 CHAINED = re.compile(r"^chained_\d+\.")  # prefix of tensor names if there are several optimizers
 # An expert by its number on its rank; with a single expert-parallel rank, this is the global number.

@@ -1,12 +1,10 @@
 """The record of a checkpoint's own state: plain numbers and strings, stored with the common (not sharded) state."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-KEY = "ckpt_patches_fingerprint"  # in the common state
 FORMAT = 1
 STEP = "global_steps"  # of the run; detects a record that a client saved again
 SAMPLE = 8  # elements from the middle of a state, recorded to locate it if it has moved
@@ -97,20 +95,6 @@ def from_plain(value: Any) -> Record:
         return Record(states, settings, left_out, dict(value["buckets"]), others, partial)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise NotARecord(f"expected a record of fingerprints, found {type(value).__name__} ({error!r})") from None
-
-
-def from_text(text: Any) -> Any:
-    """The plain record from one string; any other value is returned unchanged."""
-    if not isinstance(text, str):
-        return text
-    try:
-        plain = json.loads(text)
-        for of_one in plain["states"].values():
-            for row in of_one.values():
-                row[3] = {int(place): bits for place, bits in row[3].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        return text
-    return plain
 
 
 def digest(value: Any, size: int = 16) -> str:

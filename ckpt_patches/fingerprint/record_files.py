@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.fingerprint.record import KEY, STEP, of_step
+from ckpt_patches.fingerprint.record import STEP, of_step
 from ckpt_patches.formats import torch_dist, torch_file
+from ckpt_patches.formats.recorded import KEY
 from ckpt_patches.formats.zero import MODEL
 
 

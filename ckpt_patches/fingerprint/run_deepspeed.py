@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_patches.fingerprint import deepspeed_state, proof
-from ckpt_patches.fingerprint.record import KEY, STEP, of_step
+from ckpt_patches.fingerprint.record import STEP, of_step
+from ckpt_patches.formats.recorded import KEY
 
 Method = Callable[..., Any]
 

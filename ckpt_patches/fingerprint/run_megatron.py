@@ -16,7 +16,8 @@ from torch import distributed
 
 from ckpt_patches.fingerprint import buckets, megatron_run, megatron_state, proof
 from ckpt_patches.fingerprint.live_state import Live
-from ckpt_patches.fingerprint.record import KEY, Settings, add_settings
+from ckpt_patches.fingerprint.record import Settings, add_settings
+from ckpt_patches.formats.recorded import KEY
 
 SCHEDULER = "opt_param_scheduler"  # in a state dict
 NOTE = f"{KEY}_note"  # in a state dict during a save or load, never in a checkpoint

@@ -12,10 +12,8 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
 from ckpt_patches.formats.ranged import RangedFiles
 
-FLOATS = ("float32", "bfloat16", "float16")
 # Names of the main parameter in the formats of DeepSpeed, Megatron up to 0.15 and later Megatron.
 MASTERS = ("fp32", "fp32_param", "param")
-MASTERS_OF_TORCH = ("master_param", "master_weight", "fp32_param")  # optimizer states next to a 16-bit weight
 FROZEN = "frozen"  # the state of a parameter that no optimizer steps: its own elements
 BLOCK = 1 << 24  # bytes per read; a multiple of every element size
 

@@ -14,8 +14,10 @@ from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory
 from ckpt_patches.fingerprint.record import RATE, SETTINGS, STATE, Settings, is_plain, settings_of
 from ckpt_patches.fingerprint.shards import Indices, indices, runs
-from ckpt_patches.fingerprint.states import FLOATS, FROZEN, MASTERS_OF_TORCH
+from ckpt_patches.fingerprint.states import FROZEN
 from ckpt_patches.fingerprint.verdict import BUFFER
+from ckpt_patches.formats.dcp import MASTERS
+from ckpt_patches.formats.dtypes import FLOATS
 
 # The attributes in which wrapper modules hold the wrapped one; names in checkpoints omit them.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
@@ -113,11 +115,11 @@ def _numbers(value: Any) -> Any:
 
 def _states(param: Any, states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """A parameter's own elements and its states, with their names in records; steps are settings."""
-    has_main = any(isinstance(states.get(name), torch.Tensor) for name in MASTERS_OF_TORCH)
+    has_main = any(isinstance(states.get(name), torch.Tensor) for name in MASTERS)
     yield ("weight" if has_main else "master"), param.detach()
     for name, value in states.items():
         if isinstance(value, torch.Tensor) and name != "step":
-            yield ("master" if name in MASTERS_OF_TORCH else name), value.detach()
+            yield ("master" if name in MASTERS else name), value.detach()
 
 
 def _frozen(

@@ -26,6 +26,7 @@ from ckpt_patches.formats.torch_dist import INDEX, LARGEST, Index, Place, Tensor
 from ckpt_patches.runtime.shown import shown
 
 STATE, GROUPS = "state.", "param_groups"
+MASTERS = ("master_param", "master_weight", "fp32_param")  # optimizer states next to a 16-bit weight
 OF_MEGATRON_FSDP = "param_to_group_meta"  # Megatron-FSDP's param groups, by parameter
 WRAPPER = "module."  # prefix of Megatron-FSDP's parameters in the optimizer, not of its weights
 # States that identify an optimizer's part of a checkpoint. Optimizers with other states have some of these, too.
@@ -308,3 +309,9 @@ def _edges(tensor: Tensor) -> Iterator[list[tuple[int, int]]]:
     """For each dimension, the begin and end of every chunk."""
     for dimension in range(len(tensor.size)):
         yield [(at[dimension], at[dimension] + size[dimension]) for at, size in tensor.chunks.items()]
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a folder is such a checkpoint, and not one of megatron-core."""
+    found = folders(path)
+    return bool(found) and not (found == [path] and is_by_megatron_core(path))

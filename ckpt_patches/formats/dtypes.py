@@ -40,6 +40,7 @@ ITEM_SIZE = {
     "quint4x2": 1,
     "quint2x4": 1,
 }
+FLOATS = ("float32", "bfloat16", "float16")  # which Adam's states and trained weights mostly are
 # Elements per byte of packed dtypes. Their storages count bytes.
 PACKED = {"quint4x2": 2, "quint2x4": 4}
 QUANTIZED = ("qint32", "qint8", "quint8", *PACKED)  # integers that scales convert to numbers

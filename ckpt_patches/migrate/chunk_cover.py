@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ckpt_patches.audit.readers.checkpoint import Extent
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.dtypes import nbytes
 from ckpt_patches.formats.torch_dist import Offsets
 from ckpt_patches.migrate.old_checkpoint import Array, Chunk, Shape

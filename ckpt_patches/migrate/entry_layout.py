@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_patches.audit.readers.checkpoint import Extent
+from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.dtypes import UNTYPED, nbytes
 from ckpt_patches.formats.torch_dist_writer import ARCHIVE
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader, storages_in

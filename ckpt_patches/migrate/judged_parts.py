@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_patches.audit.judging.record_checksums import PartRead
 from ckpt_patches.audit.judging.scan import Odd, OddRuns, Part, Tally
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.elements import PartRead
 
 COLUMNS = ("int64", "int64", "uint16")  # dtypes of odd runs: begin, end, code
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from ckpt_patches import __version__
 from ckpt_patches.audit import audit, repair_list
 from ckpt_patches.audit.audit import Report
-from ckpt_patches.audit.damages import DAMAGE, MIXED_ROWS, NOTE, SHIFTED_STATE, Finding
 from ckpt_patches.audit.judging import recorded_states, scan
-from ckpt_patches.audit.judging.record_checksums import PartRead
-from ckpt_patches.audit.readers.checkpoint import Checkpoint
-from ckpt_patches.audit.readers.megatron_arrays import CONFIG
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist, torch_dist_writer
+from ckpt_patches.formats.checkpoint import Checkpoint
+from ckpt_patches.formats.damages import DAMAGE, MIXED_ROWS, NOTE, SHIFTED_STATE, Finding
+from ckpt_patches.formats.elements import PartRead
+from ckpt_patches.formats.megatron_arrays import CONFIG
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import COMMON, INDEX, Place
 from ckpt_patches.formats.torch_file import storages_in

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_patches.audit.judging.record_checksums import rest
-from ckpt_patches.audit.readers.checkpoint import Extent, Record, Shard
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.checkpoint import Extent, Record, Shard
 from ckpt_patches.formats.dtypes import nbytes
 from ckpt_patches.formats.torch_dist import Offsets
 from ckpt_patches.migrate import chunk_cover, entry_layout, keys, settings, swiglu_parts

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_patches.audit.judging import scan
-from ckpt_patches.audit.judging.record_checksums import PartRead
 from ckpt_patches.audit.judging.scan import Part
-from ckpt_patches.audit.readers.checkpoint import Extent, Shard
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.checkpoint import Extent, Shard
 from ckpt_patches.formats.checksum import combined, crc32
+from ckpt_patches.formats.elements import PartRead
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.migrate.entry_layout import Torch
 from ckpt_patches.migrate.judged_parts import decoded, encoded

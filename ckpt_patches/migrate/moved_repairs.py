@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ckpt_patches.audit import repair_list
 from ckpt_patches.audit.ranges import Range, joined
-from ckpt_patches.audit.readers import torch_dist_reader
-from ckpt_patches.audit.readers.checkpoint import Checkpoint, Extent, Shard
 from ckpt_patches.audit.repair_list import Key, Repaired
+from ckpt_patches.formats import torch_dist_reader
+from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Shard
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.migrate.migration_plan import Plan
 

@@ -6,11 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit.damages import BAD_FILE, BAD_METADATA, NOT_READ
-from ckpt_patches.audit.readers import megatron_arrays, torch_dist_reader, zarr_reader
-from ckpt_patches.audit.readers.checkpoint import Checkpoint, Extent
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import torch_file
+from ckpt_patches.formats import megatron_arrays, torch_dist_reader, torch_file, zarr_reader
+from ckpt_patches.formats.checkpoint import Checkpoint, Extent
+from ckpt_patches.formats.damages import BAD_FILE, BAD_METADATA, NOT_READ
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.swiglu_rows import Mixed
 from ckpt_patches.formats.torch_dist import COMMON, COMMON_OBJECT, INDEX, Offsets, Place, read_place

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: E402
 
 from ckpt_patches.audit.audit import Report, audit  # noqa: E402
 from ckpt_patches.audit.judging import record_checksums  # noqa: E402
-from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard  # noqa: E402
+from ckpt_patches.formats.checkpoint import Checkpoint, Shard  # noqa: E402
 
 WIDTH, VOCABULARY, EXPERTS = 16, 64, 4
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_patches.audit.readers.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT
+from ckpt_patches.formats import elements
+from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT
+from ckpt_patches.formats.elements import Block
 
-Block: TypeAlias = "npt.NDArray[np.generic]"
 Codes: TypeAlias = "npt.NDArray[np.uint16]"
 
 # What is odd about an element: each is one bit of its code.
@@ -44,16 +45,6 @@ LIMITS = {
     "bfloat16": (np.uint16, np.uint16(0x0080), np.uint16(0x7F80)),
     "float16": (np.uint16, np.uint16(0x0400), np.uint16(0x7C00)),
 }
-# Per 8-bit dtype: mantissa bits, exponent bias, the bits of infinity and NaN.
-SMALL_FLOATS = {
-    "float8_e4m3fn": (3, 7, (0x7F, 0xFF)),
-    "float8_e4m3fnuz": (3, 8, (0x80,)),
-    "float8_e5m2": (2, 15, (*range(0x7C, 0x80), *range(0xFC, 0x100))),
-    "float8_e5m2fnuz": (2, 16, (0x80,)),
-}
-POWERS_OF_TWO = "float8_e8m0fnu"  # no sign bit; 0xFF is NaN
-COMPLEX = {"complex128": np.float64, "complex64": np.float32, "complex32": np.float16}
-OTHER_FLOATS = ("float64", *SMALL_FLOATS, POWERS_OF_TWO, *COMPLEX)
 # Half the distance between adjacent numbers, in steps of fp32.
 HALF_STEP = {"bfloat16": np.uint32(1 << 15), "float16": np.uint32(1 << 12)}
 # A main parameter may be this many halves away: rounding, and a unit of slack for ties and stochastic rounding.
@@ -62,63 +53,9 @@ HALVES = 3
 OFFSET = {"bfloat16": np.uint32(0), "float16": np.uint32(112 << 23)}
 
 
-def as_float32(data: Block, dtype: str) -> "npt.NDArray[np.float32] | None":
-    """The elements in fp32; None if the dtype is not floating-point."""
-    if dtype == "float32":
-        return data.view(np.float32)
-    if dtype in HALF_STEP:
-        return _half_as_float32(data, dtype)
-    if dtype == "float64":
-        return _narrowed(data.view(np.float64))
-    if dtype in SMALL_FLOATS or dtype == POWERS_OF_TWO:
-        return _of_8_bits(dtype)[data.view(np.uint8)]
-    if dtype in COMPLEX:
-        return _odd_part(data.view(COMPLEX[dtype]).reshape(-1, 2))
-    return None
-
-
-@functools.cache
-def _of_8_bits(dtype: str) -> "npt.NDArray[np.float32]":
-    """The value of each byte."""
-    bits = np.arange(256)
-    if dtype == POWERS_OF_TWO:
-        found = np.ldexp(1.0, bits - 127)
-        found[255] = np.nan
-        return found.astype(np.float32)
-    digits, bias, odd = SMALL_FLOATS[dtype]
-    exponent, fraction = (bits & 0x7F) >> digits, bits & ((1 << digits) - 1)
-    significand = fraction + np.where(exponent > 0, 1 << digits, 0)
-    found = np.ldexp(np.where(bits & 0x80, -1.0, 1.0) * significand, np.maximum(exponent, 1) - bias - digits)
-    found[list(odd)] = np.nan  # infinity is not distinguished from NaN
-    return found.astype(np.float32)
-
-
-def _odd_part(pairs: "npt.NDArray[Any]") -> "npt.NDArray[np.float32]":
-    """One part of each complex number: the real part if the imaginary part is finite, else the imaginary part."""
-    return _narrowed(np.where(np.isfinite(pairs[:, 1]), pairs[:, 0], pairs[:, 1]))
-
-
-def _narrowed(values: "npt.NDArray[Any]") -> "npt.NDArray[np.float32]":
-    """Convert to fp32. Larger finite numbers become the largest fp32 number; infinity stays."""
-    with np.errstate(over="ignore"):
-        found = values.astype(np.float32)
-    return np.where(np.isinf(found) & np.isfinite(values), np.copysign(np.finfo(np.float32).max, found), found)
-
-
 def is_compared(dtype: str) -> bool:
     """Whether main parameters are compared with weights of this dtype."""
     return dtype in HALF_STEP or dtype in ("float32", "float64")
-
-
-def is_number(dtype: str) -> bool:
-    """Whether the dtype is floating-point; integers are codes or counts."""
-    return dtype in LIMITS or dtype in OTHER_FLOATS
-
-
-def _half_as_float32(data: Block, dtype: str) -> "npt.NDArray[np.float32]":
-    if dtype == "float16":
-        return data.view(np.float16).astype(np.float32)
-    return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def is_clean(streams: Mapping[str, tuple[Block, str]]) -> bool:
@@ -152,7 +89,7 @@ def _scratch(kind: type[np.generic], numel: int) -> "npt.NDArray[Any]":
 def _is_normal(data: Block, dtype: str) -> bool:
     """Whether no element is zero, denormal, infinity or NaN. True for integers; False for floats not in `LIMITS`."""
     if dtype not in LIMITS:
-        return dtype not in OTHER_FLOATS
+        return dtype not in elements.OTHER_FLOATS
     kind, smallest, exponent = LIMITS[dtype]
     magnitude = _magnitude(data.view(kind))
     return bool(magnitude.max() < exponent << kind(1) and magnitude.min() >= smallest << kind(1))
@@ -211,7 +148,7 @@ def _bits_in_float32(weight: Block, dtype: str, bits: npt.NDArray[np.uint32]) ->
 
 def codes(streams: Mapping[str, tuple[Block, str]], numel: int) -> Codes:
     """The code of each element of a block."""
-    values = {role: v for role, (data, dtype) in streams.items() if (v := as_float32(data, dtype)) is not None}
+    values = {role: v for role, (data, dtype) in streams.items() if (v := elements.as_float32(data, dtype)) is not None}
     code = np.zeros(numel, np.uint16)
     for role, bit in NOT_FINITE.items():
         if role in values:
@@ -270,9 +207,9 @@ def is_nearest(master: npt.NDArray[np.float32], weight: Block, dtype: str) -> np
     most = np.uint32(HALVES) * HALF_STEP[dtype]
     nearest = master.view(np.uint32) - bits + most <= 2 * most
     smallest = float(np.finfo(np.float16 if dtype == "float16" else np.float32).tiny)
-    nearest &= np.abs(_half_as_float32(weight, dtype)) >= smallest  # for denormals, bits are not a distance
+    nearest &= np.abs(elements.half_as_float32(weight, dtype)) >= smallest  # for denormals, bits are not a distance
     others = np.flatnonzero(~nearest)
-    nearest[others] = _is_nearest_exactly(master[others], _half_as_float32(weight, dtype)[others], dtype)
+    nearest[others] = _is_nearest_exactly(master[others], elements.half_as_float32(weight, dtype)[others], dtype)
     return nearest
 
 

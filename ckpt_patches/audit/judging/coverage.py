@@ -6,11 +6,10 @@ A reader creates shards from the arrays that it knows: main parameters with thei
 
 from pathlib import Path
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.ranges import FileRanges
-from ckpt_patches.audit.readers import tensor_streams
-from ckpt_patches.audit.readers.checkpoint import WEIGHT, Checkpoint, Extent, Held, Shard, Stream
+from ckpt_patches.formats import damages, tensor_streams
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent, Held, Shard, Stream
+from ckpt_patches.formats.damages import Finding
 
 
 def others(found: Checkpoint) -> list[Shard]:

@@ -2,25 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.ranges import FileRanges
-from ckpt_patches.audit.readers.checkpoint import Checkpoint, Record, Shard, Stream
-from ckpt_patches.formats import stored_zip
+from ckpt_patches.formats import damages, stored_zip
+from ckpt_patches.formats.checkpoint import Checkpoint, Record, Shard, Stream
 from ckpt_patches.formats.checksum import combined
+from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.elements import PartRead
 
 REST = "rest"  # the role of bytes that belong to no array
-
-
-class PartRead(NamedTuple):
-    """A part of a file that was read, and its checksum."""
-
-    path: str
-    offset: int
-    nbytes: int
-    crc: int
 
 
 def rest(expected: Iterable[Record], shards: Iterable[Shard]) -> list[Shard]:

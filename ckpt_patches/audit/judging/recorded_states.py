@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.readers.checkpoint import Checkpoint
 from ckpt_patches.convert import zero_fingerprints
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import buckets, dcp_files, megatron_files, offline, record_files, universal_states
 from ckpt_patches.fingerprint.states import Fingerprint
-from ckpt_patches.formats import megatron_torch
+from ckpt_patches.formats import damages, megatron_torch
+from ckpt_patches.formats.checkpoint import Checkpoint
+from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.dcp import is_dcp
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.universal import is_universal
 from ckpt_patches.runtime.processes import in_order
@@ -64,7 +64,7 @@ def _checked(found: Checkpoint, path: Path, workers: int) -> offline.Checked | N
             plain = record_files.of_deepspeed(path)
             files = universal_states if is_universal(path) else zero_fingerprints
             return None if plain is None else offline.check(plain, files.fingerprints(path, trust=True))
-        if found.recorded is not None and dcp_files.is_dcp(path):
+        if found.recorded is not None and is_dcp(path):
             index = dcp_files.read(path)
             return dcp_files.check(path, index, dcp_files.hashes(path, index))
     except UserError as error:  # another finding reports the damage

@@ -1,7 +1,5 @@
 """Read every byte of a checkpoint once, in blocks, with several workers, and keep the positions of odd elements."""
 
-import bisect
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -10,14 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_patches.audit.judging import blocks
-from ckpt_patches.audit.judging.record_checksums import PartRead
-from ckpt_patches.audit.readers.checkpoint import Shard, Stream
-from ckpt_patches.formats.checksum import crc32
+from ckpt_patches.formats.checkpoint import Shard, Stream
 from ckpt_patches.formats.dtypes import item_size
+from ckpt_patches.formats.elements import BLOCK, BlockReader, PartRead
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.runtime.processes import in_order
 
-BLOCK = 64 * 1024  # elements; a block of four arrays fits in the L2 cache
 SPAN = 128 * BLOCK  # elements per task of a worker
 QUICK_SPAN = 1024 * BLOCK  # elements; a smaller scan uses one process
 MAX_RUNS = 1_000_000  # kept per shard, to bound memory for any checkpoint
@@ -141,50 +137,6 @@ def look(span: Span, files: RangedFiles) -> Part:
         if not blocks.is_clean(block):
             parts.append(runs_of(blocks.codes(block, end - begin), begin))
     return Part(span.shard, odd_of(joined(parts)), [piece for reader in readers.values() for piece in reader.pieces])
-
-
-class BlockReader:
-    """Reads a stream block by block into one buffer; if `checked`, keeps the checksums of the bytes read."""
-
-    def __init__(self, stream: Stream, most: int, files: RangedFiles, *, checked: bool) -> None:
-        self.stream, self.item_size, self.checked = stream, item_size(stream.dtype), checked
-        self.files = files
-        self.buffer = np.empty(most * self.item_size, np.uint8)
-        self.starts = [0, *itertools.accumulate(extent.nbytes for extent in stream.extents)]
-        self.pieces: list[PartRead] = []
-
-    def read(self, begin: int, end: int) -> blocks.Block:
-        """The bytes of elements `begin` to `end`, valid until the next call."""
-        first, last = begin * self.item_size, end * self.item_size
-        number = bisect.bisect_right(self.starts, first) - 1
-        while number < len(self.stream.extents) and self.starts[number] < last:
-            start, extent = self.starts[number], self.stream.extents[number]
-            low, high = max(first, start), min(last, start + extent.nbytes)
-            if low < high:
-                offset, into = extent.offset + low - start, memoryview(self.buffer)[low - first : high - first]
-                self.files.read(extent.path, offset, into)
-                if self.checked:
-                    self._check(extent.path, offset, into)
-            number += 1
-        return self.buffer[: last - first]
-
-    def _check(self, path: str, offset: int, data: memoryview) -> None:
-        last = self.pieces[-1] if self.pieces else None
-        if last and last.path == path and last.offset + last.nbytes == offset:
-            self.pieces[-1] = PartRead(path, last.offset, last.nbytes + len(data), crc32(data, last.crc))
-        else:
-            self.pieces.append(PartRead(path, offset, len(data), crc32(data)))
-
-
-def read_elements(stream: Stream, begin: int, end: int) -> blocks.Block:
-    """The bytes of elements `begin` to `end`."""
-    with RangedFiles() as files:
-        return BlockReader(stream, end - begin, files, checked=False).read(begin, end)
-
-
-def read_values(stream: Stream, begin: int, end: int) -> "npt.NDArray[np.float32] | None":
-    """The same elements in fp32; None if the dtype is not floating-point."""
-    return blocks.as_float32(read_elements(stream, begin, end), stream.dtype)
 
 
 def stretches(runs: OddRuns, bits: int) -> list[tuple[int, int]]:

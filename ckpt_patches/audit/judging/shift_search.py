@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_patches.audit.judging import blocks
-from ckpt_patches.audit.judging.scan import BLOCK, read_elements
-from ckpt_patches.audit.readers.checkpoint import MASTER, MOMENTS, WEIGHT, Shard, Stream
+from ckpt_patches.formats import elements
+from ckpt_patches.formats.checkpoint import MASTER, MOMENTS, WEIGHT, Shard, Stream
 from ckpt_patches.formats.dtypes import item_size
+from ckpt_patches.formats.elements import BLOCK, read_elements
 
 ALIGNMENT = 64  # elements: each parameter begins at a multiple of this in its buffer
 PROBE = 64  # elements compared at each place before a full shard is compared
@@ -52,7 +53,7 @@ class TooMany(Exception):
 
 
 @functools.lru_cache(maxsize=KEPT)
-def _whole(stream: Stream) -> blocks.Block:
+def _whole(stream: Stream) -> elements.Block:
     return read_elements(stream, 0, stream.numel)
 
 
@@ -61,7 +62,7 @@ def forget() -> None:
     _whole.cache_clear()
 
 
-def _read(stream: Stream, begin: int, end: int) -> blocks.Block:
+def _read(stream: Stream, begin: int, end: int) -> elements.Block:
     """The bytes of elements `begin` to `end`, which must not be changed."""
     if stream.numel > SMALL:
         return read_elements(stream, begin, end)
@@ -77,7 +78,7 @@ class Piece:
         self.dtype = shard.streams[WEIGHT].dtype
         self.gap = -shard.numel % ALIGNMENT  # padding before the next parameter of the same bucket
 
-    def weights(self, begin: int, end: int) -> blocks.Block:
+    def weights(self, begin: int, end: int) -> elements.Block:
         """The bits of the weights, as integers."""
         return _read(self.shard.streams[WEIGHT], begin, end).view(f"u{SIZES[self.dtype]}")
 
@@ -137,7 +138,7 @@ def own_places(piece: Piece) -> list[int]:
     return numbers
 
 
-def _places(probe: Floats, weights: blocks.Block, dtype: str, places: Places, ends: Places) -> Places:
+def _places(probe: Floats, weights: elements.Block, dtype: str, places: Places, ends: Places) -> Places:
     """The places from which the weights agree with the probe, as far as the parameter reaches.
 
     `ends` has the end of the parameter for each place.
@@ -168,7 +169,7 @@ class Reader:
             self.by_dtype.setdefault(piece.dtype, []).append(piece)
         self.heads = {dtype: self._heads(own) for dtype, own in self.by_dtype.items()}
 
-    def _heads(self, pieces: list[Piece]) -> tuple[Places, blocks.Block]:
+    def _heads(self, pieces: list[Piece]) -> tuple[Places, elements.Block]:
         """The start of each parameter in the concatenated heads, and these heads."""
         parts = [piece.weights(0, min(self.head, piece.numel)) for piece in pieces]
         starts = np.cumsum([0, *(len(part) for part in parts)])

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
 from ckpt_patches.audit.judging.shift_search import SIZES, Candidate, Piece, Reader, Run, certain_shift, forget
 from ckpt_patches.audit.ranges import gaps, joined
-from ckpt_patches.audit.readers.checkpoint import MASTER, MOMENTS, WEIGHT, Checkpoint, Shard
+from ckpt_patches.formats import damages
+from ckpt_patches.formats.checkpoint import MASTER, MOMENTS, WEIGHT, Checkpoint, Shard
+from ckpt_patches.formats.damages import Finding
 
 TYPE = "fully_reshardable"
 MASTERS = "optimizer.state.param."  # chained optimizers add a prefix

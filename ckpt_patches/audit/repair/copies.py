@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from ckpt_patches.audit.readers.checkpoint import Stream
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.checkpoint import Stream
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.paths import path_within
 

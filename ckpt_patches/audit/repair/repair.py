@@ -12,25 +12,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_patches.audit import damages, repair_list
+from ckpt_patches.audit import repair_list
 from ckpt_patches.audit.audit import TO_RESUME_FROM, Report, audit_together
-from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.judging import blocks, record_checksums, scan
 from ckpt_patches.audit.judging.record_checksums import of_checksum
-from ckpt_patches.audit.judging.scan import read_elements, read_values, stretches
+from ckpt_patches.audit.judging.scan import stretches
 from ckpt_patches.audit.judging.shifted import Shift
-from ckpt_patches.audit.readers.checkpoint import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    MOMENTS,
-    WEIGHT,
-    Checkpoint,
-    Copies,
-    Extent,
-    Shard,
-    Stream,
-)
 from ckpt_patches.audit.repair import same_run, unshift
 from ckpt_patches.audit.repair.copies import (
     Range,
@@ -44,7 +31,22 @@ from ckpt_patches.audit.repair.copies import (
 )
 from ckpt_patches.audit.shares import shares
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats import damages
+from ckpt_patches.formats.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTS,
+    WEIGHT,
+    Checkpoint,
+    Copies,
+    Extent,
+    Shard,
+    Stream,
+)
+from ckpt_patches.formats.damages import NOTE, Finding
 from ckpt_patches.formats.dtypes import item_size
+from ckpt_patches.formats.elements import read_elements, read_values
 from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.zarr import LOCKS

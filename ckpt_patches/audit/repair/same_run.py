@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_patches.audit.judging.scan import read_values
-from ckpt_patches.audit.readers.checkpoint import MASTER, WEIGHT, Checkpoint, Stream
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.checkpoint import MASTER, WEIGHT, Checkpoint, Stream
+from ckpt_patches.formats.elements import read_values
 from ckpt_patches.runtime.shown import shown
 
 # Limit of the median of ||source - own|| / ||own||: at least 1 without correlation, 1.4 if both norms are equal.

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import NOTE, Finding
-from ckpt_patches.audit.judging.scan import read_elements
 from ckpt_patches.audit.judging.shifted import Move, Shift
-from ckpt_patches.audit.readers.checkpoint import MASTER, MOMENTS
 from ckpt_patches.audit.repair.copies import copied, write_elements
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats import damages
+from ckpt_patches.formats.checkpoint import MASTER, MOMENTS
+from ckpt_patches.formats.damages import NOTE, Finding
+from ckpt_patches.formats.elements import read_elements
 
 ROLES = (MASTER, *MOMENTS)
 AT_A_TIME = 1 << 22  # elements

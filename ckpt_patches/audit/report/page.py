@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckpt_patches import __version__
-from ckpt_patches.audit import damages
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, Report
-from ckpt_patches.audit.damages import DAMAGE, NOTE, SUSPICION, Finding, FindingKind
 from ckpt_patches.audit.report.markup import Markup, element, joined
 from ckpt_patches.audit.report.text_report import in_range
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats import damages
+from ckpt_patches.formats.damages import DAMAGE, NOTE, SUSPICION, Finding, FindingKind
 from ckpt_patches.runtime.durable import replace_durably
 from ckpt_patches.runtime.units import in_bytes
 

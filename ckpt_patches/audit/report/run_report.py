@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit.audit import TO_RESUME_FROM, Report
-from ckpt_patches.audit.readers.checkpoint import ALONE
 from ckpt_patches.audit.run_folder import Tracker, leaves, save_of, trackers
+from ckpt_patches.formats.checkpoint import ALONE
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from typing import Any
 
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, WHOLE, Report
-from ckpt_patches.audit.damages import NOTE, Finding
 from ckpt_patches.audit.report.run_report import RunReport
+from ckpt_patches.formats.damages import NOTE, Finding
 from ckpt_patches.runtime.shown import printable, shortened
 from ckpt_patches.runtime.terminal import paint
 from ckpt_patches.runtime.units import in_bytes

@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.readers import tensor_streams
-from ckpt_patches.audit.readers.checkpoint import WEIGHT, Checkpoint, Extent, Shard, Stream
-from ckpt_patches.audit.readers.megatron_arrays import (
+from ckpt_patches.formats import damages, tensor_streams
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent, Shard, Stream
+from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.megatron_arrays import (
     by_parameter,
     check_config,
     check_promises,
@@ -20,12 +19,12 @@ from ckpt_patches.audit.readers.megatron_arrays import (
     parameter_and_role,
     set_common,
 )
-from ckpt_patches.audit.readers.megatron_torch_reader import (
+from ckpt_patches.formats.megatron_names import is_bucket
+from ckpt_patches.formats.megatron_torch_reader import (
     check_bucket_sizes,
     check_weights,
     judge_object,
 )
-from ckpt_patches.formats.megatron_names import is_bucket
 from ckpt_patches.formats.torch_dist import COMMON
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.formats.zarr import ATTRIBUTES, LOCKS, METADATA, Array, arrays, read_array

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.readers import tensor_streams
-from ckpt_patches.audit.readers.checkpoint import (
+from ckpt_patches.formats import damages, dcp, optimizer_inventory, settings, tensor_streams, torch_dist, torch_file
+from ckpt_patches.formats.checkpoint import (
     ALONE,
     EXP_AVG,
     EXP_AVG_SQ,
@@ -20,7 +18,13 @@ from ckpt_patches.audit.readers.checkpoint import (
     first_beta,
     last_step,
 )
-from ckpt_patches.audit.readers.torch_dist_reader import (
+from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.dcp import MASTERS, Optimizer
+from ckpt_patches.formats.dtypes import FLOATS
+from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.recorded import from_text, is_record
+from ckpt_patches.formats.torch_dist import Tensor
+from ckpt_patches.formats.torch_dist_reader import (
     Chunked,
     find_elements,
     read_index,
@@ -28,18 +32,11 @@ from ckpt_patches.audit.readers.torch_dist_reader import (
     shards_of,
     wrong_entries,
 )
-from ckpt_patches.fingerprint.dcp_files import is_record
-from ckpt_patches.fingerprint.record import from_text
-from ckpt_patches.fingerprint.states import FLOATS, MASTERS_OF_TORCH
-from ckpt_patches.formats import dcp, optimizer_inventory, settings, torch_dist, torch_file
-from ckpt_patches.formats.dcp import Optimizer
-from ckpt_patches.formats.ranged import RangedFiles
-from ckpt_patches.formats.torch_dist import Tensor
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 from ckpt_patches.runtime.shown import shown
 
 FORMAT, WEIGHTS_ALONE = "torch.distributed.checkpoint", f"torch.distributed.checkpoint{ALONE}"
-ROLES = {**dict.fromkeys(MASTERS_OF_TORCH, MASTER), "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+ROLES = {**dict.fromkeys(MASTERS, MASTER), "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 NUMBER = re.compile(r"(?:global_)?(?:step|iter|checkpoint)[-_]?(\d{1,15})")  # in a checkpoint folder's name
 OF_TORCH, OF_TORCH_OR_ANOTHER = (".pt", ".pth"), (".bin", ".pkl")
 # Iterations that fp16 may skip without an optimizer step: some at the start, then at most one in a hundred.

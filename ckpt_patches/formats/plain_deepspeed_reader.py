@@ -8,11 +8,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.readers import tensor_streams, zero_reader
-from ckpt_patches.audit.readers.checkpoint import MASTER, MOMENTS, Checkpoint, Shard, first_beta, last_step
-from ckpt_patches.formats import optimizer_inventory, zero, zero_facts, zero_inventory
+from ckpt_patches.formats import (
+    damages,
+    optimizer_inventory,
+    tensor_streams,
+    zero,
+    zero_facts,
+    zero_inventory,
+    zero_reader,
+)
+from ckpt_patches.formats.checkpoint import MASTER, MOMENTS, Checkpoint, Shard, first_beta, last_step
+from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile, tensors_in
 from ckpt_patches.formats.zero_inventory import (
     ABSENT_STATE,

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.readers import tensor_streams
-from ckpt_patches.audit.readers.checkpoint import Checkpoint, Shard
-from ckpt_patches.audit.readers.megatron_arrays import (
+from ckpt_patches.formats import damages, settings, tensor_streams
+from ckpt_patches.formats.checkpoint import Checkpoint, Shard
+from ckpt_patches.formats.checksum import of_zeros
+from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.megatron_arrays import (
     STATES,
     check_iteration,
     check_promises,
@@ -18,8 +18,6 @@ from ckpt_patches.audit.readers.megatron_arrays import (
     param_groups,
     set_run,
 )
-from ckpt_patches.formats import settings
-from ckpt_patches.formats.checksum import of_zeros
 from ckpt_patches.formats.megatron_torch import (
     MODEL,
     OPTIMIZER,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_patches.audit.damages import Finding
 from ckpt_patches.formats import settings
+from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.torch_file import TensorHeader
 

@@ -4,11 +4,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.readers.checkpoint import Checkpoint, Extent, Held, Record, Stream
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import optimizer_inventory, torch_file, zero_facts, zero_inventory
+from ckpt_patches.formats import damages, optimizer_inventory, torch_file, zero_facts, zero_inventory
+from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Held, Record, Stream
+from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
 from ckpt_patches.formats.paths import LinkOutsideError
 

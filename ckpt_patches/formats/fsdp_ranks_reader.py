@@ -6,15 +6,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.readers import tensor_streams
-from ckpt_patches.audit.readers.checkpoint import ALONE, MOMENTS, VOCABULARY, WEIGHT, Checkpoint, Shard
-from ckpt_patches.audit.readers.dcp_reader import set_step
-from ckpt_patches.audit.readers.tensor_streams import groups_of
-from ckpt_patches.formats import fsdp_ranks, optimizer_inventory, settings, zero_inventory, zero_keys
+from ckpt_patches.formats import (
+    damages,
+    fsdp_ranks,
+    optimizer_inventory,
+    settings,
+    tensor_streams,
+    zero_inventory,
+    zero_keys,
+)
+from ckpt_patches.formats.checkpoint import ALONE, MOMENTS, VOCABULARY, WEIGHT, Checkpoint, Shard
+from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.dcp_reader import set_step
 from ckpt_patches.formats.fsdp_ranks import CONFIG, KINDS, MODEL, OPTIMIZER, Part
 from ckpt_patches.formats.ranged import read_metadata
+from ckpt_patches.formats.tensor_streams import groups_of
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.runtime.shown import shown
 

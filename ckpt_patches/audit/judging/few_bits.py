@@ -7,8 +7,8 @@ Their main parameters do not round to them in bf16, which is correct, but they a
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_patches.audit.judging.scan import BLOCK, read_values
-from ckpt_patches.audit.readers.checkpoint import MASTER, WEIGHT, Shard
+from ckpt_patches.formats.checkpoint import MASTER, WEIGHT, Shard
+from ckpt_patches.formats.elements import BLOCK, read_values
 
 GROUP = 128  # elements; no scale is of more, but that of a whole tensor
 MOST = 32  # different significands in a group; of 128 ordinary numbers in bf16 some 80 are different

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.readers import tensor_streams
-from ckpt_patches.audit.readers.checkpoint import (
+from ckpt_patches.formats import damages, optimizer_inventory, safetensors, tensor_streams
+from ckpt_patches.formats.checkpoint import (
     ALONE,
     MOMENTS,
     VOCABULARY,
@@ -19,8 +17,8 @@ from ckpt_patches.audit.readers.checkpoint import (
     Shard,
     Stream,
 )
-from ckpt_patches.audit.readers.dcp_reader import read_others, set_step
-from ckpt_patches.formats import optimizer_inventory, safetensors
+from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.dcp_reader import read_others, set_step
 from ckpt_patches.formats.safetensors import INDEX_SUFFIX, SUFFIX, Tensor
 from ckpt_patches.formats.torch_file import TorchFile
 from ckpt_patches.runtime.shown import shown

@@ -5,8 +5,8 @@ Megatron's formats that gather the state store these integers as fp32. They cann
 
 import numpy as np
 
-from ckpt_patches.audit.judging.scan import BLOCK, read_values
-from ckpt_patches.audit.readers.checkpoint import MASTER, WEIGHT, Shard
+from ckpt_patches.formats.checkpoint import MASTER, WEIGHT, Shard
+from ckpt_patches.formats.elements import BLOCK, read_values
 
 LARGEST = 1 << 15
 FEWEST = 8  # distinct values; a constant is not the remainder of trained weights

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from ckpt_patches.audit.readers import (
+from ckpt_patches.formats import (
     dcp_reader,
     fsdp_ranks_reader,
     megatron_arrays,
@@ -15,8 +15,8 @@ from ckpt_patches.audit.readers import (
     zarr_reader,
     zero_reader,
 )
-from ckpt_patches.audit.readers.checkpoint import Checkpoint
-from ckpt_patches.fingerprint.dcp_files import is_dcp
+from ckpt_patches.formats.checkpoint import Checkpoint
+from ckpt_patches.formats.dcp import is_dcp
 from ckpt_patches.formats.megatron_torch import folders as megatron_torch_folders
 from ckpt_patches.formats.universal import is_universal
 

@@ -6,11 +6,18 @@ from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.judging import blocks
-from ckpt_patches.audit.readers import frozen_parts, tensor_streams
-from ckpt_patches.audit.readers.checkpoint import (
+from ckpt_patches.formats import (
+    damages,
+    elements,
+    frozen_parts,
+    settings,
+    tensor_streams,
+    universal,
+    zero_facts,
+    zero_inventory,
+    zero_pipeline,
+)
+from ckpt_patches.formats.checkpoint import (
     EXP_AVG,
     EXP_AVG_SQ,
     MASTER,
@@ -20,7 +27,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     Stream,
     last_step,
 )
-from ckpt_patches.formats import settings, universal, zero_facts, zero_inventory, zero_pipeline
+from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.optimizer_inventory import SHARED
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import MODEL, Shape
@@ -297,7 +304,7 @@ def _shards(
         weight = (model.value.get("module") or {}).get(name)
         own = tensor_streams.stream(found, found.path / model.name, name, weight)
         # An integer buffer is stored in fp32 here; it is not a main parameter.
-        if own is not None and own.numel == numel and blocks.is_number(own.dtype):
+        if own is not None and own.numel == numel and elements.is_number(own.dtype):
             streams[WEIGHT] = own
     return [Shard(name, "", next((shape for shape in shapes if math.prod(shape) == numel), (numel,)), streams)]
 

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.readers import tensor_streams
-from ckpt_patches.audit.readers.checkpoint import WEIGHT, Checkpoint, Extent, Held, Owner, Record, Shard, Stream
-from ckpt_patches.audit.readers.megatron_arrays import (
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import damages, dcp, swiglu_rows, tensor_streams, torch_dist
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent, Held, Owner, Record, Shard, Stream
+from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.megatron_arrays import (
     by_parameter,
     check_config,
     check_promises,
@@ -23,10 +23,8 @@ from ckpt_patches.audit.readers.megatron_arrays import (
     name_other_cuts,
     set_common,
 )
-from ckpt_patches.audit.readers.megatron_torch_reader import check_bucket_sizes, judge_object
-from ckpt_patches.errors import UserError
-from ckpt_patches.formats import dcp, swiglu_rows, torch_dist
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
+from ckpt_patches.formats.megatron_torch_reader import check_bucket_sizes, judge_object
 from ckpt_patches.formats.optimizer_inventory import OF_ELEMENTS
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import Offsets, Tensor

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.readers.checkpoint import (
+from ckpt_patches.formats import damages, settings, torch_file
+from ckpt_patches.formats.checkpoint import (
     EXP_AVG,
     EXP_AVG_SQ,
     MASTER,
@@ -20,10 +19,10 @@ from ckpt_patches.audit.readers.checkpoint import (
     first_beta,
     last_step,
 )
-from ckpt_patches.fingerprint.record import KEY
-from ckpt_patches.formats import settings, torch_file
+from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
 from ckpt_patches.formats.ranged import read_metadata
+from ckpt_patches.formats.recorded import KEY
 from ckpt_patches.formats.torch_dist import COMMON, INDEX
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zarr import METADATA

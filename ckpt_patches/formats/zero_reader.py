@@ -7,10 +7,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit import damages
-from ckpt_patches.audit.damages import Finding
-from ckpt_patches.audit.readers import frozen_parts, tensor_streams
-from ckpt_patches.audit.readers.checkpoint import (
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import (
+    damages,
+    frozen_parts,
+    tensor_streams,
+    zero,
+    zero_addresses,
+    zero_experts,
+    zero_facts,
+    zero_inventory,
+    zero_pipeline,
+)
+from ckpt_patches.formats.checkpoint import (
     EXP_AVG,
     EXP_AVG_SQ,
     MASTER,
@@ -24,8 +33,7 @@ from ckpt_patches.audit.readers.checkpoint import (
     first_beta,
     last_step,
 )
-from ckpt_patches.errors import UserError
-from ckpt_patches.formats import zero, zero_addresses, zero_experts, zero_facts, zero_inventory, zero_pipeline
+from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero import Flat, Partition, RankState, Shape

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from ckpt_patches.audit.readers import tensor_streams
-from ckpt_patches.audit.readers.checkpoint import WEIGHT, Checkpoint, Extent, Shard, Stream
-from ckpt_patches.formats import zero
+from ckpt_patches.formats import tensor_streams, zero
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent, Shard, Stream
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.zero_inventory import ModelFacts
