@@ -156,7 +156,8 @@ def _audit_together(folders: list[Path], options: argparse.Namespace, ranks: "Ra
             print(json.dumps(text_report.line_as_json(reports[-1])), flush=True)
         elif not options.json:
             print(text_report.as_text(reports[-1], notes=options.notes), flush=True)
-    empty = [folder for folder in folders if folder not in {folder for folder, *_ in checkpoints}]
+    others = {folder for folder, *_ in checkpoints}
+    empty = [folder for folder in folders if folder not in others]
     return ranks.share("the report", lambda: _end(folders, empty, options, reports))
 
 

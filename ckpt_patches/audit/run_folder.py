@@ -6,10 +6,9 @@ Megatron-Bridge the state of the training to `latest_train_state.pt`. verl write
 `global_step_10`, which has a checkpoint for each trained model.
 """
 
-import itertools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +36,6 @@ DATA = re.compile(rf".*\.distcp|.*_(model|optim)_states\.pt|{RANK.pattern}")
 PARTS = re.compile(rf"{DATA.pattern}|metadata\.json|common\.pt|fsdp_config\.json")
 LOADER = re.compile(r"train_dataloader_dprank\d+\.pt")  # Megatron's and its Bridge's position in the training data
 MOST_ENTRIES = 10_000  # entries of a folder that are checked
-MOST_DEPTH = 64  # of folders below the audited one
 
 
 class Tracker(NamedTuple):
@@ -48,9 +46,16 @@ class Tracker(NamedTuple):
 
 
 def unit_of(checkpoint: Path, root: Path) -> Path:
-    """The folder that a run resumes from: the checkpoint, or the `UNIT` around it, up to the audited folder."""
+    """The folder that a run resumes from: the checkpoint, or the unit around it, up to the audited folder."""
     around = [checkpoint, *(folder for folder in checkpoint.parents if folder == root or root in folder.parents)]
-    return next((own for own in around if UNIT.fullmatch(os.path.basename(os.path.abspath(own)))), checkpoint)
+    return next(filter(_is_unit, around), checkpoint)
+
+
+def _is_unit(folder: Path) -> bool:
+    """Whether a folder has the name of a unit, and is not a run that has this name: that has several saves."""
+    if not UNIT.fullmatch(os.path.basename(os.path.abspath(folder))) or not folder.is_dir():
+        return False
+    return sum(NAMED.fullmatch(name) is not None for name in _names(folder)) < 2
 
 
 def saves(path: Path) -> list[Path]:
@@ -59,45 +64,49 @@ def saves(path: Path) -> list[Path]:
     Links come last, so that each folder is reported under its own name. Of the folders outside to which they lead,
     none below is visited.
     """
+    visits: list[_Visit] = []
     seen: set[tuple[int, int]] = set()
-    found, links = _saves(path, path, seen)
-    for link in links:  # grows
-        more, others = _saves(link, path, seen)
-        found += more
-        links += others
+    folders, links = [path], list[Path]()
+    while folders or links:
+        visit = _visit(folders.pop() if folders else links.pop(0), path, seen)
+        visits.append(visit)
+        for folder in visit.folders:
+            (links if folder.is_symlink() else folders).append(folder)
+    found: list[Path] = []
+    above: set[Path] = set()  # the saves
+    for visit in reversed(visits):  # what is below a folder was visited after it
+        own = [visit.path] if visit.is_save and (visit.has_data or visit.path not in above) else []
+        own += visit.named
+        found += own
+        above.update(*(one.parents for one in own))
     return sorted(found, key=_by_number)
 
 
-def _by_number(path: Path) -> list[tuple[int, str]]:
-    """Sort key: `global_step10` comes after `global_step9`."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18}|/)", str(path))]
+class _Visit(NamedTuple):
+    """What is in a folder."""
+
+    path: Path
+    is_save: bool = False
+    has_data: bool = False  # of a save; without any it is none if there are saves below it
+    folders: Sequence[Path] = ()  # those that can be saves
+    named: Sequence[Path] = ()  # by trackers, and missing
 
 
-def leaves(path: Path, folder: Path) -> bool:
-    """Whether links in a path lead out of a folder."""
-    return not path.resolve().is_relative_to(folder.resolve())
-
-
-def _saves(path: Path, root: Path, seen: set[tuple[int, int]]) -> tuple[list[Path], list[Path]]:
-    """The saves in a folder, and the links in it, which are not followed."""
+def _visit(path: Path, root: Path, seen: set[tuple[int, int]]) -> _Visit:
     try:
         stat = path.stat()
         if (stat.st_dev, stat.st_ino) in seen:
-            return [], []
+            return _Visit(path)
         seen.add((stat.st_dev, stat.st_ino))
         reader = reader_of(path)
         is_save = reader is not None or why_incomplete(path) is not None or is_other_save(path)
-        is_last = leaves(path, root) or len(path.parts) > len(root.parts) + MOST_DEPTH
-        folders = [] if is_last else sorted(_folders_below(path))
+        has_data = is_save and _has_data(path, reader)
+        if leaves(path, root):
+            return _Visit(path, is_save, has_data)
+        named = [missing for tracker in trackers(path) if (missing := _not_there(tracker))]
+        return _Visit(path, is_save, has_data, sorted(_folders_below(path)), named)
     except Exception:  # the audit reports it
-        return [path], []
-    below = [_saves(folder, root, seen) for folder in folders if not folder.is_symlink()]
-    found = list(itertools.chain(*(own for own, _ in below)))
-    links = [*filter(Path.is_symlink, folders), *itertools.chain(*(own for _, own in below))]
-    if is_save and (not found or _has_data(path, reader)):
-        found.append(path)
-    named = [] if is_last else trackers(path)
-    return [*found, *(missing for tracker in named if (missing := _not_there(tracker)))], links
+        return _Visit(path, is_save=True, has_data=True)
 
 
 def _folders_below(path: Path) -> Iterator[Path]:
@@ -111,10 +120,20 @@ def _folders_below(path: Path) -> Iterator[Path]:
 
 
 def _has_data(path: Path, reader: Callable[[Path], Checkpoint] | None) -> bool:
-    """Whether a folder above saves is a save, too: a stray `metadata.json` or `.metadata` does not make it one."""
+    """Whether a save has more than a file that can be a stray one, such as `metadata.json` or `.metadata`."""
     if reader in HAS_OTHERS_BELOW or is_universal(path) or NAMED.fullmatch(path.name):
         return True
-    return {*dcp.folders(path)} > {path} or any(map(DATA.fullmatch, _names(path)))
+    return bool({*dcp.folders(path)} - {path}) or any(map(DATA.fullmatch, _names(path)))
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """Sort key: `global_step10` comes after `global_step9`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18}|/)", str(path))]
+
+
+def leaves(path: Path, folder: Path) -> bool:
+    """Whether links in a path lead out of a folder."""
+    return not path.resolve().is_relative_to(folder.resolve())
 
 
 def _not_there(tracker: Tracker) -> Path | None:

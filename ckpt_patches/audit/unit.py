@@ -14,7 +14,7 @@ def joined(unit: Path, parts: list[Report]) -> Report:
     if [part.checkpoint.path for part in parts] == [unit]:
         return parts[0]
     formats = [part.checkpoint.format for part in parts]
-    formats = [name for name in formats if not name.endswith(ALONE)] or formats
+    formats = [name for name in formats if name != "unknown" and not name.endswith(ALONE)] or formats
     found = Checkpoint(
         unit,
         " and ".join(dict.fromkeys(formats)),
@@ -38,7 +38,7 @@ def _findings(unit: Path, part: Report) -> list[Finding]:
 
 
 def _within(unit: Path, part: Report, array: str) -> str:
-    """The name of a part's array or file in the unit."""
+    """The name of a part's array or file, or of the part itself, in the unit."""
     path = part.checkpoint.path
-    folder = "" if path == unit else str(path.relative_to(unit))
-    return "/".join(filter(None, (folder, "" if array == str(path) else array))) or array
+    name = "" if array == str(path) else array.removeprefix(f"{path}/")
+    return name if path == unit else "/".join(filter(None, (str(path.relative_to(unit)), name)))
