@@ -1,4 +1,4 @@
-"""The audit's HTML page: it has every finding with its remedy, and escapes all names."""
+"""The audit's HTML page: it has the rows of the text with their remedies, and escapes all names."""
 
 import dataclasses
 import os
@@ -99,10 +99,8 @@ def test_the_table_has_every_checkpoint_with_its_verdict(zarr: Path, tmp_path: P
         (whole, WHOLE, "megatron zarr"),
         (zero, WHOLE, "deepspeed zero"),
     ):
-        assert re.search(rf"{verdict}\s+{re.escape(str(path))}\s+{kind}", lines)
+        assert re.search(rf"{re.escape(str(path))}: {verdict}\s+{kind}", lines)
     assert "3 checkpoints: 1 DAMAGED, 2 WHOLE" in found.text
-    links = {own["href"] for tag, own in found.elements if tag == "a"}
-    assert links == {f"#{own['id']}" for tag, own in found.elements if tag == "section"}
 
 
 def test_a_page_of_a_whole_checkpoint(tmp_path: Path) -> None:
@@ -143,9 +141,9 @@ def test_a_name_is_no_markup() -> None:
     report = hostile()
     text = page.page([report], HOSTILE)
     found = Parsed(text)
-    assert len(parsed(arrays(3, lost(0, 0, 10))).elements) > 30
     assert "script" not in {tag for tag, _ in found.elements}
     assert found.text.count('<script>alert(\'&"1")') >= 5
+    assert len(found.elements) == len(parsed(arrays(3, lost(0, 0, 10))).elements)
     assert text.isascii() or "\u202e" not in text
     assert "\x1b" not in text
 
@@ -160,15 +158,12 @@ def test_a_name_in_a_folder_is_no_markup(zarr: Path, tmp_path: Path) -> None:
     assert "<script>'" in found.text
 
 
-def test_a_thousand_findings_are_folded_by_kind() -> None:
-    report = arrays(1000, *(lost(n, 0, 10) for n in range(999)), lost(999, 5, 6, damages.NOT_FINITE))
-    found = parsed(report)
-    folded = [own for tag, own in found.elements if tag == "details"]
-    assert len(folded) == 2
-    assert not any("open" in own for own in folded)
-    assert "999 places" in found.text
-    assert all(re.search(rf"^master\.{n}$", found.text, re.M) for n in range(1000))
-    assert all("open" in own for tag, own in parsed(arrays(2, lost(0, 0, 9))).elements if tag == "details")
+def test_each_group_of_a_thousand_findings_is_a_row() -> None:
+    findings = [Finding(damages.LOST_MASTER, f"master.{n}", detail=f"of rank {n % 10}") for n in range(1000)]
+    found = parsed(arrays(1000, *findings, lost(999, 5, 6, damages.NOT_FINITE)))
+    assert sum(tag == "tr" for tag, _ in found.elements) == 1 + 10 + 1
+    assert all(f"master.{n} (+99)" in found.text for n in range(10))
+    assert "2 kinds of damage in 1,000 places" in found.text
 
 
 # The file
@@ -190,7 +185,7 @@ def test_a_page_replaces_the_one_before_only_as_a_whole(
 ) -> None:
     to = tmp_path / "page.html"
     to.write_text("the one before")
-    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); import signal; "
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); import signal; "
     limited += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); from ckpt_patches.cli import main; "
     limited += f"raise SystemExit(main(['audit', {str(zarr)!r}, '--workers', '1', '--html', {str(to)!r}]))"
     ended = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, check=False)

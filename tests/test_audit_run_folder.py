@@ -5,7 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+import test_audit_safetensors
 import zero_resumes
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
 from ckpt_patches.cli import main
@@ -127,7 +129,17 @@ def test_no_checkpoint_to_resume_from(zero_run: Path, capsys: pytest.CaptureFixt
     next((zero_run / ZERO).glob("*optim_states.pt")).write_bytes(b"damaged")
     status, verdicts, last = audited(zero_run, capsys)
     assert (status, verdicts) == (1, {ZERO: DAMAGED})
-    assert last == f"resume from: no checkpoint in {zero_run} is complete; latest names {ZERO}, which is DAMAGED"
+    assert last == f"resume from: no checkpoint in {zero_run} is WHOLE; latest names {ZERO}, which is DAMAGED"
+
+
+def test_an_undecided_checkpoint_is_named_if_none_is_whole(zero_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (zero_run / ZERO).rename(zero_run / "global_step4")  # another number than the steps that the files state
+    (zero_run / "latest").unlink()
+    (zero_run / "global_step5").mkdir()
+    status, verdicts, last = audited(zero_run, capsys)
+    assert (status, verdicts) == (1, {"global_step4": UNKNOWN, "global_step5": INCOMPLETE})
+    expected = f"resume from: no checkpoint in {zero_run} is WHOLE; the newest without damage is global_step4, "
+    assert last == f"{expected}which is UNKNOWN; no tracker names a checkpoint"
 
 
 def test_an_unfinished_folder_of_a_tool_is_incomplete(zero_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,3 +169,173 @@ def test_a_folder_of_another_format_is_unknown(zero_run: Path, capsys: pytest.Ca
     (zero_run / "global_step5").mkdir()
     (zero_run / "global_step5" / "model.gguf").write_bytes(b"")
     assert audited(zero_run, capsys)[:2] == (3, {ZERO: WHOLE, "global_step5": UNKNOWN})
+
+
+# Several runs below one folder
+
+
+@pytest.fixture
+def runs(zero_run: Path) -> Path:
+    """A folder of three runs: a complete one, one whose last save is damaged, and one called `zero`."""
+    zero_run.rename(zero_run.with_name("zero"))
+    for name in ("a", "b"):
+        shutil.copytree(zero_run.with_name("zero"), zero_run / name)
+    shutil.move(zero_run.with_name("zero"), zero_run / "zero")
+    (zero_run / "b" / ZERO / "mp_rank_00_model_states.pt").write_bytes(b"damaged")
+    return zero_run
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *paths: Path, status: int) -> list[str]:
+    assert main(["audit", *map(str, paths)]) == status
+    return capsys.readouterr().out.splitlines()
+
+
+def test_each_run_has_its_own_line_and_its_own_entry(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    *_, counts, first, second, third = lines_of(capsys, runs, status=1)
+    assert counts.startswith("3 checkpoints: 1 DAMAGED, 2 WHOLE")
+    assert [first, second, third] == [
+        f"resume from: {runs / 'a' / ZERO} (step 2); latest names it",
+        f"resume from: no checkpoint in {runs / 'b'} is WHOLE; latest names {ZERO}, which is DAMAGED",
+        f"resume from: {runs / 'zero' / ZERO} (step 2); latest names it",
+    ]
+    main(["audit", "--json", str(runs)])
+    found = json.loads(capsys.readouterr().out)["runs"]
+    expected = {str(runs / "a"): str(runs / "a" / ZERO), str(runs / "b"): None}
+    assert {run["path"]: run["resume_from"] for run in found} == {
+        **expected,
+        str(runs / "zero"): str(runs / "zero" / ZERO),
+    }
+
+
+STRAY = ("metadata.json", ".metadata", "common.pt", "distrib_optim.pt", "model.safetensors", "fsdp_config.json")
+
+
+@pytest.mark.parametrize("name", STRAY)
+@pytest.mark.parametrize("where", [".", "a"], ids=["above many runs", "in a run"])
+def test_a_stray_file_hides_nothing(runs: Path, name: str, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    content = {".metadata": b"\x80\x04}.", "metadata.json": b'{"sharded_backend": "torch_dist"}'}
+    (runs / where / name).write_bytes(content.get(name, b"{}"))
+    if name == "model.safetensors":
+        test_audit_safetensors.written(runs / where / name, {"weight": torch.ones(2, 3)})
+    lines = lines_of(capsys, runs, status=1)
+    for run, verdict in (("a", WHOLE), ("b", DAMAGED), ("zero", WHOLE)):
+        assert any(line.startswith(f"{runs / run / ZERO}: {verdict}") for line in lines)
+    assert [line.partition(" is WHOLE")[0] for line in lines[-3:]] == [
+        f"resume from: {runs / 'a' / ZERO} (step 2); latest names it",
+        f"resume from: no checkpoint in {runs / 'b'}",
+        f"resume from: {runs / 'zero' / ZERO} (step 2); latest names it",
+    ]
+    is_own = any(line.startswith(f"{runs / where}: ") for line in lines)
+    assert is_own == (name == "model.safetensors")
+
+
+def test_a_link_to_a_save_of_another_run_does_not_take_it_from_its_run(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "a" / "best").symlink_to(runs / "zero" / ZERO)
+    assert lines_of(capsys, runs, status=1)[-1].startswith(f"resume from: {runs / 'zero' / ZERO} ")
+
+
+def test_a_path_without_a_checkpoint_does_not_end_the_others(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "void").mkdir()
+    absent, whole, damaged = tmp_path / "absent", runs / "a" / ZERO, runs / "b" / ZERO
+    for paths, status in (([absent, whole], 2), ([tmp_path / "void", whole], 2), ([absent, damaged, whole], 1)):
+        assert main(["audit", *map(str, paths)]) == status
+        said = capsys.readouterr()
+        assert f"{whole}: WHOLE" in said.out
+        assert said.err.count(f"{paths[0]}: expected a checkpoint") == 1
+
+
+def test_thousands_of_empty_folders_have_a_line_each(zero_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in range(1000, 2000):
+        (zero_run / f"global_step{step}").mkdir()
+    lines = lines_of(capsys, zero_run, status=1)
+    assert len(lines) == 1 + 1000 + 2
+    assert lines[1] == f"{zero_run / 'global_step1000'}: INCOMPLETE: the folder is empty; take an older checkpoint"
+    assert lines[-1] == f"resume from: {zero_run / ZERO} (step 2); latest names it"
+
+
+# Trackers and folders of trainers
+
+
+def test_the_state_of_megatron_bridge_is_a_tracker(megatron_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron-Bridge saves a dict of tensors with the step."""
+    before, _ = sorted(path for path in megatron_run.iterdir() if path.is_dir())
+    (megatron_run / "latest_checkpointed_iteration.txt").unlink()
+    tracker = megatron_run / "latest_train_state.pt"
+    step = torch.tensor(int(before.name.removeprefix("iter_")), dtype=torch.int32)
+    torch.save({"step": step, "consumed_train_samples": torch.tensor(8, dtype=torch.int32)}, tracker)
+    status, _, last = audited(megatron_run, capsys)
+    named = "it" if last.startswith(f"resume from: {before} ") else f"{before.name}, which is WHOLE"
+    assert (status, last.partition("; ")[2]) == (0, f"{tracker.name} names {named}")
+    torch.save({"step": step + 1000}, tracker)
+    gone = f"iter_{int(step) + 1000:07d}"
+    status, verdicts, last = audited(megatron_run, capsys)
+    assert (status, verdicts[gone]) == (1, INCOMPLETE)
+    assert last.endswith(f"; {tracker.name} names {gone}, which is INCOMPLETE")
+    for content in ({"step": torch.tensor(float("nan"))}, {"step": torch.ones(2)}, {}, 3):
+        torch.save(content, tracker)
+        assert audited(megatron_run, capsys)[2].endswith(f"; {tracker.name} names no checkpoint")
+
+
+def test_positions_in_the_training_data_are_no_checkpoints(
+    megatron_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron-Bridge with Energon saves `energon/iter_0000010/train_dataloader_dprank000.pt`."""
+    expected = audited(megatron_run, capsys)
+    for path in [path for path in megatron_run.iterdir() if path.is_dir()]:
+        (megatron_run / "energon" / path.name).mkdir(parents=True)
+        for rank in (0, 1):
+            file = megatron_run / "energon" / path.name / f"train_dataloader_dprank{rank:03d}.pt"
+            torch.save({"dataloader_state_dict": [rank]}, file)
+    assert audited(megatron_run, capsys) == expected
+
+
+@pytest.fixture
+def trainer_run(zero_run: Path) -> Path:
+    """The folders of Transformers' Trainer with DeepSpeed: weights, and DeepSpeed's folder and tracker."""
+    for step in (2, 4):
+        folder = zero_run / f"checkpoint-{step}"
+        shutil.copytree(zero_run / ZERO, folder / ZERO)
+        (folder / "latest").write_text(ZERO)
+        test_audit_safetensors.written(folder / "model.safetensors", {"weight": torch.ones(2, 3)})
+    shutil.rmtree(zero_run / ZERO)
+    (zero_run / "latest").unlink()
+    return zero_run
+
+
+def test_a_folder_of_the_trainer_is_one_checkpoint(trainer_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, verdicts, last = audited(trainer_run, capsys)
+    assert (status, verdicts) == (0, {"checkpoint-2": WHOLE, "checkpoint-4": WHOLE})
+    assert last.startswith(f"resume from: {trainer_run / 'checkpoint-'}".removesuffix("-"))
+    assert last.endswith(" (step 2); no tracker names a checkpoint")
+    assert ZERO not in last
+    first, *others = lines_of(capsys, trainer_run / "checkpoint-4", status=0)
+    assert first.startswith(f"{trainer_run / 'checkpoint-4'}: WHOLE (deepspeed zero, ")
+    assert not [line for line in others if "resume from" in line]
+
+
+def test_a_run_can_have_the_name_of_a_unit(zero_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = zero_run.rename(zero_run.with_name("checkpoint-7"))
+    shutil.copytree(run / ZERO, run / "global_step3")
+    assert audited(run, capsys)[1].keys() == {ZERO, "global_step3"}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", f"{ZERO}/mp_rank_00_model_states.pt"])
+def test_damage_in_a_part_is_the_units(trainer_run: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (trainer_run / "checkpoint-4" / file).write_bytes(b"damaged")
+    status, verdicts, last = audited(trainer_run, capsys)
+    assert (status, verdicts) == (1, {"checkpoint-2": WHOLE, "checkpoint-4": DAMAGED})
+    assert last.startswith(f"resume from: {trainer_run / 'checkpoint-2'} ")
+    main(["audit", "--json", str(trainer_run)])
+    (found,) = [c for c in json.loads(capsys.readouterr().out)["checkpoints"] if c["verdict"] == DAMAGED]
+    assert file in {finding["array"] for finding in found["findings"]}
+
+
+def test_an_unfinished_part_is_the_units(trainer_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (trainer_run / "checkpoint-4" / "latest").write_text("global_step4")
+    lines = lines_of(capsys, trainer_run, status=1)
+    assert f"{trainer_run / 'checkpoint-4'}: INCOMPLETE (deepspeed zero, step 2, 8 data-parallel ranks)" in lines
+    assert any(line.split()[:2] == ["incomplete_save", "global_step4"] for line in lines)

@@ -277,5 +277,5 @@ def test_a_trainers_checkpoint_below_is_audited_too(sharded: Path, capsys: pytes
     inner = shutil.copytree(saved_by_ranks(2) / "fsdp2", sharded / "inner")
     assert main(["audit", str(sharded)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines if WHOLE in line] == [str(sharded), str(inner)]
+    assert [line.partition(":")[0] for line in lines if f": {WHOLE} (" in line] == [str(sharded), str(inner)]
     assert f"resume from: {inner}" in lines[-1]

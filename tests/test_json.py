@@ -63,12 +63,13 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_audit(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "audit", "--json", old)
-    check("audit --json", found, schema=2)
+    check("audit --json", found, schema=3)
     line = printed(capsys, "audit", "--json-lines", old)
-    assert line == {"schema": 2, **found["checkpoints"][0]}
+    assert line == {"schema": 3, **found["checkpoints"][0]}
     (run,) = printed(capsys, "audit", "--json", old.parent)["runs"]
     step = found["checkpoints"][0]["step"]
-    assert run == {"path": str(old.parent), "resume_from": str(old), "step": step, "trackers": []}
+    newest = {"resume_from": str(old), "step": step, "undecided": None}
+    assert run == {"path": str(old.parent), **newest, "trackers": []}
 
 
 def test_migrate(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ and its weight. In `judging`, `coverage` adds the tensors that no reader uses, `
 classifies odd elements, and `judge` with `holes` converts them to findings. `record_checksums` and `recorded_states`
 verify checksums and fingerprints; `shifted` with `shift_search` detects an optimizer state saved in the wrong place.
 `damages` lists the kinds of findings, `audit` runs all steps, and `report` shows the results.
-`repair` writes a repaired copy, and `repair_list` lists the repaired elements. With several ranks
-(`ckpt_patches.runtime.distributed`), each rank reads its share (`shares`), and rank 0 judges.
+`run_folder` finds the checkpoints of a run, and `unit` joins the parts of one. `repair` writes a repaired copy, and
+`repair_list` lists the repaired elements. With several ranks (`ckpt_patches.runtime.distributed`), each rank reads its
+share (`shares`), and rank 0 judges.
 """

@@ -1,21 +1,26 @@
 """The commands `ckpt-patches audit` and `ckpt-patches repair`."""
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime import commands
 from ckpt_patches.runtime.options import MANY, add_distributed, add_workers, described
-from ckpt_patches.runtime.shown import printable, printable_lines
+from ckpt_patches.runtime.shown import printable_lines
 
 if TYPE_CHECKING:
     from ckpt_patches.audit.audit import Report
     from ckpt_patches.runtime.distributed import Ranks
+
+NO_FOLDER = "{}: expected a checkpoint or a folder of checkpoints, found no folder"
+NO_CHECKPOINT = "{}: expected a checkpoint in a known format, found none (ckpt-patches explain audit)"
 
 
 def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -26,8 +31,8 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         **described(
             "Read checkpoints on the CPU, without the training code, and report which are damaged and where.",
             "ckpt-patches audit /checkpoints/run1",
-            after="exit status: 0 all are WHOLE or REPAIRED, 1 one is DAMAGED or INCOMPLETE, 2 wrong usage, "
-            "3 one is UNKNOWN",
+            after="exit status: 0 all are WHOLE or REPAIRED, 1 one is DAMAGED or INCOMPLETE, 2 wrong usage or a PATH "
+            "without a checkpoint, 3 one is UNKNOWN",
         ),
     )
     audit.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a checkpoint, or a folder of many")
@@ -82,15 +87,19 @@ def _repair(options: argparse.Namespace) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
+    folders = [path for path in options.paths if path.is_dir()]
     for path in options.paths:
-        _require_folder(path)
-    return _together(options, "an audit", _audit_together)
+        if path not in folders:
+            commands.say("ckpt-patches", NO_FOLDER.format(path))
+    if not folders:  # before the slow imports and before waiting for other ranks
+        return UserError.status
+    return _together(options, "an audit", partial(_audit_together, folders))
 
 
 def _require_folder(path: Path) -> None:
     """Check the path before the slow imports and before waiting for other ranks."""
     if not path.is_dir():
-        raise UserError(f"{path}: expected a checkpoint or a folder of checkpoints, found no folder")
+        raise UserError(NO_FOLDER.format(path))
 
 
 def _together(options: argparse.Namespace, what: str, work: "Callable[[argparse.Namespace, Ranks, int], int]") -> int:
@@ -125,69 +134,53 @@ def _repair_together(options: argparse.Namespace, ranks: "Ranks", workers: int) 
     return ranks.share("the report", end)
 
 
-def _audit_together(options: argparse.Namespace, ranks: "Ranks", workers: int) -> int:
+def _audit_together(folders: list[Path], options: argparse.Namespace, ranks: "Ranks", workers: int) -> int:
     from ckpt_patches.audit.audit import audit_together
-    from ckpt_patches.audit.report import text_report
-    from ckpt_patches.audit.run_folder import saves
+    from ckpt_patches.audit.report import page, text_report
+    from ckpt_patches.audit.run_folder import saves, unit_of
+    from ckpt_patches.audit.unit import joined
 
-    def found() -> list[Path]:
-        if ranks.rank == 0:
-            _require_page(options)
-        return [found for path in options.paths for found in _found(path, list(saves(path)))]
+    def found() -> list[tuple[Path, Path, Path]]:
+        if ranks.rank == 0 and options.html:
+            page.require(options.html)
+        return [(folder, unit_of(save, folder), save) for folder in folders for save in saves(folder)]
 
     reports: list[Report] = []
-    for checkpoint in ranks.agree("looking for checkpoints", found, by=list):
-        judged = audit_together(checkpoint, workers, ranks)
-        if judged is None:
-            continue
-        reports.append(judged)
+    checkpoints = ranks.agree("looking for checkpoints", found, by=list)
+    for (_, unit), parts in itertools.groupby(checkpoints, key=itemgetter(0, 1)):
+        judged = [report for *_, part in parts if (report := audit_together(part, workers, ranks))]
+        if not judged:
+            continue  # rank 0 reports it
+        reports.append(joined(unit, judged))
         if options.json_lines:
-            print(json.dumps(text_report.line_as_json(judged)), flush=True)
+            print(json.dumps(text_report.line_as_json(reports[-1])), flush=True)
         elif not options.json:
-            print(text_report.as_text(judged, notes=options.notes), flush=True)
-    return ranks.share("the report", lambda: _end(options, reports))
+            print(text_report.as_text(reports[-1], notes=options.notes), flush=True)
+    others = {folder for folder, *_ in checkpoints}
+    empty = [folder for folder in folders if folder not in others]
+    return ranks.share("the report", lambda: _end(folders, empty, options, reports))
 
 
-def _end(options: argparse.Namespace, reports: "list[Report]") -> int:
+def _end(folders: list[Path], empty: list[Path], options: argparse.Namespace, reports: "list[Report]") -> int:
     """Write the output that follows the last checkpoint. Returns the exit status."""
     from ckpt_patches.audit.audit import EXIT_STATUS
-    from ckpt_patches.audit.report import text_report
-    from ckpt_patches.audit.report.run_report import run_report
+    from ckpt_patches.audit.report import page, text_report
+    from ckpt_patches.audit.report.run_report import run_reports
 
-    runs = [run for path in options.paths if (run := run_report(path, reports))]
+    for path in empty:
+        commands.say("ckpt-patches", NO_CHECKPOINT.format(path))
+    if not reports:
+        return UserError.status
+    runs = [run for folder in folders for run in run_reports(folder, reports)]
     if options.json:
         print(json.dumps(text_report.as_json(reports, runs), indent=1))
     elif not options.json_lines:
-        for run in runs:
-            print(printable(run.as_text()))
-    _write_page(options, reports)
-    sys.stdout.flush()  # torchrun stops all ranks when one exits with a nonzero status
-    statuses = {EXIT_STATUS[found.verdict] for found in reports}
-    return 1 if 1 in statuses else max(statuses)
-
-
-def _require_page(options: argparse.Namespace) -> None:
-    """Check before a long audit that the page can be written."""
-    from ckpt_patches.audit.report import page
-
+        for line in text_report.last_lines(reports, runs, notes=options.notes):
+            print(line)
     if options.html:
-        page.require(options.html)
-
-
-def _write_page(options: argparse.Namespace, reports: "list[Report]") -> None:
-    """Write the page. Errors have the name of the file, not of the temporary file."""
-    from ckpt_patches.audit.report import page
-
-    if not options.html:
-        return
-    try:
         page.write(reports, options.html)
-    except OSError as error:
-        raise UserError(f"{options.html}: cannot be written: {error.strerror}") from None
-    print(f"{options.html}: {page.headline(reports)}", file=sys.stderr)
-
-
-def _found(path: Path, checkpoints: list[Path]) -> list[Path]:
-    if not checkpoints:
-        raise UserError(f"{path}: expected a checkpoint in a known format, found none (ckpt-patches explain audit)")
-    return checkpoints
+    sys.stdout.flush()  # torchrun stops all ranks when one exits with a nonzero status
+    statuses = {EXIT_STATUS[report.verdict] for report in reports}
+    if empty or len(folders) < len(options.paths):
+        statuses.add(UserError.status)
+    return min(statuses - {0}, default=0)  # damage, then a wrong path, then doubt

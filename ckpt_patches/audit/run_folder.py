@@ -1,31 +1,40 @@
 """A run's folder: its saves, complete or not, and the save that its tracker names.
 
 DeepSpeed writes the name of a folder to `latest` (its converter: to `latest_universal`). Megatron writes an iteration,
-which stands for the folder `iter_0000010`, or the word `release` to `latest_checkpointed_iteration.txt`. verl writes
-the same file for the folder `global_step_10`, which has a checkpoint for each trained model.
+which stands for the folder `iter_0000010`, or the word `release` to `latest_checkpointed_iteration.txt`, and
+Megatron-Bridge the state of the training to `latest_train_state.pt`. verl writes Megatron's file for the folder
+`global_step_10`, which has a checkpoint for each trained model.
 """
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_patches.formats import dcp
-from ckpt_patches.formats.megatron_torch import is_without_distributed_optimizer
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import dcp, tensor_streams, torch_file
+from ckpt_patches.formats.checkpoint import Checkpoint
+from ckpt_patches.formats.megatron_torch import RANK, is_without_distributed_optimizer
 from ckpt_patches.formats.reading import HAS_OTHERS_BELOW, reader_of
 from ckpt_patches.formats.torch_dist import INDEX
+from ckpt_patches.formats.universal import FOLDER as UNIVERSAL
+from ckpt_patches.formats.universal import is_universal
 from ckpt_patches.formats.zarr import METADATA
 
-MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
-TRACKERS = ("latest", "latest_universal", MEGATRON_TRACKER)
+MEGATRON_TRACKER, BRIDGE_TRACKER = "latest_checkpointed_iteration.txt", "latest_train_state.pt"
+TRACKERS = ("latest", "latest_universal", MEGATRON_TRACKER, BRIDGE_TRACKER)
 LONGEST_NAME = 255  # bytes, of a folder's name and of a tracker's content
 UNFINISHED = ".unfinished"  # suffix of a folder that a tool of this package has not finished
 OF_VERL = re.compile(r"global_step_\d{1,15}")
+# Folders that are resumed from as one, and can hold several checkpoints: verl's, those of Transformers' Trainer and of
+# Accelerate, and Lightning's.
+UNIT = re.compile(rf"{OF_VERL.pattern}|checkpoint[-_]\d{{1,15}}|.+\.ckpt")
 NAMED = re.compile(r"iter_\d{7,}|global_step\d+\w*")
-# Files and folders in saves of the known formats.
-PARTS = re.compile(
-    r".*\.distcp|metadata\.json|common\.pt|.*_(model|optim)_states\.pt|mp_rank_\d+(_\d+)*|fsdp_config\.json"
-)
+# Files and folders in saves of the known formats. In a folder above saves, only those of `DATA` make it a save, too.
+DATA = re.compile(rf".*\.distcp|.*_(model|optim)_states\.pt|{RANK.pattern}")
+PARTS = re.compile(rf"{DATA.pattern}|metadata\.json|common\.pt|fsdp_config\.json")
+LOADER = re.compile(r"train_dataloader_dprank\d+\.pt")  # Megatron's and its Bridge's position in the training data
 MOST_ENTRIES = 10_000  # entries of a folder that are checked
 
 
@@ -36,45 +45,95 @@ class Tracker(NamedTuple):
     names: Path | None  # the folder; None if the file names no folder
 
 
-def save_of(checkpoint: Path) -> Path:
-    """The folder that a run resumes from. verl: the parent folder, which has the checkpoints of all models."""
-    return checkpoint.parent if OF_VERL.fullmatch(checkpoint.parent.name) else checkpoint
+def unit_of(checkpoint: Path, root: Path) -> Path:
+    """The folder that a run resumes from: the checkpoint, or the unit around it, up to the audited folder."""
+    around = [checkpoint, *(folder for folder in checkpoint.parents if folder == root or root in folder.parents)]
+    return next(filter(_is_unit, around), checkpoint)
 
 
-def saves(path: Path) -> Iterator[Path]:
+def _is_unit(folder: Path) -> bool:
+    """Whether a folder has the name of a unit, and is not a run that has this name: that has several saves."""
+    if not UNIT.fullmatch(os.path.basename(os.path.abspath(folder))) or not folder.is_dir():
+        return False
+    return sum(NAMED.fullmatch(name) is not None for name in _names(folder)) < 2
+
+
+def saves(path: Path) -> list[Path]:
     """The saves in a folder: itself, those below it, and missing ones that trackers name. Visits each folder once.
 
-    Of the folders outside to which links lead, it visits none below them.
+    Links come last, so that each folder is reported under its own name. Of the folders outside to which they lead,
+    none below is visited.
     """
-    return _saves(path, path, set())
+    visits: list[_Visit] = []
+    seen: set[tuple[int, int]] = set()
+    folders, links = [path], list[Path]()
+    while folders or links:
+        visit = _visit(folders.pop() if folders else links.pop(0), path, seen)
+        visits.append(visit)
+        for folder in visit.folders:
+            (links if folder.is_symlink() else folders).append(folder)
+    found: list[Path] = []
+    above: set[Path] = set()  # the saves
+    for visit in reversed(visits):  # what is below a folder was visited after it
+        own = [visit.path] if visit.is_save and (visit.has_data or visit.path not in above) else []
+        own += visit.named
+        found += own
+        above.update(*(one.parents for one in own))
+    return sorted(found, key=_by_number)
+
+
+class _Visit(NamedTuple):
+    """What is in a folder."""
+
+    path: Path
+    is_save: bool = False
+    has_data: bool = False  # of a save; without any it is none if there are saves below it
+    folders: Sequence[Path] = ()  # those that can be saves
+    named: Sequence[Path] = ()  # by trackers, and missing
+
+
+def _visit(path: Path, root: Path, seen: set[tuple[int, int]]) -> _Visit:
+    try:
+        stat = path.stat()
+        if (stat.st_dev, stat.st_ino) in seen:
+            return _Visit(path)
+        seen.add((stat.st_dev, stat.st_ino))
+        reader = reader_of(path)
+        is_save = reader is not None or why_incomplete(path) is not None or is_other_save(path)
+        has_data = is_save and _has_data(path, reader)
+        if leaves(path, root):
+            return _Visit(path, is_save, has_data)
+        named = [missing for tracker in trackers(path) if (missing := _not_there(tracker))]
+        return _Visit(path, is_save, has_data, sorted(_folders_below(path)), named)
+    except Exception:  # the audit reports it
+        return _Visit(path, is_save=True, has_data=True)
+
+
+def _folders_below(path: Path) -> Iterator[Path]:
+    """The folders in a folder that can be saves: those that are no part of it."""
+    parts = {*dcp.folders(path)} - {path}
+    is_universal_one = is_universal(path)
+    for folder in path.iterdir():
+        is_part = folder in parts or RANK.fullmatch(folder.name) or (folder / METADATA).exists()
+        if folder.is_dir() and not is_part and not (is_universal_one and folder.name == UNIVERSAL):
+            yield folder
+
+
+def _has_data(path: Path, reader: Callable[[Path], Checkpoint] | None) -> bool:
+    """Whether a save has more than a file that can be a stray one, such as `metadata.json` or `.metadata`."""
+    if reader in HAS_OTHERS_BELOW or is_universal(path) or NAMED.fullmatch(path.name):
+        return True
+    return bool({*dcp.folders(path)} - {path}) or any(map(DATA.fullmatch, _names(path)))
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """Sort key: `global_step10` comes after `global_step9`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18}|/)", str(path))]
 
 
 def leaves(path: Path, folder: Path) -> bool:
     """Whether links in a path lead out of a folder."""
     return not path.resolve().is_relative_to(folder.resolve())
-
-
-def _saves(path: Path, root: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
-    try:
-        stat = path.stat()
-        reader = reader_of(path)
-        is_save = reader is not None or why_incomplete(path) is not None or is_other_save(path)
-        is_last = is_save and reader not in HAS_OTHERS_BELOW
-        folders = [] if is_last else sorted(folder for folder in path.iterdir() if folder.is_dir())
-    except Exception:  # the audit reports it
-        is_save, is_last, folders = True, True, []
-    else:
-        if (stat.st_dev, stat.st_ino) in seen:
-            return
-        seen.add((stat.st_dev, stat.st_ino))
-    if is_save:
-        yield path
-    if is_last or leaves(path, root):
-        return
-    # Symlinks come last, so that each folder is reported under its own name.
-    for folder in sorted(folders, key=Path.is_symlink):
-        yield from _saves(folder, root, seen)
-    yield from sorted(missing for tracker in trackers(path) if (missing := _not_there(tracker)))
 
 
 def _not_there(tracker: Tracker) -> Path | None:
@@ -90,6 +149,8 @@ def trackers(path: Path) -> list[Tracker]:
 
 
 def _named_in(file: Path) -> Path | None:
+    if file.name == BRIDGE_TRACKER:
+        return _named_by_bridge(file)
     with file.open("rb") as opened:
         text = opened.read(LONGEST_NAME + 2)
     name = text.decode("utf-8", "replace").strip()
@@ -98,6 +159,16 @@ def _named_in(file: Path) -> Path | None:
         name = f"global_step_{int(name)}" if of_verl else f"iter_{int(name):07d}"
     is_name = name not in ("", ".", "..") and len(text) <= LONGEST_NAME + 1 and name.isprintable() and "/" not in name
     return file.with_name(name) if is_name else None
+
+
+def _named_by_bridge(file: Path) -> Path | None:
+    """The folder of the step in Megatron-Bridge's training state, a dict of tensors."""
+    try:
+        state = torch_file.read(file).value
+        step = tensor_streams.scalar(file, state.get("step")) if isinstance(state, dict) else None
+    except (UserError, OSError):
+        return None
+    return file.with_name(f"iter_{int(step):07d}") if step is not None and 0 <= step < 1 << 53 else None
 
 
 def why_incomplete(path: Path) -> str | None:
@@ -132,7 +203,11 @@ def is_other_save(path: Path) -> bool:
     if INDEX in names:
         return dcp.ITERATION.fullmatch(path.name) is None
     is_known = any(PARTS.fullmatch(name) or (path / name / METADATA).exists() for name in names)
-    return NAMED.fullmatch(path.name) is not None and not is_known and any((path / n).is_file() for n in names)
+    return NAMED.fullmatch(path.name) is not None and not is_known and any(_is_file_of_save(path / n) for n in names)
+
+
+def _is_file_of_save(path: Path) -> bool:
+    return path.is_file() and not LOADER.fullmatch(path.name)
 
 
 def _names(path: Path) -> list[str]:

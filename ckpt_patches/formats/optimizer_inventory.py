@@ -173,7 +173,7 @@ def _states(optimizer: Optimizer) -> Iterator[Problem]:
         detail = f"{len(without)} parameters have no state, such as {shown(without[0])}: frozen or unused ones"
         yield Problem(RARE, where, detail)
     for number in sorted(optimizer.states.keys() - {number for _, number in parameters}, key=str)[:5]:
-        yield Problem(FOREIGN, where, f"a state of {shown(number)}, which no param group names")
+        yield Problem(CONTRADICTION, where, f"a state of {shown(number)}, which no param group names")
 
 
 def _masters(optimizer: Optimizer) -> Iterator[Problem]:

@@ -23,9 +23,10 @@ def state_file(parameter: str, state: str) -> str:
 
 
 def is_universal(path: Path) -> bool:
+    """Whether a parameter below `zero/` has the states that the converter writes. A run can have the name `zero`."""
     zero = path / FOLDER
-    folders = list(zero.iterdir()) if zero.is_dir() else []
-    return any(states(path, folder.name) for folder in folders)
+    folders = zero.iterdir() if zero.is_dir() else ()
+    return any((folder / f"{state}.pt").exists() for folder in folders for state in (MASTER, "exp_avg", "exp_avg_sq"))
 
 
 def parameters(path: Path) -> list[str]:

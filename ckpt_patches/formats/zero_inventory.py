@@ -145,9 +145,10 @@ def _data_parallel_ranks(
                 for size in facts.data_parallel
                 if size != count and not (has_experts and count_of(size) and count % size == 0)
             ]
-            if dp >= count or others:
-                sizes = ", ".join(map(shown, dict.fromkeys(facts.data_parallel))) or "unknown"
-                yield Problem(OTHER_DEGREE, facts.name, f"of {sizes} ranks, expected {count}")
+            if others:
+                yield Problem(OTHER_DEGREE, facts.name, f"of {', '.join(map(shown, others))} ranks, expected {count}")
+            elif dp >= count:
+                yield Problem(OTHER_DEGREE, facts.name, f"of rank {dp}, and the save has {count} ranks")
 
 
 def _model_parallel_ranks(ranks: Collection[Rank], models: Models) -> Iterator[Problem]:

@@ -19,9 +19,10 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
 
 
-def shortened(text: str) -> str:
-    """A text of any length, or its begin and end."""
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}…{text[-LONGEST // 2 :]}"
+def shortened(text: str, longest: int = LONGEST) -> str:
+    """A text of at most this many characters, or its begin and end."""
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[: longest - half - 1]}…{text[-half:]}"
 
 
 def printable(text: str) -> str:

@@ -6,17 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit.audit import TO_RESUME_FROM, Report
-from ckpt_patches.audit.run_folder import Tracker, leaves, save_of, trackers
+from ckpt_patches.audit.audit import TO_RESUME_FROM, UNKNOWN, Report
+from ckpt_patches.audit.run_folder import Tracker, leaves, trackers
 from ckpt_patches.formats.checkpoint import ALONE
-
-
-@dataclass(frozen=True)
-class Named:
-    """A checkpoint that a tracker names."""
-
-    tracker: Tracker
-    verdict: str  # empty if the tracker names no folder, or one that was not audited
 
 
 @dataclass(frozen=True)
@@ -24,87 +16,93 @@ class RunReport:
     """The report on a run's folder."""
 
     path: Path
-    newest: Report | None  # complete checkpoint, or None
-    named: tuple[Named, ...]
-    elsewhere: tuple[Path, ...] = ()  # links to complete checkpoints that can be of another run
+    newest: Report | None  # of the complete checkpoints
+    undecided: Report | None  # the newest one without damage, if none is complete
+    trackers: tuple[tuple[Tracker, str], ...]  # each with the verdict; empty if it names none that was audited
+    elsewhere: tuple[Path, ...]  # links to complete checkpoints that can be of another run
 
     def as_text(self) -> str:
         """The report in one line."""
-        if self.newest is None:
-            begin = f"resume from: no checkpoint in {self.path} is complete"
-        else:
+        parts = [f"no checkpoint in {self.path} is WHOLE"]
+        if self.newest:
             step = self.newest.checkpoint.step
-            save = save_of(self.newest.checkpoint.path)
-            begin = f"resume from: {save}" + (f" (step {step})" if step is not None else "")
-        named = [self._of(one) for one in self.named] or ["no tracker names a checkpoint"]
+            parts = [f"{self.newest.checkpoint.path}" + (f" (step {step})" if step is not None else "")]
+        if self.undecided:
+            parts.append(f"the newest without damage is {self.undecided.checkpoint.path.name}, which is UNKNOWN")
+        parts += [self._of(*one) for one in self.trackers] or ["no tracker names a checkpoint"]
         if self.elsewhere:
-            named.append(f"not considered, as it is a link to another folder: {self.elsewhere[0].name}")
-        return "; ".join((begin, *named))
+            parts.append(f"not considered, as it is a link to another folder: {self.elsewhere[0].name}")
+        return f"resume from: {'; '.join(parts)}"
 
-    def _of(self, named: Named) -> str:
-        tracker, names = named.tracker.path.name, named.tracker.names
+    def _of(self, tracker: Tracker, verdict: str) -> str:
+        name, names = tracker.path.name, tracker.names
         if names is None:
-            return f"{tracker} names no checkpoint"
-        if self.newest and _same(save_of(self.newest.checkpoint.path), names):
-            return f"{tracker} names it"
-        return f"{tracker} names {names.name}" + (f", which is {named.verdict}" if named.verdict else "")
+            return f"{name} names no checkpoint"
+        if self.newest and _same(self.newest.checkpoint.path, names):
+            return f"{name} names it"
+        return f"{name} names {names.name}" + (f", which is {verdict}" if verdict else "")
 
     def as_json(self) -> dict[str, Any]:
         """The entry in `audit --json`: docs/json.md."""
         return {
             "path": str(self.path),
-            "resume_from": None if self.newest is None else str(save_of(self.newest.checkpoint.path)),
+            "resume_from": _path(self.newest),
             "step": None if self.newest is None else self.newest.checkpoint.step,
-            "trackers": [_as_json(one) for one in self.named],
+            "undecided": _path(self.undecided),
+            "trackers": [
+                {"name": path.name, "names": names and str(names), "verdict": verdict or None}
+                for (path, names), verdict in self.trackers
+            ],
         }
 
 
-def _as_json(named: Named) -> dict[str, Any]:
-    path, names = named.tracker
-    return {"name": path.name, "names": None if names is None else str(names), "verdict": named.verdict or None}
+def _path(report: Report | None) -> str | None:
+    return None if report is None else str(report.checkpoint.path)
 
 
-def run_report(path: Path, reports: Iterable[Report]) -> RunReport | None:
-    """Report on a folder in which checkpoints were audited; None if it is a checkpoint itself."""
-    own = [report for report in reports if path in report.checkpoint.path.parents]
-    if not own:
-        return None
-    damaged = {save_of(report.checkpoint.path) for report in own if report.verdict not in TO_RESUME_FROM}
-    complete = [report for report in own if save_of(report.checkpoint.path) not in damaged]
-    if any(not _is_alone(report) for report in own):  # a run does not resume from an exported model
-        complete = [report for report in complete if not _is_alone(report)]
-    found = [tracker for folder in _folders(path, own) for tracker in trackers(folder)]
-    named = tuple(Named(tracker, _verdict(tracker, own)) for tracker in found)
-    promised = [tracker.names for tracker in found if tracker.names is not None]
-    inside, elsewhere = [], []
-    for report in complete:
-        save = save_of(report.checkpoint.path)
-        is_linked = leaves(save, path) and not any(_same(save, one) for one in promised)
-        (elsewhere if is_linked else inside).append(report)
-    newest = max(inside, key=_order, default=None)
-    return RunReport(path, newest, named, tuple(save_of(report.checkpoint.path) for report in elsewhere))
+def run_reports(path: Path, reports: Iterable[Report]) -> list[RunReport]:
+    """Report on each folder, at or below `path`, that holds audited checkpoints. None for a checkpoint itself.
+
+    Folders with exported models alone, from which no run resumes, are left out beside others.
+    """
+    runs: dict[Path, list[Report]] = {}
+    for report in reports:
+        if path in report.checkpoint.path.parents:
+            runs.setdefault(report.checkpoint.path.parent, []).append(report)
+    to_resume = {folder: own for folder, own in runs.items() if not all(map(_is_alone, own))}
+    return [_run_report(folder, own) for folder, own in (to_resume or runs).items()]
+
+
+def _run_report(path: Path, own: list[Report]) -> RunReport:
+    found = trackers(path)
+    to_resume = [report for report in own if not _is_alone(report)] or own
+    complete = [report for report in to_resume if report.verdict in TO_RESUME_FROM]
+    paths = (report.checkpoint.path for report in complete)
+    elsewhere = tuple(save for save in paths if _is_elsewhere(save, path, found))
+    newest = max((own for own in complete if own.checkpoint.path not in elsewhere), key=_order, default=None)
+    undecided = [own for own in to_resume if own.verdict == UNKNOWN and own.checkpoint.shards and not newest]
+    verdicts = tuple((tracker, _verdict(tracker, own)) for tracker in found)
+    return RunReport(path, newest, max(undecided, key=_order, default=None), verdicts, elsewhere)
 
 
 def _is_alone(report: Report) -> bool:
     return report.checkpoint.format.endswith(ALONE)
 
 
+def _is_elsewhere(save: Path, run: Path, found: list[Tracker]) -> bool:
+    """Whether a save is a link out of the run that no tracker names."""
+    return leaves(save, run) and not any(names is not None and _same(save, names) for _, names in found)
+
+
 def _order(report: Report) -> tuple[int, float]:
     """Sort key: the step (-1 without one), then the time of the last write."""
-    step = report.checkpoint.step
-    return -1 if step is None else step, report.checkpoint.path.stat().st_mtime
-
-
-def _folders(path: Path, reports: Iterable[Report]) -> list[Path]:
-    """The folders that hold checkpoints and so can have trackers."""
-    return sorted({path, *(save_of(report.checkpoint.path).parent for report in reports)})
+    step, path = report.checkpoint.step, report.checkpoint.path
+    return -1 if step is None else step, path.stat().st_mtime if path.exists() else 0  # it can be deleted meanwhile
 
 
 def _verdict(tracker: Tracker, reports: Iterable[Report]) -> str:
-    if tracker.names is None:
-        return ""
-    found = [report.verdict for report in reports if _same(save_of(report.checkpoint.path), tracker.names)]
-    return next((verdict for verdict in found if verdict not in TO_RESUME_FROM), found[0] if found else "")
+    names = tracker.names
+    return "" if names is None else next((r.verdict for r in reports if _same(r.checkpoint.path, names)), "")
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -1,17 +1,25 @@
-"""Report an audit as a text table or as JSON."""
+"""Report an audit as text or as JSON."""
 
+import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, WHOLE, Report
+from ckpt_patches.audit.report.rows import Row, by_severity, cause, counted, headline, rows, summary, what_to_do
 from ckpt_patches.audit.report.run_report import RunReport
 from ckpt_patches.formats.damages import NOTE, Finding
+from ckpt_patches.runtime import terminal
 from ckpt_patches.runtime.shown import printable, shortened
-from ckpt_patches.runtime.terminal import paint
 from ckpt_patches.runtime.units import in_bytes
 
-SCHEMA = 2  # of the JSON; raised when a key changes its meaning or is removed
+SCHEMA = 3  # of the JSON; raised when a key changes its meaning or is removed
+HEADS = ("where", "detail")  # after the severity
 COLORS = {DAMAGED: "red", INCOMPLETE: "red", WHOLE: "green", REPAIRED: "green"}  # of verdicts
-MOST_LINES = 20  # per kind in a table; JSON has all
+INDENT = 2 * " "
+COLUMNS = 80  # of a line for a finding, unless the terminal is wider
+LEAST = 30  # columns of a detail, whatever the names beside it take
+MOST_ROWS = 10  # per kind; JSON has all findings
+Cells = tuple[str, str, str]  # of a row
 
 
 def as_json(reports: list[Report], runs: list[RunReport]) -> dict[str, Any]:
@@ -53,45 +61,64 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 def as_text(report: Report, *, notes: bool) -> str:
-    """The verdict and a line for each finding; notes only if `notes` is set."""
-    verdict = paint(report.verdict, COLORS.get(report.verdict, "yellow"))
+    """The verdict, and a line for each group of findings; notes only if `notes` is set."""
+    verdict = terminal.paint(report.verdict, COLORS.get(report.verdict, "yellow"))
     if report.verdict == REPAIRED:
         verdict += f", {report.repaired} elements are not the run's own"
-    lines = [f"{printable(str(report.checkpoint.path))}: {verdict} ({about(report)})"]
-    shown = [finding for finding in report.findings if notes or finding.kind.severity != NOTE]
-    rows = [row for name in dict.fromkeys(f.kind.name for f in shown) for row in _rows(name, shown)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(f"  {'  '.join(cells)}".rstrip())
-    for kind in dict.fromkeys(finding.kind for finding in shown):
-        lines.append(f"  {kind.name}: {kind.meaning}; {kind.remedy}")
-    hidden = len(report.findings) - len(shown)
-    if hidden:
-        lines.append(f"  and {hidden} notes (--notes)")
+    begin = f"{printable(str(report.checkpoint.path))}: {verdict}"
+    found = rows(report, notes=notes)
+    if len(found) == 1 and found[0].where == str(report.checkpoint.path):
+        return f"{begin}: {found[0].detail}; {found[0].kind.remedy}"
+    lines = [f"{begin} ({known})" if (known := about(report)) else begin]
+    if not found:
+        return lines[0]
+    lines += [f"  {counts}"] if (counts := summary(report)) else []
+    columns = max(COLUMNS, terminal.width()) - len(INDENT)
+    cells = [line for severity, own in by_severity(found) for line in [(severity, *HEADS), *_cells(own)]]
+    lines += [f"{INDENT}{line}" for line in terminal.table(_shortened(cells, columns))]
+    for name, sentence in what_to_do(report, notes=notes):
+        lines += textwrap.wrap(f"{name}: {sentence}", columns, initial_indent=INDENT, subsequent_indent=2 * INDENT)
     return "\n".join(lines)
 
 
+def last_lines(reports: list[Report], runs: list[RunReport], *, notes: bool) -> list[str]:
+    """The lines that follow the last checkpoint: a count of the verdicts and hidden notes, and a line for each run."""
+    hidden = 0 if notes else sum(finding.kind.severity == NOTE for own in reports for finding in own.findings)
+    counts = [headline(reports), *([f"{counted(hidden, 'note')} (--notes)"] if hidden else [])]
+    lines = ["; ".join(counts)] if len(reports) > 1 or hidden else []
+    return [*lines, *(printable(run.as_text()) for run in runs)]
+
+
 def about(report: Report) -> str:
-    """The format, size, step and ranks of a checkpoint."""
+    """The format, step and ranks of a checkpoint, and its size if no file is absent."""
     found = report.checkpoint
-    known = [found.format, in_bytes(found.nbytes)]
+    known = [] if found.format == "unknown" else [found.format]
+    known += [] if cause(report) or report.verdict == INCOMPLETE else [in_bytes(found.nbytes)]
     known += [f"step {found.step}"] if found.step is not None else []
     known += [f"{found.data_parallel} data-parallel ranks"] if found.data_parallel else []
     return ", ".join(known)
 
 
-def _rows(name: str, findings: list[Finding]) -> list[tuple[str, ...]]:
-    own = [finding for finding in findings if finding.kind.name == name]
-    rows: list[tuple[str, ...]] = [
-        (f.kind.severity, name, printable(f.array), printable(f.shard), in_range(f), printable(f.detail))
-        for f in own[:MOST_LINES]
+def _cells(found: list[Row]) -> Iterator[Cells]:
+    """The cells of the first rows of each kind, and the number of the others."""
+    for kind in dict.fromkeys(row.kind for row in found):
+        own = [row for row in found if row.kind is kind]
+        few = own if len(own) <= MOST_ROWS else own[: MOST_ROWS - 1]
+        yield from ((kind.name, row.where, row.detail) for row in few)
+        if len(few) < len(own):
+            yield kind.name, f"and {len(own) - len(few):,} more (--json)", ""
+
+
+def _shortened(cells: list[Cells], columns: int) -> list[Cells]:
+    """Shorten places in the middle and details at the end. Places are not, if two of them became the same."""
+    kinds, places, details = (max(map(len, column)) for column in zip(*cells, strict=True))
+    left = columns - kinds - 2 * terminal.GAP
+    room = min(places, max(left - details, left // 2))
+    where = {place: shortened(place, room) for _, place, _ in cells}
+    if len({*where.values()}) < len(where):
+        where, room = {place: place for place in where}, places
+    most = max(left - room, LEAST)
+    return [
+        (kind, where[place], detail if len(detail) <= most else f"{detail[: most - 1]}…")
+        for kind, place, detail in cells
     ]
-    if len(own) > MOST_LINES:
-        rows.append(("", name, f"and {len(own) - MOST_LINES} more", "", "", ""))
-    return rows
-
-
-def in_range(finding: Finding) -> str:
-    """The half-open range of elements in the shard."""
-    return "" if finding.begin is None else f"[{finding.begin}, {finding.end})"
