@@ -18,7 +18,7 @@ import shared
 from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, Report, audit
 from ckpt_patches.audit.judging.record_checksums import update_checksum
 from ckpt_patches.audit.judging.shifted import Shift, explained
-from ckpt_patches.audit.repair.repair import FROM_WEIGHT, RESET, plan
+from ckpt_patches.audit.repair.plan import FROM_WEIGHT, RESET, plan
 from ckpt_patches.audit.repair_list import NAME
 from ckpt_patches.cli import main
 from ckpt_patches.formats import damages
