@@ -187,7 +187,7 @@ def test_what_cannot_be_compared_is_named_and_not_repaired() -> None:
         "whether it is shifted could not be told: other arrays or types than are compared "
         "(weight none, master float32, exp_avg float32, exp_avg_sq float32)"
     ]
-    refused = plan(Report(blind, tuple(findings), shift), None).refused
+    refused = plan(Report(blind, tuple(findings), shift), RESET).refused
     assert [(f.array, reason) for f, reason in refused] == [(one.streams[MASTER].array, own[0])]
 
 
@@ -195,6 +195,7 @@ def test_what_cannot_be_compared_is_named_and_not_repaired() -> None:
 
 
 def repaired(how: Save, to: Path, *options: str) -> Path:
+    options = options or ("--reset-moments",)
     assert main(["repair", str(saved(how)), "--output", str(to), *options]) == 0
     return to
 

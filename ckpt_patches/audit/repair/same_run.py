@@ -56,7 +56,7 @@ def _shape(parts: list[tuple[Shard, Stream]]) -> tuple[int, ...]:
 
 def read(source: Tensors, shard: Shard, own: Stream, begin: int, end: int) -> "npt.NDArray[np.generic] | None":
     """The bytes that a source has for some elements of a shard; None if it does not have all of them in this dtype."""
-    places: "npt.NDArray[np.int64]" = np.stack(np.unravel_index(np.arange(begin, end), shard.shape)) + _begin(shard)
+    places: npt.NDArray[np.int64] = np.stack(np.unravel_index(np.arange(begin, end), shard.shape)) + _begin(shard)
     size, found = item_size(own.dtype), 0
     data = np.empty((end - begin, size), np.uint8)
     low, high = (edge.reshape(-1, 1) for edge in (places.min(axis=1), places.max(axis=1)))
