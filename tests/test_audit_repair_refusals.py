@@ -303,6 +303,14 @@ def test_what_is_not_of_a_repair_is_not_removed(tmp_path: Path, capsys: pytest.C
     assert os.listdir(tmp_path / "new.unfinished") == ["file"]
 
 
+def test_what_a_killed_one_left_is_no_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new.unfinished" / "new"
+    shutil.copytree(written(ZARR).whole[-1], path)
+    lose_square(path)
+    (path.parent / ".ckpt-patches-repair.json").write_text('{"fingerprint": ""}')
+    refused(capsys, path, tmp_path / "new", "--reset-moments")
+
+
 def test_a_whole_one_is_refused_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = copied(written(ZARR).whole[-1], tmp_path)
     assert audit(path).verdict == WHOLE

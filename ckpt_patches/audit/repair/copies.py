@@ -31,6 +31,7 @@ def new_copy(path: Path, output: Path) -> Iterator[Path]:
     """
     check_outside(path, output)
     work = UnfinishedFolder(output, "", MARK, "repair")
+    check_outside(work.working, path)  # which is removed
     if not work.is_of_this(work.working):
         work.check([])
         work.begin()
@@ -66,7 +67,7 @@ def copy_checkpoint(path: Path, copy: Path, output: Path, say: Callable[[str], o
         if stat.S_ISDIR(found.st_mode):
             (copy / inner).mkdir(stat.S_IMODE(found.st_mode) | stat.S_IRWXU)
             continue
-        target = os.open(copy / inner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, found.st_mode | stat.S_IWUSR)
+        target = os.open(copy / inner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IMODE(found.st_mode) | stat.S_IWUSR)
         with os.fdopen(target, "wb") as writing, os.fdopen(open_regular(path / inner), "rb") as reading:
             shutil.copyfileobj(reading, writing, BUFFER)
 

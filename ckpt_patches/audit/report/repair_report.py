@@ -33,9 +33,8 @@ def as_json(output: Path, result: Result) -> dict[str, Any]:
         "output": str(output),
         "source": {"path": str(older.path), "step": older.step} if older else None,
         "repaired": [
-            {"array": array, "shard": shard, "source": now.sources[key], "elements": now.elements(key)}
+            {"array": key[0], "shard": key[1], "source": now.sources[key], "elements": now.elements(key)}
             for key in now.ranges
-            for array, shard in [key]
         ],
         "copied": [{"from": own.name, "to": list(own.missing)} for own in result.made.copies],
         "moved": unshift.moved(result.made.shift),
