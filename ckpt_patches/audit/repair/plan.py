@@ -106,18 +106,28 @@ def plan(report: Report, source: str) -> Plan:
             made.fills.extend(_fills(finding, shard, role, source))
     _check_extent(report, [fill for fill in made.fills if fill.kind in CONTRADICTED], MOST_CONTRADICTED)
     others = [fill for fill in made.fills if fill.kind not in (*CONTRADICTED, damages.SHIFTED_STATE)]
+    # A rank that has lost all it holds leaves parameters without moments, which alone are only unusual.
+    unusual = [f for f in report.findings if f.kind is damages.PARAMETER_WITHOUT_MOMENTS]
+    others += [
+        Fill(finding.kind, shard, role, "", [(finding.begin or 0, finding.end or 0)])
+        for finding in unusual
+        for shard, role in [places[finding.array, finding.shard]]
+        if role in {fill.role for fill in others}
+    ]
     _check_extent(report, others, MOST)
     return made
 
 
 def _why_not(finding: Finding, shift: Shift | None, shard: Shard | None, role: str, source: str) -> str:
     """Why a finding cannot be repaired; empty if it can."""
+    if shard and finding.begin is not None and (reason := unshift.why_not(finding, shift)):
+        return reason
     if shard and finding.begin is not None and finding.kind in (*REPAIRED.get(role, ()), *COMPLETELY):
         if role == MASTER and WEIGHT not in shard.streams:
             return "the checkpoint does not have the model's own weights of these elements"
         if role in MOMENTS and source == RESET and not {*MOMENTS} <= shard.streams.keys() | shard.lost.keys():
             return "the other moment of these elements, which would be reset with it, is absent or cut in another way"
-        return unshift.why_not(finding, shift)
+        return ""
     if finding.kind is damages.MIXED_ROWS:
         return finding.kind.remedy
     return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"

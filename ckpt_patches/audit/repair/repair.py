@@ -20,6 +20,7 @@ from ckpt_patches.audit.repair.plan import AT_A_TIME, FROM_OLDER, RESET, Fill, P
 from ckpt_patches.audit.repair_list import Repaired
 from ckpt_patches.audit.run_folder import save_of
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats import damages
 from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint
 from ckpt_patches.formats.damages import NOTE, Finding
 from ckpt_patches.formats.dtypes import item_size
@@ -168,9 +169,9 @@ def _fill(fill: Fill, source: same_run.Tensors, where: Range, path: Path, copy: 
     for first in range(*where, AT_A_TIME):
         last = min(first + AT_A_TIME, where[1])
         data = _content(fill, source, first, last).view(np.uint8)
-        there = None if fill.role in fill.shard.lost else read_elements(own, first, last).view(np.uint8)
         differs = np.ones(last - first, np.bool_)
-        if there is not None:
+        if fill.role not in fill.shard.lost and fill.kind is not damages.SHIFTED_STATE:  # those have none of their own
+            there = read_elements(own, first, last).view(np.uint8)
             differs = (there != data).reshape(last - first, -1).any(axis=1)
         edges = (first + np.flatnonzero(np.diff(differs, prepend=False, append=False))).tolist()
         write_elements(own, first, data.data)
