@@ -9,9 +9,9 @@ import pytest
 from hypothesis import strategies as st
 
 from ckpt_patches.audit.audit import audit, fingerprint
-from ckpt_patches.audit.repair.copies import begin_copy, copy_ranges, end_copy
+from ckpt_patches.audit.repair.copies import copy_checkpoint
 from ckpt_patches.audit.shares import shares
-from ckpt_patches.errors import UserError
+from ckpt_patches.formats.paths import LinkOutsideError
 from test_audit_many import arrays
 from test_audit_many import written as by_hand
 from test_audit_repair import contents
@@ -33,35 +33,43 @@ def test_every_part_of_what_is_read_is_in_the_fingerprint(tmp_path: Path) -> Non
     assert fingerprint(first.shards) == fingerprint(list(first.shards)) != fingerprint([])
 
 
-def test_a_copy_is_the_same_however_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_patches.audit.repair.copies.AT_A_TIME", 7)
-    monkeypatch.setattr("ckpt_patches.audit.repair.copies.BUFFER", 3)
-    source = tmp_path / "source"
+def test_a_copy_is_what_the_library_copies(tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
     (source / "a" / "b").mkdir(parents=True)
     for size in range(30):
         (source / "a" / f"{size}").write_bytes(bytes(range(size)))
     (source / "a" / "x.sync").mkdir()
     (source / "link").symlink_to(source / "a" / "29")
     os.chmod(source / "a" / "29", 0o640)
+    os.chmod(source / "a" / "28", 0o444)
     os.chmod(source / "a", 0o750)
-    ranges = begin_copy(source, tmp_path / "copy", but="*.sync")
-    assert max(found.end - found.begin for found in ranges) == 7
-    for own in (ranges[::2], ranges[1::2]):
-        copy_ranges(own, source, tmp_path / "copy")
-    end_copy(source, tmp_path / "copy")
-    shutil.copytree(source, tmp_path / "by_the_library", ignore=shutil.ignore_patterns("*.sync"))
-    assert contents(tmp_path / "copy") == contents(tmp_path / "by_the_library")
-    assert sorted(map(str, (p.relative_to(tmp_path / "copy") for p in (tmp_path / "copy").rglob("*")))) == sorted(
-        map(str, (p.relative_to(tmp_path / "by_the_library") for p in (tmp_path / "by_the_library").rglob("*")))
-    )
-    assert not (tmp_path / "copy" / "link").is_symlink()
-    for file in (tmp_path / "copy").rglob("*"):
-        assert file.stat().st_mode == (tmp_path / "by_the_library" / file.relative_to(tmp_path / "copy")).stat().st_mode
+    copy_checkpoint(source, copy, copy, lambda line: None)
+    by_the_library = tmp_path / "by_the_library"
+    shutil.copytree(source, by_the_library, ignore=shutil.ignore_patterns("*.sync"))
+    assert contents(copy) == contents(by_the_library)
+    assert not (copy / "link").is_symlink()
+    os.chmod(by_the_library / "a" / "28", 0o644)  # the owner can write to a copy
+    for folder in (copy, by_the_library):
+        assert sorted((str(p.relative_to(folder)), p.stat().st_mode) for p in folder.rglob("*")) == sorted(
+            (str(p.relative_to(copy)), p.stat().st_mode) for p in copy.rglob("*")
+        )
 
 
 def test_what_is_no_file_is_not_copied(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     os.mkfifo(source / "pipe")
-    with pytest.raises(UserError, match="expected a file or a folder, which can be copied, found neither"):
-        begin_copy(source, tmp_path / "copy", but="*.sync")
+    with pytest.raises(OSError, match="expected a regular file, found a pipe or a device"):
+        copy_checkpoint(source, tmp_path / "copy", tmp_path / "copy", lambda line: None)
+
+
+@pytest.mark.parametrize("name", ["file", "folder"])
+def test_no_link_is_followed_out(name: str, tmp_path: Path) -> None:
+    source, outside = tmp_path / "source", tmp_path / "outside"
+    (outside / "folder").mkdir(parents=True)
+    (outside / "file").write_text("secret")
+    source.mkdir()
+    (source / "link").symlink_to(outside / name)
+    with pytest.raises(LinkOutsideError, match="outside of the checkpoint"):
+        copy_checkpoint(source, tmp_path / "copy", tmp_path / "copy", lambda line: None)
+    assert not (tmp_path / "copy").exists()

@@ -18,7 +18,7 @@ import shared
 from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, Report, audit
 from ckpt_patches.audit.judging.record_checksums import update_checksum
 from ckpt_patches.audit.judging.shifted import Shift, explained
-from ckpt_patches.audit.repair.repair import FROM_WEIGHT, RESET, plan
+from ckpt_patches.audit.repair.plan import FROM_WEIGHT, RESET, plan
 from ckpt_patches.audit.repair_list import NAME
 from ckpt_patches.cli import main
 from ckpt_patches.formats import damages
@@ -187,7 +187,7 @@ def test_what_cannot_be_compared_is_named_and_not_repaired() -> None:
         "whether it is shifted could not be told: other arrays or types than are compared "
         "(weight none, master float32, exp_avg float32, exp_avg_sq float32)"
     ]
-    refused = plan(Report(blind, tuple(findings), shift), None).refused
+    refused = plan(Report(blind, tuple(findings), shift), RESET).refused
     assert [(f.array, reason) for f, reason in refused] == [(one.streams[MASTER].array, own[0])]
 
 
@@ -195,6 +195,7 @@ def test_what_cannot_be_compared_is_named_and_not_repaired() -> None:
 
 
 def repaired(how: Save, to: Path, *options: str) -> Path:
+    options = options or ("--reset-moments",)
     assert main(["repair", str(saved(how)), "--output", str(to), *options]) == 0
     return to
 

@@ -83,47 +83,14 @@ def test_the_converter_waits_for_many_folders_and_misses_no_error(
     assert raised.value.filename == str(folders[bad])
 
 
-def test_a_new_folder_has_its_name_when_all_of_it_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_files_and_folders_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-
-    def fsync(descriptor: int) -> None:
-        assert not (tmp_path / "above/new").exists() or os.readlink(f"/proc/self/fd/{descriptor}").endswith("above")
-        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-
-    with durable.new_folder(tmp_path / "above/new") as temporary:
-        (temporary / "inner").mkdir(parents=True)
-        (temporary / "inner/a").touch()
-        (temporary / "b").touch()
-        monkeypatch.setattr(os, "fsync", fsync)
-    assert {"a", "b", "inner", temporary.name, "above"} == set(synced)
-    assert sorted(os.listdir(tmp_path / "above")) == ["new"]
-
-
-def test_a_new_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    def fail(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "a").touch()
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with pytest.raises(OSError, match="Input/output"), durable.new_folder(tmp_path / "new") as temporary:
-        fail(temporary)
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_new_folder_is_not_taken_for_that_of_a_process_of_the_same_number(tmp_path: Path) -> None:
-    """A folder of a killed process, or of one in another container, with the same process ID is kept."""
-    of_killed = [tmp_path / f".new.{os.getpid()}", tmp_path / f".new.{os.getpid()}" / "file"]
-    of_killed[0].mkdir()
-    of_killed[1].touch()
-    with durable.new_folder(tmp_path / "new") as temporary:
-        temporary.mkdir()
-        with durable.new_folder(tmp_path / "other" / "new") as another:
-            another.mkdir()
-    assert of_killed[1].exists()
-    assert (tmp_path / "new").is_dir()
-    assert temporary.name != another.name
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/a").touch()
+    (tmp_path / "b").touch()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    durable.sync_all(tmp_path)
+    assert sorted(synced) == [str(tmp_path / name) for name in ("", "b", "inner", "inner/a")]
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:

@@ -180,8 +180,8 @@ def test_a_repair_of_a_whole_checkpoint_is_silent(monkeypatch: pytest.MonkeyPatc
 def test_a_repair_that_leaves_other_elements_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A repair of a main parameter that also changes moments is silent."""
 
-    def spoiled(path: Path, output: Path, older: Path | None, workers: int) -> Any:
-        result = repair(path, output, older, workers)
+    def spoiled(path: Path, output: Path, older: Path | None, workers: int, *, reset_moments: bool) -> Any:
+        result = repair(path, output, older, workers, reset_moments=reset_moments)
         change_a_moment(output)
         return result
 

@@ -51,7 +51,7 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         help="repair a damaged checkpoint, in a copy",
         **described(
             "Repair a copy of a damaged checkpoint: main parameters from the model's own weights, moments from an "
-            "older checkpoint.",
+            "older checkpoint. Refused: damage that is not confined, and files of which one is another run's.",
             "ckpt-patches repair run1/iter_0002000 --output fixed --from run1/iter_0001000",
             after="exit status: 0 the copy is REPAIRED, 1 damage is left in it, 2 nothing was written: a line has the "
             "reason",
@@ -68,6 +68,11 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     )
     repair.add_argument(
         "--trust-source", action="store_true", help="take moments from OLDER even if it may belong to another run"
+    )
+    repair.add_argument(
+        "--reset-moments",
+        action="store_true",
+        help="without OLDER: set both moments to zero where one is lost, as for a new parameter",
     )
     repair.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
     _add_processes_to(repair)
@@ -117,11 +122,16 @@ def _repair_together(options: argparse.Namespace, ranks: "Ranks", workers: int) 
     from ckpt_patches.audit.report import repair_report
 
     def called_with() -> list[str]:
-        return ["repair", *map(str, (options.path, options.output, options.older, options.trust_source))]
+        names = ("path", "output", "older", "reset_moments", "trust_source")
+        return ["repair", *(str(getattr(options, name)) for name in names)]
 
     ranks.agree("the arguments", called_with, by=list)
-    how: dict[str, Any] = {"trust_source": options.trust_source, "say": partial(commands.say, "ckpt-patches")}
-    result = repair(options.path, options.output, options.older, workers, ranks, **how)
+    result = repair(
+        *(options.path, options.output, options.older, workers, ranks),
+        reset_moments=options.reset_moments,
+        trust_source=options.trust_source,
+        say=partial(commands.say, "ckpt-patches"),
+    )
 
     def end() -> int:
         assert result

@@ -18,6 +18,7 @@ from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.ranged import open_regular, read_metadata
 from ckpt_patches.runtime.durable import write_durably
+from ckpt_patches.runtime.shown import shown
 
 NAME = "ckpt-patches-repaired.json"
 SCHEMA = 2
@@ -32,14 +33,15 @@ class Repaired:
 
     ranges: dict[Key, list[Range]] = field(default_factory=dict)  # elements of the shard
     sources: dict[Key, str] = field(default_factory=dict)  # source of the last repair
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)  # by name in the folder: bytes, checksum
-    moved: list[dict[str, Any]] = field(default_factory=list)  # information only: sources of moved elements
-    copied: list[dict[str, Any]] = field(default_factory=list)  # information only: sources of copied files
+    files: list[str] = field(default_factory=list)  # names in the folder of the files with these elements
+    moved: list[Any] = field(default_factory=list)  # information only: sources of moved elements
+    copied: list[Any] = field(default_factory=list)  # information only: sources of copied files
 
     def add(self, key: Key, ranges: list[Range], source: str) -> None:
         """Add repaired elements; those of earlier repairs stay in the list."""
-        self.ranges[key] = joined([*self.ranges.get(key, []), *ranges])
-        self.sources[key] = source
+        if ranges:
+            self.ranges[key] = joined([*self.ranges.get(key, []), *ranges])
+            self.sources[key] = source
 
     def elements(self, key: Key) -> int:
         return sum(end - begin for begin, end in self.ranges[key])
@@ -52,20 +54,17 @@ def read(found: Checkpoint) -> Repaired:
         return Repaired()
     try:
         content = json.loads(read_metadata(path))
-        listed = Repaired(
-            {(entry["array"], entry["shard"]): [_range(*r) for r in entry["ranges"]] for entry in content["repaired"]},
-            {(entry["array"], entry["shard"]): str(entry["source"]) for entry in content["repaired"]},
-            {str(name): (int(size), int(crc)) for name, (size, crc) in content["files"].items()},
-            list(content.get("moved", [])),
-            list(content.get("copied", [])),
-        )
-        others = [name for name, known in listed.files.items() if fingerprint(found.path, name) != known]
+        listed = Repaired(moved=list(content.get("moved", [])), copied=list(content.get("copied", [])))
+        for entry in content["repaired"]:
+            key = str(entry["array"]), str(entry["shard"])
+            listed.add(key, [_range(*own) for own in entry["ranges"]], str(entry["source"]))
+        listed.files = [str(name) for name in content["files"]]
+        others = [name for name, known in content["files"].items() if fingerprint(found.path, name) != known]
+        stale = f"of another {shown(others[0])}" if others else ""
     except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        detail = f"no list that repair writes: {type(error).__name__}: {error}"
-        found.findings.append(Finding(damages.STALE_LIST, NAME, detail=detail))
-        return Repaired()
-    if others:
-        found.findings.append(Finding(damages.STALE_LIST, NAME, detail=f"of another {others[0]}"))
+        stale = f"no list that repair writes: {type(error).__name__}: {error}"
+    if stale:
+        found.findings.append(Finding(damages.STALE_LIST, NAME, detail=stale))
         return Repaired()
     elements = sum(map(listed.elements, listed.ranges))
     files = f", files made of {len(listed.copied)} others" if listed.copied else ""
@@ -73,25 +72,22 @@ def read(found: Checkpoint) -> Repaired:
     return listed
 
 
-def write(folder: Path, before: Repaired, now: Repaired, files: set[str]) -> None:
-    """Write the list: the entries of earlier repairs and of this one, with the current sizes and checksums."""
-    listed = before
-    for key, ranges in now.ranges.items():
-        listed.add(key, ranges, now.sources[key])
+def write(folder: Path, listed: Repaired) -> None:
+    """Write the list, with the current sizes and checksums of the files."""
     content = {
         "schema": SCHEMA,
         "repaired": [
             {"array": array, "shard": shard, "source": listed.sources[array, shard], "ranges": ranges}
             for (array, shard), ranges in sorted(listed.ranges.items())
         ],
-        "moved": [*before.moved, *now.moved],
-        "copied": [*before.copied, *now.copied],
-        "files": {name: fingerprint(folder, name) for name in sorted({*before.files, *files})},
+        "moved": listed.moved,
+        "copied": listed.copied,
+        "files": {name: fingerprint(folder, name) for name in sorted(set(listed.files))},
     }
     write_durably(folder / NAME, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def fingerprint(folder: Path, name: str) -> tuple[int, int]:
+def fingerprint(folder: Path, name: str) -> list[int]:
     """Size and checksum of a file of a checkpoint.
 
     Raises:
@@ -102,10 +98,10 @@ def fingerprint(folder: Path, name: str) -> tuple[int, int]:
     with os.fdopen(open_regular(path_within(folder, name)), "rb") as file:
         while data := file.read(AT_A_TIME):
             size, crc = size + len(data), crc32(data, crc)
-    return size, crc
+    return [size, crc]
 
 
 def _range(begin: Any, end: Any) -> Range:
     if type(begin) is not int or type(end) is not int or not 0 <= begin < end:
-        raise ValueError(f"expected a range of elements, found {begin!r} to {end!r}")
+        raise ValueError(f"expected a range of elements, found {shown(begin)} to {shown(end)}")
     return begin, end

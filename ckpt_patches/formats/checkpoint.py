@@ -80,6 +80,7 @@ class Shard:
     has_rows: bool = True  # False for a buffer of many parameters with unknown layout
     has_zero_padding: bool = False  # for such a buffer: its padding can only be zeros
     is_padding: bool = False  # for such a buffer: a gap between two parameters, which can hold any value
+    begin: tuple[int, ...] = ()  # of its first element in the array, on each axis; empty if it is no part of one
 
     @property
     def numel(self) -> int:

@@ -24,7 +24,7 @@ def _kind(name: str, severity: str, meaning: str, remedy: str = "no repair: take
 
 
 FROM_WEIGHT = "repair takes the model's own weights, which are rounded"
-FROM_OLDER = "repair takes the range of an older checkpoint (`--from`), or resets both moments to zero"
+FROM_OLDER = "repair takes the range of an older checkpoint (`--from`), or resets both moments (`--reset-moments`)"
 NO_HARM = "nothing to repair"
 
 LOST_MASTER = _kind(
@@ -81,7 +81,7 @@ SHIFTED_STATE = _kind(
     "the states of a parameter were saved by megatron-core 0.15.0 or later from the wrong place of their buffer: the "
     "master rounds to the model's weight some elements on",
     "repair gathers them from where they are, takes masters that are in no file from the model's weights, and the "
-    "moments of these from an older checkpoint (`--from`), or resets them",
+    "moments of these from an older checkpoint (`--from`), or resets them (`--reset-moments`)",
 )
 MIXED_ROWS = _kind(
     "mixed_rows",

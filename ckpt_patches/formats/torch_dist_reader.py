@@ -93,6 +93,17 @@ class Chunked:
         numel = sum(math.prod(self.tensor.chunks[at]) for at in offsets)
         return shape if math.prod(shape) == numel else (numel,)
 
+    def begin(self, offsets: list[Offsets]) -> Offsets:
+        """The place of a shard's first element in the tensor; empty if the shard has another shape, and in buckets."""
+        if is_bucket(self.tensor.name):
+            return ()
+        if self.tensor.whole is None:
+            return offsets[0]
+        shape = self.shape(offsets)
+        index = offsets[0][: len(self.tensor.whole)]
+        is_in_place = len(shape) == len(index) and offsets[0][len(index) :] in ((), (0,))
+        return tuple(at * n for at, n in zip(index, shape, strict=True)) if is_in_place else ()
+
 
 def _label(index: Offsets) -> str:
     return ".".join(map(str, index))
@@ -316,6 +327,7 @@ def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> l
     alike: dict[Key, dict[str, Stream]] = {}
     owners: dict[Key, tuple[Owner, ...]] = {}
     paddings: set[Key] = set()
+    begins: dict[Key, Offsets] = {}
     cut = _cut(roles)
     name_other_cuts(found, {role: (chunked.tensor.name, frozenset(cut[role])) for role, chunked in roles.items()})
     for role, chunked in roles.items():
@@ -325,11 +337,17 @@ def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> l
                 extents = tuple(chunked.extents[at] for at in offsets)
                 alike.setdefault(key, {})[role] = Stream(chunked.tensor.name, chunked.tensor.dtype, extents)
                 paddings |= {key} if gaps & set(offsets) else set()
+                begins[key] = chunked.begin(offsets)
                 if len(offsets) > 1:
                     owners[key] = _owners(chunked.tensor, offsets)
     has_rows = not is_bucket(parameter)
     return [
-        Shard(parameter, *key, streams, owners.get(key, ()), has_rows=has_rows, is_padding=key in paddings)
+        Shard(
+            *(parameter, *key, streams, owners.get(key, ())),
+            has_rows=has_rows,
+            is_padding=key in paddings,
+            begin=begins[key],
+        )
         for key, streams in alike.items()
     ]
 

@@ -97,12 +97,14 @@ def _shards(parameter: str, roles: dict[str, Array], found: Checkpoint) -> list[
     name_other_cuts(found, {role: (array.name, (array.shape, array.chunks)) for role, array in roles.items()})
     for grid in dict.fromkeys((array.shape, array.chunks) for array in roles.values()):
         alike = {role: array for role, array in roles.items() if (array.shape, array.chunks) == grid}
-        for label in next(iter(alike.values())).labels():
+        for begin, label in next(iter(alike.values())).places():
             chunks = {role: _chunk(array, label, found) for role, array in alike.items()}
             streams, lost = (
                 {role: c for role, (c, there) in chunks.items() if there is want} for want in (True, False)
             )
-            shards.append(Shard(parameter, label, grid[1], streams, (), lost, not is_bucket(parameter)))
+            has_rows = not is_bucket(parameter)
+            own = Shard(parameter, label, grid[1], streams, (), lost, has_rows, begin=begin if has_rows else ())
+            shards.append(own)
     _check_strays(roles, found)
     return shards
 

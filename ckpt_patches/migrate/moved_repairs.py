@@ -28,14 +28,14 @@ def write_list(source: Checkpoint, planned: Plan, folder: Path) -> None:
     if not listed.ranges:
         return
     made = torch_dist_reader.read(folder)
-    now, files = Repaired(), set[str]()
+    now = Repaired()
     for how in sorted(set(listed.sources.values())):
         chosen = {key: ranges for key, ranges in listed.ranges.items() if listed.sources[key] == how}
         moved = moved_bytes(bytes_of(planned.shards, chosen), planned, folder)
-        files |= {str(Path(name).relative_to(folder)) for name in moved}
+        now.files += [str(Path(name).relative_to(folder)) for name in moved]
         for key, ranges in ranges_of(made.shards, moved).items():
             now.add(key, ranges, how)
-    repair_list.write(folder, Repaired(), now, files)
+    repair_list.write(folder, now)
 
 
 def bytes_of(shards: Iterable[Shard], ranges: dict[Key, list[Range]]) -> Bytes:

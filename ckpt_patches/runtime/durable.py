@@ -3,10 +3,7 @@
 import contextlib
 import errno
 import os
-import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 # Errors of a file system without hard links, or for a link that it does not support.
@@ -86,28 +83,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def new_folder(output: Path) -> Iterator[Path]:
-    """A temporary path beside `output`. The block makes the folder there; then it is synced and renamed to `output`.
-
-    If the block raises, the folder is removed.
-
-    Raises:
-        OSError: a folder cannot be made or synced, or `output` exists and is not an empty folder.
-    """
-    make_folder(output.parent)
-    # Not only the process id: a process in another container can have the same.
-    temporary = output.with_name(f".{output.name}.{os.getpid()}-{os.urandom(4).hex()}")
-    try:
-        yield temporary
-        for folder, _, files in os.walk(temporary):
-            for name in files:
-                _sync_file(Path(folder, name))
-            sync_folder(Path(folder))
-        os.replace(temporary, output)
-        sync_folder(output.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+def sync_all(folder: Path) -> None:
+    """Sync all files and folders below a folder, and itself."""
+    for inner, _, files in os.walk(folder):
+        for name in files:
+            _sync_file(Path(inner, name))
+        sync_folder(Path(inner))
 
 
 def _sync_file(path: Path) -> None:

@@ -62,7 +62,7 @@ def repaired(tag: Path, older: Path) -> bool:
     """Replace a damaged checkpoint with the repaired one, if `repair` does not decline and reports a repair."""
     output = tag.with_name(f"{tag.name}_repaired")
     try:
-        result = repair(tag, output, older if older != tag and older.exists() else None, 1)
+        result = repair(tag, output, older if older != tag and older.exists() else None, 1, reset_moments=True)
     except UserError:
         return False
     if result is None or result.verdict != REPAIRED:

@@ -1,115 +1,79 @@
-"""Copy a checkpoint, with one rank or several, and write repaired elements into the copy.
+"""Copy a checkpoint, and write elements into the copy. No link is followed out of either."""
 
-Nothing is written outside the copy, whatever the metadata contains.
-"""
-
-import errno
 import fnmatch
 import itertools
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.checkpoint import Stream
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.paths import path_within
+from ckpt_patches.formats.ranged import open_regular
+from ckpt_patches.formats.zarr import LOCKS
+from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, check_space
+from ckpt_patches.runtime.units import in_bytes
 
-AT_A_TIME = 1 << 26  # bytes of a file that a process copies at once
 BUFFER = 1 << 22  # bytes
-COST_OF_A_FILE = 1 << 18  # bytes that are copied in the time to open one file
+MARK = ".ckpt-patches-repair.json"
 
 
-class Range(NamedTuple):
-    """Bytes of a file of the checkpoint, by its name in the folder."""
-
-    name: str
-    begin: int
-    end: int
-
-    @property
-    def cost(self) -> int:
-        """The cost of copying it, in bytes."""
-        return self.end - self.begin + COST_OF_A_FILE
-
-
-def begin_copy(path: Path, copy: Path, but: str) -> list[Range]:
-    """Create the folders and empty files of a copy. Returns the ranges to copy.
-
-    Symlinks are followed, within the checkpoint. Names that match the pattern `but` are left out.
+@contextmanager
+def new_copy(path: Path, output: Path) -> Iterator[Path]:
+    """A path for the copy, in a folder beside the output, which is removed in the end, or by the next repair.
 
     Raises:
-        LinkOutsideError: a symlink leads out of the checkpoint.
-        UserError: an entry is neither a file nor a folder.
-        OSError: an entry cannot be read or created.
+        UserError: the output exists, or another repair writes it now.
     """
-    copy.mkdir()
-    ranges: list[Range] = []
-    for folder, folders, files in os.walk(path, followlinks=True, onerror=_give_up):
-        folders[:] = sorted(name for name in folders if not fnmatch.fnmatch(name, but))
-        inner = Path(folder).relative_to(path)
-        own = copy / inner
-        for name in filter(lambda name: Path(folder, name).is_symlink(), (*folders, *files)):
-            path_within(path, str(inner / name))
-        for name in folders:
-            (own / name).mkdir()
-        for name in sorted(name for name in files if not fnmatch.fnmatch(name, but)):
-            ranges += _ranges(Path(folder, name), str(Path(folder, name).relative_to(path)))
-            (own / name).touch(exist_ok=False)
-    return ranges
+    check_outside(path, output)
+    work = UnfinishedFolder(output, "", MARK, "repair")
+    check_outside(work.working, path)  # which is removed
+    if not work.is_of_this(work.working):
+        work.check([])
+        work.begin()
+    with work.held():
+        try:
+            copy = work.working / work.final.name  # a folder's name has a meaning for readers
+            shutil.rmtree(copy, ignore_errors=True)  # of a repair that was killed
+            if work.final.exists():  # not `work.check`, which reads the mark: to close a file unlocks it
+                raise UserError(f"{output}: expected a name for a new folder, found that it exists")
+            yield copy
+        finally:
+            shutil.rmtree(work.working, ignore_errors=True)
+
+
+def copy_checkpoint(path: Path, copy: Path, output: Path, say: Callable[[str], object]) -> None:
+    """Copy a checkpoint, without directories of locks. The owner can write to the copy.
+
+    Raises:
+        UserError: a link leads out of the checkpoint, or there is too little room.
+        OSError: a file cannot be read or written, or is a pipe or a device.
+    """
+    files: dict[Path, os.stat_result] = {}
+    for folder, folders, names in os.walk(path, followlinks=True, onerror=_give_up):
+        folders[:] = [name for name in folders if not fnmatch.fnmatch(name, f"*{LOCKS}")]
+        for name in (*folders, *names):
+            inner = Path(folder, name).relative_to(path)
+            files[inner] = path_within(path, str(inner)).stat()
+    nbytes = sum(found.st_size for found in files.values() if not stat.S_ISDIR(found.st_mode))
+    free = check_space(output, nbytes)
+    say(f"{output}: copying {in_bytes(nbytes)}, and {in_bytes(free)} are free")
+    copy.mkdir(stat.S_IMODE(path.stat().st_mode) | stat.S_IRWXU)
+    for inner, found in files.items():
+        if stat.S_ISDIR(found.st_mode):
+            (copy / inner).mkdir(stat.S_IMODE(found.st_mode) | stat.S_IRWXU)
+            continue
+        target = os.open(copy / inner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IMODE(found.st_mode) | stat.S_IWUSR)
+        with os.fdopen(target, "wb") as writing, os.fdopen(open_regular(path / inner), "rb") as reading:
+            shutil.copyfileobj(reading, writing, BUFFER)
 
 
 def _give_up(error: OSError) -> None:
     raise error
-
-
-def _ranges(file: Path, name: str) -> Iterator[Range]:
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{file}: expected a file or a folder, which can be copied, found neither")
-    for begin in range(0, max(found.st_size, 1), AT_A_TIME):
-        yield Range(name, begin, min(begin + AT_A_TIME, found.st_size))
-
-
-def copy_ranges(ranges: Iterable[Range], path: Path, copy: Path) -> None:
-    """Copy ranges into the existing files of the copy.
-
-    Raises:
-        OSError: a file cannot be read or written, or is shorter than its range.
-    """
-    for name, own in itertools.groupby(ranges, key=lambda found: found.name):
-        source, target = path / name, path_within(copy, name)
-        with open(source, "rb") as reading, open(target, "r+b") as writing:
-            for found in own:
-                _copy(reading, writing, found, str(source))
-
-
-def sync(ranges: Iterable[Range], copy: Path) -> None:
-    """Flush the files that this process copied to disk: other machines cannot flush this machine's page cache."""
-    for name in dict.fromkeys(found.name for found in ranges):
-        with open(path_within(copy, name), "r+b") as file:
-            os.fsync(file.fileno())
-
-
-def _copy(reading: BinaryIO, writing: BinaryIO, found: Range, path: str) -> None:
-    reading.seek(found.begin)
-    writing.seek(found.begin)
-    for at in range(found.begin, found.end, BUFFER):
-        nbytes = min(BUFFER, found.end - at)
-        data = reading.read(nbytes)
-        if len(data) < nbytes:
-            raise OSError(errno.EIO, f"ends before its byte {found.end}, and did not before", path)
-        writing.write(data)
-
-
-def end_copy(path: Path, copy: Path) -> None:
-    """Copy times and modes to the files and folders of the copy, contents before their folder."""
-    for folder, _, files in os.walk(copy, topdown=False):
-        for own in (*(Path(folder, name) for name in files), Path(folder)):
-            shutil.copystat(path / own.relative_to(copy), own)
 
 
 def in_copy(name: str, path: Path, copy: Path) -> str:

@@ -1,230 +1,48 @@
-"""Repair a copy of a checkpoint. A plan lists what cannot be repaired before anything is written.
-
-Lost main parameters come from the model's own weights, which are rounded. Lost moments come from an older checkpoint,
-or are reset to zero. A lost second moment is reset together with its first moment: a first moment without its square
-would cause huge steps.
-"""
+"""Repair a copy of a checkpoint, and audit the copy. The original is not changed."""
 
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from ckpt_patches.audit import repair_list
-from ckpt_patches.audit.audit import TO_RESUME_FROM, Report, audit_together
-from ckpt_patches.audit.judging import blocks, record_checksums, scan
+from ckpt_patches.audit.audit import TO_RESUME_FROM, WHOLE, Report, audit, audit_together
+from ckpt_patches.audit.judging import record_checksums
 from ckpt_patches.audit.judging.record_checksums import of_checksum
-from ckpt_patches.audit.judging.scan import stretches
-from ckpt_patches.audit.judging.shifted import Shift
+from ckpt_patches.audit.ranges import Range
 from ckpt_patches.audit.repair import same_run, unshift
-from ckpt_patches.audit.repair.copies import (
-    Range,
-    begin_copy,
-    copied,
-    copy_ranges,
-    end_copy,
-    in_copy,
-    sync,
-    write_elements,
-)
-from ckpt_patches.audit.shares import shares
+from ckpt_patches.audit.repair.copies import copied, copy_checkpoint, in_copy, new_copy, write_elements
+from ckpt_patches.audit.repair.plan import AT_A_TIME, FROM_OLDER, RESET, Fill, Plan, plan
+from ckpt_patches.audit.repair_list import Repaired
+from ckpt_patches.audit.run_folder import unit_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages
-from ckpt_patches.formats.checkpoint import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    MOMENTS,
-    WEIGHT,
-    Checkpoint,
-    Copies,
-    Extent,
-    Shard,
-    Stream,
-)
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint
 from ckpt_patches.formats.damages import NOTE, Finding
 from ckpt_patches.formats.dtypes import item_size
-from ckpt_patches.formats.elements import read_elements, read_values
+from ckpt_patches.formats.elements import Block, as_float32, read_elements
 from ckpt_patches.formats.paths import path_within
-from ckpt_patches.formats.ranged import RangedFiles
-from ckpt_patches.formats.zarr import LOCKS
+from ckpt_patches.formats.reading import reader_of
 from ckpt_patches.runtime.distributed import Ranks
-from ckpt_patches.runtime.durable import new_folder
-from ckpt_patches.runtime.unfinished import check_outside, check_space
-from ckpt_patches.runtime.units import in_bytes
+from ckpt_patches.runtime.durable import sync_all, sync_folder
+from ckpt_patches.runtime.shown import shown
 
-FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
-AT_A_TIME = 1 << 19  # elements; fewer than the odd runs that a scan keeps
-
-# The kinds that can be repaired in a master or in a moment.
-IN_MASTER = (
-    damages.LOST_MASTER,
-    damages.UNROUNDED_MASTER,
-    damages.OTHER_MASTERS,
-    damages.NOT_FINITE,
-    damages.SHIFTED_STATE,
-)
-IN_MOMENTS = (
-    damages.LOST_MOMENT,
-    damages.NO_MOMENTS,
-    damages.NEGATIVE_SQUARE,
-    damages.NOT_FINITE,
-    damages.SHIFTED_STATE,
-)
-CHUNKS = (damages.MISSING_CHUNK, damages.SHORT_CHUNK)
-
-
-@dataclass(frozen=True)
-class Fill:
-    """Elements of an array to fill, and their source: those in a range whose code has the bits."""
-
-    array: str
-    shard: str
-    begin: int
-    end: int
-    role: str
-    source: str
-    bits: int  # 0: the full range
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to repair, and what cannot be repaired."""
-
-    fills: tuple[Fill, ...]
-    cuts: tuple[Extent, ...]  # files that are too long, with their correct length
-    refused: tuple[tuple[Finding, str], ...]  # with the reason
-    shift: Shift | None = None  # the shift to undo
-    copies: tuple[Copies, ...] = ()  # files to copy from others
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether a repair does anything. Damage beyond repair is left as it is; with a shift it prevents repair."""
-        return bool(self.fills or self.cuts or self.copies or self.shift) and not (self.shift and self.refused)
-
-
-def plan(report: Report, older: Report | None) -> Plan:
-    """Plan the repair of each finding of a report."""
-    places = {
-        (stream.array, shard.label): (shard, role)
-        for shard in report.checkpoint.shards
-        for role, stream in (*shard.streams.items(), *shard.lost.items())
-    }
-    fills: dict[Fill, None] = {}
-    cuts: list[Extent] = []
-    refused = []
-    lost = {own.name: own.lost for own in report.checkpoint.copies}
-    wrong = [f for f in unshift.findings(report.findings, report.shift) if f.kind.severity != NOTE]
-    # States that differ from the record are skipped: the audit of the copy compares them again.
-    for finding in [f for f in wrong if f.kind is not damages.NOT_AS_RECORDED] or wrong:
-        shard, role = places.get((finding.array, finding.shard), (None, ""))
-        if finding.kind is damages.LONG_CHUNK and shard:
-            cuts += shard.streams[role].extents
-        elif finding.kind is damages.ONE_MODEL_FILE:
-            refused += [(finding, lost[finding.array])] if lost[finding.array] else []
-        elif finding.kind is damages.MIXED_ROWS:
-            refused.append((finding, finding.kind.remedy))
-        elif shard is None or finding.begin is None or finding.end is None:
-            refused.append((finding, _no_copy(finding)))
-        elif reason := unshift.why_not(finding, report.shift) or _why_not(finding, shard, role, older):
-            refused.append((finding, reason))
-        else:
-            fills.update(dict.fromkeys(_fills(finding, shard, role, older)))
-    copies = tuple(own for own in report.checkpoint.copies if not own.lost)
-    return Plan(tuple(fills), tuple(cuts), tuple(refused), report.shift, copies)
-
-
-def _why_not(finding: Finding, shard: Shard, role: str, older: Report | None) -> str:
-    """Why a finding with a range cannot be repaired; empty if it can."""
-    kinds = {MASTER: (*IN_MASTER, *CHUNKS), EXP_AVG: (*IN_MOMENTS, *CHUNKS), EXP_AVG_SQ: (*IN_MOMENTS, *CHUNKS)}
-    if finding.kind not in kinds.get(role, ()):
-        return _no_copy(finding)
-    if role == MASTER:
-        return (
-            "" if WEIGHT in shard.streams else "the checkpoint does not have the model's own weights of these elements"
-        )
-    if older is None:
-        return ""
-    same = _same(older.checkpoint, shard)
-    if same is None or role not in same.streams:
-        return f"{older.checkpoint.path} has no such array of this shape"
-    assert finding.begin is not None
-    assert finding.end is not None
-    for other in older.findings:
-        overlaps = (
-            other.begin is not None
-            and other.end is not None
-            and other.begin < finding.end
-            and finding.begin < other.end
-        )
-        if (
-            other.array == same.streams[role].array
-            and other.shard == same.label
-            and overlaps
-            and other.kind.severity != NOTE
-        ):
-            return f"{older.checkpoint.path} has {other.kind.name} in the same range"
-    return ""
-
-
-def _no_copy(finding: Finding) -> str:
-    """Why a finding is beyond repair."""
-    return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"
-
-
-def _same(found: Checkpoint, shard: Shard) -> Shard | None:
-    """The shard of another checkpoint with the same elements."""
-    key = shard.parameter, shard.label, shard.shape
-    return next((other for other in found.shards if (other.parameter, other.label, other.shape) == key), None)
-
-
-def _fills(finding: Finding, shard: Shard, role: str, older: Report | None) -> Iterator[Fill]:
-    """The fills for a finding. A lost square is reset together with its first moment."""
-    assert finding.begin is not None
-    assert finding.end is not None
-    source = FROM_WEIGHT if role == MASTER else FROM_OLDER if older else RESET
-    roles = MOMENTS if role == EXP_AVG_SQ and source == RESET else (role,)
-    bits = 0 if role in shard.lost else _bits(finding, role)
-    for own in roles:
-        stream = shard.streams.get(own) or shard.lost[own]
-        yield Fill(stream.array, shard.label, finding.begin, finding.end, own, source, bits)
-
-
-def _bits(finding: Finding, role: str) -> int:
-    """The bit in the codes of the damaged elements; 0 for all elements of the range."""
-    if finding.kind is damages.SHIFTED_STATE:
-        return 0  # all elements belong to another place
-    if finding.kind is damages.NOT_FINITE:
-        return blocks.NOT_FINITE[role]
-    if finding.kind in (damages.UNROUNDED_MASTER, damages.OTHER_MASTERS):
-        return blocks.UNROUNDED
-    if finding.kind is damages.NEGATIVE_SQUARE:
-        return blocks.NEGATIVE
-    return {MASTER: blocks.NO_MASTER, EXP_AVG: blocks.NO_AVG, EXP_AVG_SQ: blocks.NO_SQ}[role]
-
-
-@dataclass(frozen=True)
-class Done:
-    """What was repaired in an array's shard."""
-
-    array: str
-    shard: str
-    source: str
-    elements: int
+LEFT = "nothing else is known of these elements, and zeros over zeros repair nothing"
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a repair."""
+    """What a repair has written. `verdict` and `left` are of the audit of the copy."""
 
-    done: tuple[Done, ...]
-    copies: tuple[Copies, ...]
-    moved: int  # elements of shifted masters moved back; the moments moved with them
-    source: tuple[str, int | None] | None  # the older checkpoint and its step
-    verdict: str  # of the copy
-    left: tuple[tuple[Finding, str], ...]  # not repaired, with the reason; if any, the copy is not REPAIRED
+    older: Checkpoint | None
+    made: Plan
+    now: Repaired
+    verdict: str = ""
+    left: tuple[tuple[Finding, str], ...] = ()  # with the reason; if any, the copy is not REPAIRED
 
 
 def repair(
@@ -234,70 +52,40 @@ def repair(
     workers: int,
     ranks: Ranks | None = None,
     *,
+    reset_moments: bool = False,
     trust_source: bool = False,
     say: Callable[[str], object] = lambda line: None,
 ) -> Result | None:
-    """Audit, plan, and write the repaired copy. Its audit must find exactly what could not be repaired.
+    """Audit, plan, write the repaired copy, and audit it. Only damaged elements change, and moments that are reset.
 
-    Only damaged elements change, and a first moment whose square is reset. With several ranks, all call this function
-    and share the reading and the copying. Rank 0 repairs and renames the copy. The other ranks return None.
+    With several ranks, all call this function and share the audits. Rank 0 does the rest; the others return None.
 
     Raises:
-        UserError: the checkpoint is complete, nothing in it can be repaired, or the output exists; or the older
-            checkpoint is not known to be of the same run, unless `trust_source`.
+        UserError: the checkpoint is complete, nothing in it can be repaired, or what is right would be a guess; or the
+            output exists; or the older checkpoint is damaged, or not known to be of the same run.
     """
     ranks = ranks or Ranks()
-    ranks.first("looking at the output", lambda: _check_new(path, output))
-    report = audit_together(path, workers, ranks)
-    ranks.first("the audit", lambda: _check_damaged(report))
-    older = audit_together(older_path, workers, ranks) if older_path else None
-    ranks.first("the audit of the older checkpoint", lambda: _check_older(report, older, trust=trust_source))
-    made = ranks.first("planning", lambda: _planned(report, older))
     with ExitStack() as stack:
+        copy = ranks.share("looking at the output", lambda: stack.enter_context(new_copy(path, output)))
+        report = audit_together(path, workers, ranks)
+        ranks.first("the audit", lambda: _check_damaged(report))
+        older = audit_together(older_path, workers, ranks) if older_path else None
 
-        def begin() -> tuple[Path, list[list[Range]]]:
-            temporary = stack.enter_context(new_folder(output))
-            ranges = begin_copy(path, temporary, but=f"*{LOCKS}")
-            nbytes = sum(found.end - found.begin for found in ranges)
-            free = check_space(output, nbytes)
-            say(f"{output}: copying {in_bytes(nbytes)}, and {in_bytes(free)} are free")
-            divided = shares([found.cost for found in ranges], ranks.size)
-            return temporary, [ranges[share.start : share.stop] for share in divided]
-
-        def copy() -> None:
-            copy_ranges(divided[ranks.rank], path, temporary)
-            if ranks.rank:  # other hosts cannot flush this host's page cache; rank 0 flushes before the rename
-                sync(divided[ranks.rank], temporary)
-
-        def change() -> list[Done]:
-            assert made
+        def write() -> Result:
             assert report
-            end_copy(path, temporary)
-            return _execute(made, report.checkpoint, older.checkpoint if older else None, temporary)
+            _check_older(report, older, trust=trust_source)
+            made = plan(report, FROM_OLDER if older else RESET)
+            _check_plan(report.checkpoint, made, reset_moments=reset_moments, workers=workers)
+            copy_checkpoint(path, copy, output, say)
+            source = older.checkpoint if older else None
+            return Result(source, made, _change(report.checkpoint, made, source, copy))
 
-        def finish() -> None:
-            _check_result(report, made, result)
-            stack.close()  # renames the copy
-
-        temporary, divided = ranks.share("beginning the copy", begin)
-        ranks.gather("copying", copy)
-        done = ranks.first("repairing the copy", change)
-        result = audit_together(temporary, workers, ranks)
-        ranks.first("finishing the copy", finish)
-    if made is None or done is None or result is None:
-        return None
-    moved = sum(one["end"] - one["begin"] for one in unshift.listed(made.shift))
-    source = (str(older.checkpoint.path), older.checkpoint.step) if older else None
-    return Result(tuple(done), made.copies, moved, source, result.verdict, made.refused)
+        written = ranks.first("writing the copy", write)
+        result = audit_together(copy, workers, ranks)
+        return ranks.first("finishing the copy", lambda: _finish(report, written, result, output))
 
 
 # Run on rank 0, which alone has the reports
-
-
-def _check_new(path: Path, output: Path) -> None:
-    check_outside(path, output)
-    if output.exists():
-        raise UserError(f"{output}: expected a name for a new folder, found that it exists")
 
 
 def _check_damaged(report: Report | None) -> None:
@@ -305,112 +93,128 @@ def _check_damaged(report: Report | None) -> None:
         raise UserError(f"{report.checkpoint.path} is {report.verdict}: nothing to repair")
 
 
-def _check_older(report: Report | None, older: Report | None, *, trust: bool) -> None:
-    if report and older:
-        same_run.check(report.checkpoint, older.checkpoint, trust=trust)
+def _check_older(report: Report, older: Report | None, *, trust: bool) -> None:
+    """Refuse an older checkpoint that is damaged, or not known to be of the run."""
+    if older is None:
+        return
+    same_run.check(report.checkpoint, older.checkpoint, trust=trust)
+    path = older.checkpoint.path
+    unshift.check_older(path, older.shift)
+    if older.verdict not in TO_RESUME_FROM:
+        raise UserError(
+            f"--from {path}: expected a checkpoint that is {WHOLE}, found it {older.verdict} (audit {path})"
+        )
 
 
-def _planned(report: Report | None, older: Report | None) -> Plan:
-    assert report
-    if older:
-        unshift.check_older(older.checkpoint.path, older.shift)
-    made = plan(report, older)
+def _check_plan(found: Checkpoint, made: Plan, *, reset_moments: bool, workers: int) -> None:
+    """Refuse a plan that repairs nothing, or that resets moments without being asked to."""
     if made.refused and not made.is_possible:
         lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason or f.detail}" for f, reason in made.refused]
+        raise UserError("\n".join([f"{found.path} cannot be repaired, and nothing was written:", *lines]))
+    reset = next((fill for fill in made.fills if fill.source == RESET), None)
+    if reset and not reset_moments:
+        has_them = _neighbor(found, workers)
+        raise UserError(
+            f"{found.path}: expected a source of lost moments, as of {shown(reset.stream.array)}, found none, and "
+            f"nothing was written: repeat with --from {has_them or 'OLDER'}, a whole checkpoint of the run, or with "
+            "--reset-moments, which sets both moments of these elements to zero"
+        )
+
+
+def _neighbor(found: Checkpoint, workers: int) -> Path | None:
+    """The newest older checkpoint in the run's folder that is whole."""
+    path = found.path.resolve()
+    save, older = unit_of(path, path.parent), []
+    for other in (entry / path.relative_to(save) for entry in save.parent.iterdir()):
+        with suppress(Exception):  # it is no checkpoint, or none that can be a source
+            reader = reader_of(other)
+            same_run.check(found, source := reader(other) if reader else found, trust=False)
+            older.append((source.step or 0, other))
+    return next((other for _, other in sorted(older, reverse=True) if audit(other, workers).verdict == WHOLE), None)
+
+
+def _change(found: Checkpoint, made: Plan, older: Checkpoint | None, copy: Path) -> Repaired:
+    """Apply the plan to the copy, and write the repair list into it. Returns what has changed."""
+    now = Repaired()
+    for cut in made.cuts:
+        os.truncate(in_copy(cut.path, found.path, copy), cut.nbytes)
+    changed = unshift.gather(made.shift, found.path, copy)
+    source = same_run.tensors(older) if older else {}
+    for fill in made.fills:
+        ranges = [part for begin, end in fill.ranges for part in _fill(fill, source, (begin, end), found.path, copy)]
+        where = f": {older.path}, step {older.step}" if older and fill.source == FROM_OLDER else ""
+        now.add((fill.stream.array, fill.shard.label), ranges, f"{fill.source}{where}")
+        changed |= {in_copy(extent.path, found.path, copy) for extent in fill.stream.extents if ranges}
+    for own in made.copies:
+        changed |= {str(shutil.copy2(path_within(copy, own.name), path_within(copy, name))) for name in own.missing}
+    if not changed and not made.cuts:
+        raise UserError(f"{found.path} cannot be repaired, and nothing was written: {LEFT}")
+    wrong = {finding.detail for finding, _ in made.refused}  # includes wrong checksums, which stay
+    for record in found.records:
+        if (name := in_copy(record.path, found.path, copy)) in changed and of_checksum(record) not in wrong:
+            record_checksums.update_checksum(record._replace(path=name))
+    listed = repair_list.read(replace(found, findings=[]))
+    for key, ranges in now.ranges.items():
+        listed.add(key, ranges, now.sources[key])
+    listed.moved += unshift.listed(made.shift)
+    listed.copied += [{"from": own.name, "to": list(own.missing)} for own in made.copies]
+    listed.files += [str(Path(name).relative_to(copy)) for name in changed]
+    repair_list.write(copy, listed)
+    return now
+
+
+def _fill(fill: Fill, source: same_run.Tensors, where: Range, path: Path, copy: Path) -> Iterator[Range]:
+    """Fill a range of elements in the copy. Yields the ranges of elements that change."""
+    own = copied(fill.stream, path, copy)
+    for first in range(*where, AT_A_TIME):
+        last = min(first + AT_A_TIME, where[1])
+        data = _content(fill, source, first, last).view(np.uint8)
+        differs = np.ones(last - first, np.bool_)
+        if fill.role not in fill.shard.lost and fill.kind is not damages.SHIFTED_STATE:  # those have none of their own
+            there = read_elements(own, first, last).view(np.uint8)
+            differs = (there != data).reshape(last - first, -1).any(axis=1)
+        edges = (first + np.flatnonzero(np.diff(differs, prepend=False, append=False))).tolist()
+        write_elements(own, first, data.data)
+        yield from zip(edges[::2], edges[1::2], strict=True)
+
+
+def _content(fill: Fill, source: same_run.Tensors, begin: int, end: int) -> Block:
+    """The elements to write. Weights are converted through fp32."""
+    dtype = fill.stream.dtype
+    if fill.source == RESET:
+        return np.zeros((end - begin) * item_size(dtype), np.uint8)
+    if fill.source == FROM_OLDER:
+        found = same_run.read(source, fill.shard, fill.stream, begin, end)
+        if found is None:
+            raise UserError(f"--from: expected elements of {shown(fill.stream.array)}, of torch.{dtype}, found none")
+        return found
+    weight = fill.shard.streams[WEIGHT]
+    data = read_elements(weight, begin, end)
+    if weight.dtype == dtype:
+        return data
+    values = as_float32(data, weight.dtype)
+    if values is None or dtype not in ("float32", "float64"):
+        raise UserError(f"{fill.stream.array}: expected main parameters in fp32, found {dtype}, which is not written")
+    return values.astype(dtype)
+
+
+def _finish(report: Report | None, written: Result | None, result: Report | None, output: Path) -> Result:
+    """Give the copy its name. What its audit finds is left; the list of repaired elements must hide nothing else."""
+    assert report
+    assert written
+    assert result
+    reasons = {_key(finding, report): reason for finding, reason in written.made.refused}
+    left = {_key(f, result): f for f in result.findings if f.kind.severity != NOTE}
+    if gone := sorted({kind for kind, *_ in reasons.keys() - left.keys()}):
         path = report.checkpoint.path
-        raise UserError("\n".join([f"{path} cannot be repaired, and nothing was written:", *lines]))
-    return made
-
-
-def _check_result(report: Report | None, made: Plan | None, result: Report | None) -> None:
-    """Check that the copy has all findings that could not be repaired, and no others."""
-    if report is None or made is None or result is None:
-        return
-    path, left = report.checkpoint.path, {_key(f, result) for f in result.findings if f.kind.severity != NOTE}
-    refused = {_key(finding, report) for finding, _ in made.refused}
-    allowed = refused | {_key(f, report) for f in report.findings if f.kind is damages.NOT_AS_RECORDED and refused}
-    if more := {kind for kind, *_ in left - allowed}:
-        raise UserError(f"{path} cannot be repaired: the repaired copy still has {', '.join(sorted(more))}")
-    if gone := {kind for kind, *_ in refused - left}:
-        raise UserError(f"{path} cannot be repaired: the repaired copy would hide {', '.join(sorted(gone))}")
+        raise UserError(f"{path} cannot be repaired: the repaired copy would hide {', '.join(gone)}")
+    sync_all(result.checkpoint.path)
+    os.replace(result.checkpoint.path, output)
+    sync_folder(output.parent)
+    named = tuple((replace(f, array=key[1]), reasons.get(key, LEFT)) for key, f in left.items())
+    return replace(written, verdict=result.verdict, left=named)
 
 
 def _key(finding: Finding, report: Report) -> tuple[str, str, str]:
     """A key of a finding, the same in a checkpoint and in its copy."""
     return finding.kind.name, finding.array.removeprefix(f"{report.checkpoint.path}/"), finding.shard
-
-
-def _execute(made: Plan, found: Checkpoint, older: Checkpoint | None, copy: Path) -> list[Done]:
-    """Apply the plan to the copy, and write the repair list into it."""
-    shards = {
-        (s.array, shard.label): shard for shard in found.shards for s in (*shard.streams.values(), *shard.lost.values())
-    }
-    for cut in made.cuts:
-        os.truncate(in_copy(cut.path, found.path, copy), cut.nbytes)
-    now = repair_list.Repaired()
-    changed = unshift.gather(made.shift, found.path, copy)
-    for fill in made.fills:
-        shard = shards[fill.array, fill.shard]
-        target = shard.streams.get(fill.role) or shard.lost[fill.role]
-        own = copied(target, found.path, copy)
-        source = shard.streams[WEIGHT] if fill.role == MASTER else None
-        if fill.source == FROM_OLDER and older:
-            same = _same(older, shard)
-            source = same.streams[fill.role] if same else None
-        ranges: list[tuple[int, int]] = []
-        for begin in range(fill.begin, fill.end, AT_A_TIME):
-            chosen = _damaged(shard, fill, begin, min(begin + AT_A_TIME, fill.end))
-            _fill(own, source, chosen)
-            ranges += chosen
-        changed.update(extent.path for extent in own.extents)
-        now.add((fill.array, fill.shard), ranges, _source(fill, older))
-    changed.update(name for own in made.copies for name in _copy_files(own, copy))
-    wrong = {finding.detail for finding, _ in made.refused}  # includes wrong checksums, which stay
-    for record in found.records:
-        if (name := in_copy(record.path, found.path, copy)) in changed and of_checksum(record) not in wrong:
-            record_checksums.update_checksum(record._replace(path=name))
-    files = {str(Path(name).relative_to(copy)) for name in changed}
-    now.moved = unshift.listed(made.shift)
-    now.copied = [{"from": own.name, "to": list(own.missing)} for own in made.copies]
-    repair_list.write(copy, repair_list.read(replace(found, findings=[])), now, files)
-    return [Done(*key, now.sources[key], now.elements(key)) for key in now.ranges]
-
-
-def _source(fill: Fill, older: Checkpoint | None) -> str:
-    """Describe the source of the elements."""
-    if fill.source != FROM_OLDER or older is None:
-        return fill.source
-    step = f", step {older.step}" if older.step is not None else ""
-    return f"{fill.source}: {older.path}{step}"
-
-
-def _copy_files(files: Copies, copy: Path) -> Iterator[str]:
-    """Copy the existing file to the missing ones. Yields their paths."""
-    for name in files.missing:
-        yield shutil.copy2(path_within(copy, files.name), str(path_within(copy, name)))
-
-
-def _damaged(shard: Shard, fill: Fill, begin: int, end: int) -> list[tuple[int, int]]:
-    """The ranges to fill between two elements, by the elements of the original checkpoint."""
-    if not fill.bits:
-        return [(begin, end)]
-    with RangedFiles() as files:
-        found = scan.look(scan.Span(0, shard.streams, begin, end, checked=False), files)
-    return stretches(found.odd.runs, fill.bits)
-
-
-def _fill(target: Stream, source: Stream | None, ranges: list[tuple[int, int]]) -> None:
-    for begin, end in ranges:
-        write_elements(target, begin, _content(target, source, begin, end))
-
-
-def _content(target: Stream, source: Stream | None, begin: int, end: int) -> bytes:
-    """The bytes for a range: zeros without a source. Other dtypes are converted through fp32."""
-    if source is None:
-        return bytes((end - begin) * item_size(target.dtype))
-    if source.dtype == target.dtype:
-        return bytes(read_elements(source, begin, end).data)
-    values = read_values(source, begin, end)
-    if values is None or target.dtype not in ("float32", "float64"):
-        raise UserError(f"{target.array}: expected fp32, found {target.dtype}, which is not written")
-    return bytes(values.astype(target.dtype).data)

@@ -105,3 +105,8 @@ def listed(shift: Shift | None) -> list[dict[str, Any]]:
         for move in _of_other_places(shift)
         if shift is not None
     ]
+
+
+def moved(shift: Shift | None) -> int:
+    """How many elements of masters were moved. Their moments moved with them."""
+    return sum(one["end"] - one["begin"] for one in listed(shift))

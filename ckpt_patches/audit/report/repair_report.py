@@ -1,9 +1,9 @@
 """Report the result of a repair as text or JSON."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ckpt_patches.audit.repair import unshift
 from ckpt_patches.audit.repair.repair import Result
 from ckpt_patches.audit.repair_list import NAME
 
@@ -11,29 +11,33 @@ SCHEMA = 1  # of the JSON; raised when a key is renamed, removed or changes its 
 
 
 def as_text(output: Path, result: Result) -> str:
-    lines = [f"{one.array} {one.shard}: {one.elements} elements: {one.source}" for one in result.done]
-    for own in result.copies:
+    now = result.now
+    lines = [f"{' '.join(key)}: {now.elements(key)} elements: {now.sources[key]}" for key in now.ranges]
+    for own in result.made.copies:
         doubt = f", with what can differ between ranks: {own.differs}" if own.differs else ""
         lines.append(f"{own.name}: copied for {len(own.missing)} ranks{doubt}")
-    elements = sum(one.elements for one in result.done)
-    moved = f", {result.moved} of masters, and of their moments, moved to their places" if result.moved else ""
-    changed = f"{elements} elements repaired{moved}, no other changed"
+    elements, moved = sum(map(now.elements, now.ranges)), unshift.moved(result.made.shift)
+    and_moved = f", {moved} of masters, and of their moments, moved to their places" if moved else ""
+    changed = f"{elements} elements repaired{and_moved}, no other changed"
     lines.append(f"{output} is {result.verdict}: {changed}; they are listed in it ({NAME})")
     if result.left:
-        lines[-1] += f"; {len(result.left)} findings could not be repaired:"
+        lines[-1] += f"; {len(result.left)} findings are left:"
     lines += [f"  {found.kind.name} {found.array} {found.shard}: {reason}" for found, reason in result.left]
     return "\n".join(lines)
 
 
 def as_json(output: Path, result: Result) -> dict[str, Any]:
-    source = None if result.source is None else dict(zip(("path", "step"), result.source, strict=True))
+    now, older = result.now, result.older
     return {
         "schema": SCHEMA,
         "output": str(output),
-        "source": source,
-        "repaired": [asdict(one) for one in result.done],
-        "copied": [{"from": own.name, "to": list(own.missing)} for own in result.copies],
-        "moved": result.moved,
+        "source": {"path": str(older.path), "step": older.step} if older else None,
+        "repaired": [
+            {"array": key[0], "shard": key[1], "source": now.sources[key], "elements": now.elements(key)}
+            for key in now.ranges
+        ],
+        "copied": [{"from": own.name, "to": list(own.missing)} for own in result.made.copies],
+        "moved": unshift.moved(result.made.shift),
         "verdict": result.verdict,
         "left": [
             {"kind": found.kind.name, "array": found.array, "shard": found.shard, "reason": reason}
