@@ -25,7 +25,7 @@ def path_within(folder: Path, name: object) -> Path:
         raise LeavesFolderError(f"{folder}: expected the name of a file in this folder, found {shown(name)}")
     path = folder / str(name)
     try:
-        is_inside = path.resolve().is_relative_to(folder.resolve())
+        is_inside = any(map(path.resolve().is_relative_to, _roots(folder.resolve())))
     except (OSError, RuntimeError):  # a link to itself
         raise LinkOutsideError(f"{path} is a link that leads nowhere") from None
     if not is_inside:
@@ -33,6 +33,21 @@ def path_within(folder: Path, name: object) -> Path:
             f"{path} is a link to {path.resolve()}, outside of the checkpoint: put the file itself there"
         )
     return path
+
+
+def _roots(folder: Path) -> list[Path]:
+    """A checkpoint's folder; in Hugging Face's cache, whose `snapshots/<commit>` are links, `blobs` beside them too."""
+    return [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
+
+
+def entry(folder: Path, name: str) -> Path:
+    """The path of an entry of a checkpoint's folder.
+
+    Raises:
+        LinkOutsideError: it is a link that leads out of the folder.
+    """
+    path = folder / name
+    return path_within(folder, name) if path.is_symlink() and path.exists() else path
 
 
 def is_within(name: object) -> bool:

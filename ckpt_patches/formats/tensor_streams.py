@@ -9,7 +9,7 @@ from ckpt_patches.formats import damages, optimizer_inventory, torch_file, zero_
 from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Held, Record, Stream
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
-from ckpt_patches.formats.paths import LinkOutsideError
+from ckpt_patches.formats.paths import LinkOutsideError, entry
 
 # Found in the class names of quantized tensors (codes with scales), such as Transformer Engine's.
 QUANTIZED = ("Float8", "FP8", "FP4")
@@ -39,8 +39,9 @@ def read_file(
     """The same as `read`, but returns the file with its metadata."""
     found.read.add(path.name)
     try:
+        entry(path.parent, path.name)
         file = torch_file.read(path, trust=True)  # executes nothing; unknown classes become stubs
-    except (torch_file.BadFileError, torch_file.NotReadError) as error:
+    except (torch_file.BadFileError, torch_file.NotReadError, LinkOutsideError) as error:
         found.findings.append(refused(error, path.name, damage=damage))
         return None
     hold(found, file, (0, file.size))
