@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
+from dcp_checkpoints import saved
 from every_checkpoint import EVERY
 from test_audit_safetensors import names, written
 
@@ -225,6 +226,33 @@ def test_the_files_beside_deepspeeds_folder_are_judged(
     change(of_deepspeed)
     report = audit(of_deepspeed)
     assert (report.verdict, names(report)) == (verdict, expected)
+
+
+# With FSDP: folders of torch.distributed.checkpoint
+
+
+@pytest.fixture
+def of_fsdp(tmp_path: Path) -> Path:
+    path = Path(shutil.copytree(saved() / "folders", tmp_path / "checkpoint-3"))
+    torch.save({"last_epoch": 3, "_step_count": 4}, path / "scheduler.pt")
+    for rank in range(4):
+        torch.save(RANDOM, path / f"rng_state_{rank}.pth")
+    (path / STATE).write_text('{"global_step": 3}')
+    return path
+
+
+def test_the_files_beside_fsdps_folders_are_judged(of_fsdp: Path) -> None:
+    assert (audit(of_fsdp).verdict, names(audit(of_fsdp))) == (WHOLE, set())
+    for name, expected in (
+        (STATE, {"incomplete_save"}),
+        ("scheduler.pt", {"missing_state"}),
+        ("rng_state_3.pth", {"missing_rank"}),
+    ):
+        kept = (of_fsdp / name).rename(of_fsdp.parent / name)
+        assert names(audit(of_fsdp)) == expected
+        kept.rename(of_fsdp / name)
+    state('{"global_step": 2}')(of_fsdp)
+    assert names(audit(of_fsdp)) == {"mixed_steps", "unusual"}
 
 
 # Weights without elements

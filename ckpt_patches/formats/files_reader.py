@@ -156,6 +156,7 @@ def _read_local(found: Checkpoint) -> Checkpoint:
     every = {name: own for name in _local_names(found.path) if (own := OF_A_RANK.fullmatch(Path(name).name))}
     found.iteration = max(int(own[1]) for own in every.values())
     newest = {name: own for name, own in every.items() if int(own[1]) == found.iteration}
+    steps: list[Any] = []
     for name in every:
         file = tensor_streams.read_file(found.path / name, found)
         if name not in newest:
@@ -164,7 +165,9 @@ def _read_local(found: Checkpoint) -> Checkpoint:
         elif file is not None:
             label = f"rank {int(newest[name][2])}"
             for optimizer, masters in torch_optimizers.within(file.value):
-                torch_optimizers.take(found, file, optimizer, f"{name}.state", label, masters=masters)
+                found_steps = torch_optimizers.take(found, file, optimizer, f"{name}.state", label, masters=masters)
+                steps += found_steps.values()
+    set_step(found, steps)
     there = {int(own[2]) for own in newest.values()}
     folders = {int(parent) for name in every if (parent := Path(name).parent.name).isdecimal()}
     for rank in sorted({*folders, *range(min(there), min(max(there), min(there) + len(there)) + 1)} - there):

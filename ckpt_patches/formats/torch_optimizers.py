@@ -6,15 +6,16 @@ from typing import Any
 
 from ckpt_patches.formats import optimizer_inventory, tensor_streams, zero_facts
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, Checkpoint, Owner, Shard
-from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
+from ckpt_patches.formats.torch_file import Instance, TensorHeader, TorchFile
 
 KEYS = {"state", "param_groups"}
 MASTERS = ("fp32_groups_flat", "fp32_groups")  # of DeepSpeed's FP16_Optimizer and FP16_UnfusedOptimizer
-DEEPEST = 8  # dicts around an optimizer
+DEEPEST = 8  # dicts and objects around an optimizer
 
 
 def within(value: Any, depth: int = 0) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """The optimizers in dicts at any depth, each with the main parameters that are stored next to it."""
+    """The optimizers in dicts and objects at any depth, each with the main parameters that are stored next to it."""
+    value = value.fields if isinstance(value, Instance) else value
     if not isinstance(value, dict) or depth > DEEPEST:
         return
     if isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list):
