@@ -131,7 +131,7 @@ DAMAGES: dict[str, tuple[Change, str, set[str]]] = {
     "both of the save before": (earlier("optimizer.pt", "scheduler.pt"), UNKNOWN, {"unusual"}),
     "no random state": (remove_random_states, UNKNOWN, {"unusual"}),
     "no random state of a rank": (remove("rng_state_1.pth"), DAMAGED, {"missing_rank"}),
-    "no random state of the first rank": (remove("rng_state_0.pth"), DAMAGED, {"missing_rank"}),
+    "no random state of the first rank": (remove("rng_state_0.pth"), UNKNOWN, {"unusual"}),
     "no weights": (remove(ONE), DAMAGED, {"missing_weight"}),
     "zeros in the second half": (zeros(0.5), DAMAGED, {"bad_file"}),
     "zeros in the last third": (zeros(0.67), DAMAGED, {"bad_file"}),
@@ -142,10 +142,19 @@ DAMAGES: dict[str, tuple[Change, str, set[str]]] = {
 def test_missing_files_and_files_of_another_save_are_found(
     change: Change, verdict: str, expected: set[str], tmp_path: Path
 ) -> None:
-    path = run(tmp_path, ranks=2)
+    path = run(tmp_path, ranks=3)
     change(path)
     report = audit(path)
     assert (report.verdict, names(report)) == (verdict, expected)
+
+
+def test_the_number_of_ranks_is_in_no_file(tmp_path: Path) -> None:
+    """A run on one rank has a file without a number; else the highest ranks' files can be missing."""
+    path = run(tmp_path, ranks=3)
+    remove("rng_state_2.pth")(path)
+    assert audit(path).verdict == WHOLE
+    remove("rng_state_1.pth")(path)
+    assert (audit(path).verdict, names(audit(path))) == (UNKNOWN, {"unusual"})
 
 
 def test_a_file_of_weights_of_the_save_before_cannot_be_found(tmp_path: Path) -> None:
@@ -334,6 +343,17 @@ def test_accelerates_files(tmp_path: Path) -> None:
     assert names(audit(path)) == {"missing_state"}
     (path / "pytorch_model").mkdir()  # DeepSpeed's
     assert audit(path).verdict == WHOLE
+
+
+def test_weights_in_folders_of_models(tmp_path: Path) -> None:
+    """Diffusers has a folder for each model, and peft one for each adapter with a name."""
+    path = accelerate(tmp_path / "state", 1)
+    weights = path / ONE
+    weights.rename(tmp_path / ONE)
+    assert names(audit(path)) == {"missing_weight"}
+    (path / "unet").mkdir()
+    (tmp_path / ONE).rename(path / "unet" / "diffusion_pytorch_model.safetensors")
+    assert audit(path).verdict == audit(path / "unet").verdict == WHOLE
 
 
 # What is no plain file

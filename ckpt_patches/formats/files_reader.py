@@ -4,6 +4,7 @@ Transformers, Accelerate, peft, diffusers, weights alone, and local checkpoints 
 read on its own, and each optimizer in it by the names of its states. Names state which files belong to a save.
 """
 
+import contextlib
 import math
 import re
 from collections import Counter
@@ -53,7 +54,7 @@ def is_files(path: Path) -> bool:
     if any(name.endswith(SUFFIX) or INDEX.fullmatch(name) or WEIGHTS.fullmatch(name) for name in names):
         return True
     stems = {own["stem"] for own in map(trainer_files.NUMBERED.fullmatch, names) if own}
-    is_of_a_trainer = trainer_files.STATE in names or stems & {"random_states", "rng_state"}
+    is_of_a_trainer = trainer_files.STATE in names or stems & {*trainer_files.OF_RANKS}
     has_more = stems & {"optimizer", "scheduler"} or any(map(trainer_files.BELOW.fullmatch, names))
     return bool(is_of_a_trainer and has_more) or is_local(path)
 
@@ -65,10 +66,11 @@ def is_local(path: Path) -> bool:
 def _local_names(path: Path) -> Iterator[str]:
     """The names of files in a folder, and in the folders of ranks in it, which have numbers for names."""
     for own in sorted(path.iterdir()):
-        if own.name.isdecimal() and own.is_dir() and not own.is_symlink():
-            yield from (f"{own.name}/{inner.name}" for inner in sorted(own.iterdir()))
-        elif OF_A_RANK.fullmatch(own.name):
+        if OF_A_RANK.fullmatch(own.name):
             yield own.name
+        elif own.name.isdecimal() and own.is_dir() and not own.is_symlink():
+            with contextlib.suppress(OSError):  # another one's folder, which cannot be listed
+                yield from (f"{own.name}/{inner.name}" for inner in sorted(own.iterdir()))
 
 
 def read(path: Path) -> Checkpoint:
@@ -91,15 +93,19 @@ def read(path: Path) -> Checkpoint:
     set_step(found, steps, path.name)
     found.findings += trainer_files.findings(path, names, steps, found.groups)
     found.format = _format(names, has_optimizer=any(map(OPTIMIZER.fullmatch, names)))
-    if not any(map(_has_weights, names)):
+    if not any(_has_weights(path / name) for name in names):
         found.findings.append(Finding(damages.MISSING_WEIGHT, "model", detail="no file of the model's weights"))
     return found
 
 
-def _has_weights(name: str) -> bool:
-    """Whether a file or folder has weights, by its name. A program's own file can have any name."""
-    patterns = (WEIGHTS, INDEX, trainer_files.BELOW, OWN)
-    return name.endswith(SUFFIX) or any(pattern.fullmatch(name) for pattern in patterns)
+def _has_weights(path: Path) -> bool:
+    """Whether a file or folder has weights, by its name or those in it: diffusers and peft have folders of models."""
+    if path.name.endswith(SUFFIX) or any(
+        own.fullmatch(path.name) for own in (WEIGHTS, INDEX, trainer_files.BELOW, OWN)
+    ):
+        return True
+    inner = [own.name for own in path.iterdir()] if path.is_dir() else []
+    return any(name.endswith(SUFFIX) or WEIGHTS.fullmatch(name) for name in inner)
 
 
 def _format(names: Iterable[str], *, has_optimizer: bool) -> str:

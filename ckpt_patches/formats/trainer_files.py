@@ -38,6 +38,7 @@ WITH_OPTIMIZER = re.compile(
     r"(rank\d+-of-\d+-)?optimizer(_\d+)?(\.(pt|bin)(_\d+)?)?|global_step\d+.*|pytorch_model(_\d+)?"
 )
 RANK_BELOW = re.compile(r"__(\d{1,7})_\d+\.distcp")
+OF_RANKS = ("random_states", "rng_state")
 OF_EVALUATIONS = ("num_bad_epochs", "best")  # keys of schedulers that count evaluations
 SKIPPED, ONE_IN = 16, 100  # steps that fp16 skips: some at the start, then at most one in a hundred
 
@@ -79,22 +80,24 @@ def findings(path: Path, names: Collection[str], steps: Iterable[Any], groups: l
 
 def _missing(path: Path, names: Collection[str]) -> Iterator[Finding]:
     """Files that are missing between others of their kind; a scheduler of Accelerate without an optimizer."""
-    ranks = _ranks_below(path, names)
     there: dict[tuple[str, str], set[int]] = {}
     for own in filter(None, map(NUMBERED.fullmatch, names)):
         there.setdefault((own["stem"], own["suffix"]), set()).add(int(own["number"] or 0))
+    ranks = _ranks_below(path, names)
     for (stem, suffix), numbers in there.items():
-        kind = damages.MISSING_RANK if stem in ("random_states", "rng_state") else damages.MISSING_STATE
-        is_of_several = stem == "rng_state" and f"{stem}.{suffix}" not in names  # which a single rank has
-        is_of_ranks = kind is damages.MISSING_RANK
-        least = max(max(numbers) + 1, ranks if is_of_ranks else 0, 2 if is_of_several else 0)
+        is_of_ranks = stem in OF_RANKS
+        least = max(max(numbers) + 1, ranks if is_of_ranks else 0)
         for before, after in pairwise((-1, *sorted(numbers), least)):
             if after - before > 1:
+                kind = damages.MISSING_RANK if is_of_ranks else damages.MISSING_STATE
+                kind = damages.UNUSUAL if is_of_ranks and before < 0 else kind  # of a node with a disk of its own
                 last = f" to {after - 1}" if after - before > 2 else ""
                 detail = f"missing, and {stem}_{max(numbers)}.{suffix} is there"
                 yield Finding(kind, f"{stem}_{before + 1}.{suffix}{last}", detail=detail)
-    has_optimizer = any(map(WITH_OPTIMIZER.fullmatch, names))
-    if ("scheduler", "bin") in there and not has_optimizer:
+    if there.get(("rng_state", "pth")) == {0} and "rng_state.pth" not in names and ranks < 2:
+        detail = "missing: a run on one rank has rng_state.pth, and rng_state_0.pth is there"
+        yield Finding(damages.UNUSUAL, "rng_state_1.pth", detail=detail)
+    if ("scheduler", "bin") in there and not any(map(WITH_OPTIMIZER.fullmatch, names)):
         detail = "scheduler.bin is there, and no file of an optimizer"
         yield Finding(damages.MISSING_STATE, "optimizer", detail=detail)
 
