@@ -16,6 +16,8 @@ from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.cli.command_line import main
 from ckpt_patches.formats import zarr
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
+from upstream import newest
+from zero_checkpoints import trained
 
 NAN = torch.tensor([1.0, float("nan")])
 FORGED = "w\x1b[2K\x1b[1A\r/x: WHOLE (fine)\u202e\x1b[8m"
@@ -196,6 +198,21 @@ def test_an_index_that_is_a_link_out_of_the_checkpoint_is_not_read(tmp_path: Pat
     (folder / ".metadata").rename(tmp_path / "index")
     (folder / ".metadata").symlink_to(tmp_path / "index")
     assert audit(folder).verdict == UNKNOWN
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "*_rank_0_mp_rank_00_optim_states.pt"])
+def test_a_file_of_zero_that_is_a_link_out_of_the_checkpoint_is_not_read(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained(newest("deepspeed"), "stage2")["stage2"], tmp_path / "saved")
+    (file,) = folder.glob(name)
+    file.rename(folder / "inside")
+    file.symlink_to("inside")
+    assert audit(folder).verdict == WHOLE
+    (folder / "inside").rename(tmp_path / "outside")
+    file.unlink()
+    file.symlink_to(tmp_path / "outside")
+    found = audit(folder)
+    assert found.verdict in (UNKNOWN, DAMAGED)
+    assert [one.kind.name for one in found.findings if "outside of the checkpoint" in one.detail] == ["not_read"]
 
 
 def test_an_index_of_safetensors_that_names_no_file(tmp_path: Path) -> None:

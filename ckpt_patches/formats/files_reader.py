@@ -25,7 +25,7 @@ from ckpt_patches.formats.checkpoint import ALONE, WEIGHT, Checkpoint, Extent, S
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dcp_reader import set_step
 from ckpt_patches.formats.dtypes import FLOATS
-from ckpt_patches.formats.paths import entry
+from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.ranged import open_regular
 from ckpt_patches.formats.safetensors import INDEX_SUFFIX, SUFFIX, Tensor
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile, tensors_in
@@ -189,7 +189,7 @@ def _read_safetensors(found: Checkpoint, names: list[str]) -> Files:
     files: Files = {}
     for name in names:
         try:
-            path = entry(found.path, name)
+            path = path_within(found.path, name)
             files[name] = safetensors.read(path)
             found.findings += _zeros(name, files[name], safetensors.zeros_from(path, files[name]))
         except UserError as error:
@@ -230,7 +230,7 @@ def _zeros(file: str, tensors: Mapping[str, Tensor], begin: int) -> Iterator[Fin
 
 def _index(found: Checkpoint, name: str) -> dict[str, str]:
     try:
-        return safetensors.read_index(entry(found.path, name))
+        return safetensors.read_index(path_within(found.path, name))
     except safetensors.BadIndexError as error:
         found.findings.append(Finding(damages.BAD_METADATA, name, detail=str(error)))
     except UserError as error:

@@ -21,6 +21,7 @@ from ckpt_patches.formats.checkpoint import (
 )
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
+from ckpt_patches.formats.paths import LinkOutsideError, path_within
 from ckpt_patches.formats.ranged import read_metadata
 from ckpt_patches.formats.recorded import KEY
 from ckpt_patches.formats.torch_dist import COMMON, INDEX
@@ -324,7 +325,7 @@ def check_config(found: Checkpoint) -> None:
 
 def _named_backend(path: Path) -> str | None:
     try:
-        config = json.loads(read_metadata(path / CONFIG))
-    except (OSError, ValueError, RecursionError):
+        config = json.loads(read_metadata(path_within(path, CONFIG)))
+    except (OSError, ValueError, RecursionError, LinkOutsideError):
         return None
     return str(config["sharded_backend"]) if isinstance(config, dict) and "sharded_backend" in config else None

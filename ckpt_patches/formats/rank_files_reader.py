@@ -26,7 +26,7 @@ from ckpt_patches.formats import (
 from ckpt_patches.formats.checkpoint import ALONE, WEIGHT, Checkpoint, Shard, last_step
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dcp_reader import set_step
-from ckpt_patches.formats.paths import entry
+from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.ranged import read_metadata
 from ckpt_patches.formats.rank_parts import Part
 from ckpt_patches.formats.tensor_streams import groups_of, states_of
@@ -136,7 +136,7 @@ def _read_files(found: Checkpoint) -> _Ranks:
 def _world_size(found: Checkpoint) -> int | None:
     """The number of ranks in verl's configuration; None if that is absent, or, with a finding, if it is invalid."""
     try:
-        value = json.loads(read_metadata(entry(found.path, CONFIG)))
+        value = json.loads(read_metadata(path_within(found.path, CONFIG)))
         size = value.get("world_size") if isinstance(value, dict) else None
     except FileNotFoundError:
         return None

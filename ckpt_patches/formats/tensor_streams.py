@@ -9,7 +9,7 @@ from ckpt_patches.formats import damages, optimizer_inventory, torch_file, zero_
 from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Held, Record, Stream
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
-from ckpt_patches.formats.paths import LinkOutsideError, entry
+from ckpt_patches.formats.paths import LinkOutsideError, path_within
 
 # Found in the class names of quantized tensors (codes with scales), such as Transformer Engine's.
 QUANTIZED = ("Float8", "FP8", "FP4")
@@ -39,7 +39,8 @@ def read_file(
     """The same as `read`, but returns the file with its metadata."""
     found.read.add(path.name)
     try:
-        entry(path.parent, path.name)
+        if path.is_relative_to(found.path):
+            path_within(found.path, str(path.relative_to(found.path)))
         file = torch_file.read(path, trust=True)  # executes nothing; unknown classes become stubs
     except (torch_file.BadFileError, torch_file.NotReadError, LinkOutsideError) as error:
         found.findings.append(refused(error, path.name, damage=damage))

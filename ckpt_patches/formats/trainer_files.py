@@ -17,7 +17,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages, torch_file
 from ckpt_patches.formats.checkpoint import last_step
 from ckpt_patches.formats.damages import Finding
-from ckpt_patches.formats.paths import entry
+from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.ranged import read_metadata
 from ckpt_patches.formats.zero import OPTIMIZER as OF_A_ZERO_RANK
 from ckpt_patches.runtime.shown import shown
@@ -132,7 +132,7 @@ def _state(path: Path) -> int:
         LeavesFolderError: it is a link out of the folder.
         OSError, ValueError, RecursionError: it cannot be read, or has no step.
     """
-    content = json.loads(read_metadata(entry(path, STATE)))
+    content = json.loads(read_metadata(path_within(path, STATE)))
     step = content.get("global_step") if isinstance(content, dict) else None
     if type(step) is not int:
         raise ValueError(f"no step: {shown(step)}")
@@ -152,7 +152,7 @@ def _of_folders(folder: str, names: Iterable[str], state: int) -> Iterator[Findi
 def _value(path: Path, name: str) -> Any:
     """What a torch file holds; an empty dict if it is not there, or cannot be read, which its reader reports."""
     try:
-        return torch_file.read(entry(path, name), trust=True).value
+        return torch_file.read(path_within(path, name), trust=True).value
     except UserError:
         return {}
 
