@@ -140,7 +140,10 @@ def _world_size(found: Checkpoint) -> int | None:
         size = value.get("world_size") if isinstance(value, dict) else None
     except FileNotFoundError:
         return None
-    except (OSError, UserError, ValueError, RecursionError):
+    except UserError as error:
+        found.findings.append(tensor_streams.refused(error, CONFIG))
+        return None
+    except (OSError, ValueError, RecursionError):
         size = None
     if type(size) is int and size > 0:
         return size
