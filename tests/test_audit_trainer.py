@@ -121,6 +121,7 @@ DAMAGES: dict[str, tuple[Change, str, set[str]]] = {
     "an empty state": (state(""), DAMAGED, {"bad_metadata"}),
     "a state that is cut": (cut(STATE), DAMAGED, {"bad_metadata"}),
     "a state without a step": (state("{}"), DAMAGED, {"bad_metadata"}),
+    "a state of a negative step": (state('{"global_step": -1}'), DAMAGED, {"bad_metadata"}),
     "a state that is a list": (state("[4]"), DAMAGED, {"bad_metadata"}),
     "a state of the save before": (earlier(STATE), DAMAGED, {"mixed_steps", "unusual"}),
     "no scheduler": (remove("scheduler.pt"), DAMAGED, {"missing_state"}),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import damages, torch_file
+from ckpt_patches.formats import damages, settings, torch_file
 from ckpt_patches.formats.checkpoint import last_step
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.paths import path_within
@@ -134,7 +134,7 @@ def _state(path: Path) -> int:
     """
     content = json.loads(read_metadata(path_within(path, STATE)))
     step = content.get("global_step") if isinstance(content, dict) else None
-    if type(step) is not int:
+    if type(step) is not int or not settings.is_step(step):
         raise ValueError(f"no step: {shown(step)}")
     return step
 
