@@ -33,6 +33,7 @@ from ckpt_patches.runtime.shown import shown
 
 WITH_OPTIMIZER, WEIGHTS_ALONE = "safetensors and a torch optimizer", f"safetensors{ALONE}"
 OF_TORCH = "files of torch.save, of a model and a torch optimizer"
+BESIDE = "files of a trainer, beside a checkpoint"
 LOCAL = "local checkpoint of nvidia-resiliency-ext"
 OPTIMIZER = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
 INDEX = re.compile(r".+\.(safetensors|bin)\.index\.json")
@@ -49,17 +50,18 @@ Files = dict[str, dict[str, Tensor]]  # tensors by file and name
 
 
 def is_files(path: Path) -> bool:
-    """Whether a folder has weights, or an optimizer beside files of a trainer, or a local checkpoint."""
+    """Whether a folder has weights, or an optimizer beside files of a trainer."""
     names = [entry.name for entry in path.iterdir()]
     if any(name.endswith(SUFFIX) or INDEX.fullmatch(name) or WEIGHTS.fullmatch(name) for name in names):
         return True
     stems = {own["stem"] for own in map(trainer_files.NUMBERED.fullmatch, names) if own}
     is_of_a_trainer = trainer_files.STATE in names or stems & {*trainer_files.OF_RANKS}
     has_more = stems & {"optimizer", "scheduler"} or any(map(trainer_files.BELOW.fullmatch, names))
-    return bool(is_of_a_trainer and has_more) or is_local(path)
+    return bool(is_of_a_trainer and has_more)
 
 
 def is_local(path: Path) -> bool:
+    """Whether a folder has a local checkpoint, or folders of ranks with one."""
     return any(map(OF_A_RANK.fullmatch, (Path(name).name for name in _local_names(path))))
 
 
@@ -77,8 +79,6 @@ def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint, with findings for the problems of its files."""
     found = Checkpoint(path, WEIGHTS_ALONE)
     names = sorted(own.name for own in path.iterdir())
-    if is_local(path):
-        return _read_local(found)
     files = _read_safetensors(found, [name for name in names if name.endswith(SUFFIX)])
     torchs = {name: file for name in names if (file := _read_torch(found, name)) is not None}
     weights: dict[str, Any] = {n: dict(tensors_in(file.value)) for n, file in torchs.items() if WEIGHTS.fullmatch(n)}
@@ -92,7 +92,7 @@ def read(path: Path) -> Checkpoint:
     steps = _read_optimizers(found, torchs, weights)
     set_step(found, steps, path.name)
     found.findings += trainer_files.findings(path, names, steps, found.groups)
-    found.format = _format(names, has_optimizer=any(map(OPTIMIZER.fullmatch, names)))
+    found.format = _format(names)
     if not any(_has_weights(path / name) for name in names):
         found.findings.append(Finding(damages.MISSING_WEIGHT, "model", detail="no file of the model's weights"))
     return found
@@ -108,10 +108,12 @@ def _has_weights(path: Path) -> bool:
     return any(name.endswith(SUFFIX) or WEIGHTS.fullmatch(name) for name in inner)
 
 
-def _format(names: Iterable[str], *, has_optimizer: bool) -> str:
+def _format(names: Iterable[str]) -> str:
+    has_optimizer = any(map(OPTIMIZER.fullmatch, names))
     if any(name.endswith((SUFFIX, f"{SUFFIX}{INDEX_SUFFIX}")) for name in names):
         return WITH_OPTIMIZER if has_optimizer else WEIGHTS_ALONE
-    return OF_TORCH if has_optimizer else f"files of torch.save{ALONE}"
+    is_alone = any(map(WEIGHTS.fullmatch, names))
+    return OF_TORCH if has_optimizer else f"files of torch.save{ALONE}" if is_alone else BESIDE
 
 
 # Files of torch.save
@@ -156,9 +158,9 @@ def _read_optimizers(found: Checkpoint, files: Mapping[str, TorchFile], weights:
 # Local checkpoints
 
 
-def _read_local(found: Checkpoint) -> Checkpoint:
+def read_local(path: Path) -> Checkpoint:
     """The newest iteration of a local checkpoint. A node has a folder for each of its ranks, and copies of others'."""
-    found.format = LOCAL
+    found = Checkpoint(path, LOCAL)
     every = {name: own for name in _local_names(found.path) if (own := OF_A_RANK.fullmatch(Path(name).name))}
     found.iteration = max(int(own[1]) for own in every.values())
     newest = {name: own for name, own in every.items() if int(own[1]) == found.iteration}

@@ -38,6 +38,8 @@ def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
         return megatron_torch_reader.read
     if is_dcp(path):
         return dcp_reader.read
+    if files_reader.is_local(path):
+        return files_reader.read_local
     return files_reader.read if files_reader.is_files(path) else None
 
 
