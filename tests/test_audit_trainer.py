@@ -149,6 +149,25 @@ def test_missing_files_and_files_of_another_save_are_found(
     assert (report.verdict, names(report)) == (verdict, expected)
 
 
+FURTHER: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "a matrix for each dimension": lambda own: {f"pre_cond_{n}": torch.ones(s, s) for n, s in enumerate(own.shape)},
+    "moments in another basis": lambda own: {"exp_avg": own, "exp_avg_sq": torch.zeros_like(own), "Q": [own]},
+    "a second moment of one number": lambda own: {"exp_avg": own, "exp_avg_sq": own.square().mean()},
+    "chosen elements": lambda own: {"exp_avg": own.flatten()[::2].clone(), "mask": own > 0},
+}
+
+
+@pytest.mark.parametrize("further", FURTHER.values(), ids=FURTHER)
+def test_states_of_other_optimizers_are_no_damage(further: Callable[[Any], dict[str, Any]], tmp_path: Path) -> None:
+    """The states of Shampoo, SOAP, Amos and SPAM, and a step that is counted from 1."""
+    path = run(tmp_path, optimizer="SGD")
+    value = torch.load(path / "optimizer.pt")
+    weights = [tensor for _, tensor in Block().named_parameters()] * 2
+    value["state"] = {n: {"step": 5, **further(torch.randn(own.shape))} for n, own in enumerate(weights)}
+    torch.save(value, path / "optimizer.pt")
+    assert (audit(path).verdict, names(audit(path))) == (WHOLE, set())
+
+
 def test_the_number_of_ranks_is_in_no_file(tmp_path: Path) -> None:
     """A run on one rank has a file without a number; else the highest ranks' files can be missing."""
     path = run(tmp_path, ranks=3)

@@ -149,10 +149,20 @@ def _read_optimizers(found: Checkpoint, files: Mapping[str, TorchFile], weights:
             continue
         steps += torch_optimizers.take(found, file, value, f"{file.path.stem}.state").values()
         shapes = [tensor.shape for tensors in weights.values() for tensor in tensors.values()]
-        states = tensor_streams.states_of(value).values()
+        states = filter(_is_of_its_shape, tensor_streams.states_of(value).values())
         problems = optimizer_inventory.without_weights(name, states, shapes) if shapes else ()
         found.findings += tensor_streams.findings(problems)
     return steps
+
+
+def _is_of_its_shape(state: Mapping[Any, Any]) -> bool:
+    """Whether a parameter's states have its shape, as far as they tell; some are of rows, or of chosen elements."""
+    tensors = [own for own in state.values() if isinstance(own, TensorHeader) and own.numel > 1]
+    return len({tensor.shape for tensor in tensors}) == 1 and all(
+        isinstance(own, TensorHeader) and own.numel > 1
+        for name in optimizer_inventory.OF_ELEMENTS
+        if (own := state.get(name)) is not None
+    )
 
 
 # Local checkpoints

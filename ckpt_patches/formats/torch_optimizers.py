@@ -72,6 +72,7 @@ def _shard(
 
 
 def are_of_adam(state: Mapping[Any, Any]) -> bool:
-    """Whether the moments are those of Adam. Optimizers with further means of gradients have other rules for them."""
-    names = {str(name) for name in state} - {EXP_AVG, EXP_AVG_SQ, "max_exp_avg_sq"}
-    return not any("exp_avg" in name for name in names)
+    """Whether the moments are Adam's. Beside further means of gradients, or lists as SOAP's bases, they are others."""
+    further = {str(name) for name in state} - {EXP_AVG, EXP_AVG_SQ, "max_exp_avg_sq"}
+    has_lists = any(isinstance(value, (list, dict)) for value in state.values())
+    return not has_lists and not any("exp_avg" in name for name in further)

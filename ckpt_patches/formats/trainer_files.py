@@ -167,6 +167,8 @@ def _of_steps(
     scheduler = scheduler if isinstance(scheduler, dict) and not {*OF_EVALUATIONS} & {*scheduler} else {}
     counted = last_step([scheduler.get("last_epoch")])
     taken = last_step(steps)
+    if taken is not None and state == counted == taken - 1:
+        return  # some optimizers count from 1
     every = {"Trainer": state, "scheduler": counted, "optimizer": taken}
     known = {step for step in every.values() if step is not None}
     text = ", ".join(f"the {called}'s step is {step}" for called, step in every.items() if step is not None)
