@@ -12,7 +12,7 @@ import torch
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, Report, audit
 from ckpt_patches.cli import main
 from ckpt_patches.formats import damages, torch_file
-from ckpt_patches.formats.fsdp_ranks_reader import FORMAT, WEIGHTS_ALONE
+from ckpt_patches.formats.rank_files_reader import FORMAT, WEIGHTS_ALONE
 from crafted_files import with_other_value
 from dcp_checkpoints import OF_FOUR_RANKS, OF_RANKS, saved_by_ranks
 from every_checkpoint import in_torch_file, put

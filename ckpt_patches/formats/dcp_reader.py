@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.formats import damages, dcp, optimizer_inventory, settings, tensor_streams, torch_dist, torch_file
+from ckpt_patches.formats import (
+    damages,
+    dcp,
+    optimizer_inventory,
+    settings,
+    tensor_streams,
+    torch_dist,
+    torch_file,
+    trainer_files,
+)
 from ckpt_patches.formats.checkpoint import (
     ALONE,
     EXP_AVG,
@@ -60,8 +69,10 @@ def read(path: Path) -> Checkpoint:
     of_optimizers = {name for own in optimizers for state in own.states.values() for name in state.values()}
     others = [name for name in tensors if name not in of_optimizers]
     contents = _Contents(tensors, values, _steps(tensors, values, steps), others)
-    set_step(found, [step for own in optimizers for step in _check(found, own, contents)], path.name)
+    counted = [step for own in optimizers for step in _check(found, own, contents)]
+    set_step(found, counted, path.name)
     read_others(found)
+    found.findings += trainer_files.findings(path, [own.name for own in path.iterdir()], counted, [])
     found.recorded = next((from_text(v) for name, v in objects.items() if is_record(name)), None)
     parameters = [roles for own in optimizers for roles in _roles(own, tensors)]
     taken = {chunked.tensor.name for roles in parameters for chunked in roles.values()}

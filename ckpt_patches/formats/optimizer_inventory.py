@@ -3,6 +3,7 @@
 https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.state_dict.html
 """
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ OF_ELEMENTS = (
     *("grad_avg", "acc_delta", "prev", "ax"),  # of RMSprop, Adadelta, Rprop, ASGD
 )
 OF_MATRICES = ("row_var", "col_var", "_row", "_col")  # suffixes of Adafactor's names, in torch and Transformers
+OF_A_DIMENSION = re.compile(r"\w*[^\W\d]_(\d)")  # names of Shampoo's and SM3's states, such as pre_cond_0
 TORCHS_ADAM = {"betas", "eps", "amsgrad", "capturable"}  # settings of torch's Adam and AdamW alone
 
 
@@ -117,6 +119,8 @@ def _dimensions(optimizer: Optimizer, number: Any, state: Mapping[Any, Any]) -> 
         return optimizer.dimensions[number]
     if any(str(name).endswith(OF_MATRICES) for name in state):
         return 2
+    if numbers := [int(own[1]) for own in map(OF_A_DIMENSION.fullmatch, map(str, state)) if own]:
+        return max(numbers) + 1
     tensors = [value for name, value in state.items() if isinstance(value, TensorHeader) and name != "step"]
     return max((len(tensor.shape) for tensor in tensors), default=None)
 

@@ -28,7 +28,7 @@ def path_within(folder: Path, name: object) -> Path:
     if not _has_link(str(folder), path.relative_to(folder).parts):
         return path
     try:
-        is_inside = path.resolve().is_relative_to(folder.resolve())
+        is_inside = any(map(path.resolve().is_relative_to, _roots(folder.resolve())))
     except (OSError, RuntimeError):  # a link to itself
         raise LinkOutsideError(f"{path} is a link that leads nowhere") from None
     if not is_inside:
@@ -36,6 +36,11 @@ def path_within(folder: Path, name: object) -> Path:
             f"{path} is a link to {path.resolve()}, outside of the checkpoint: put the file itself there"
         )
     return path
+
+
+def _roots(folder: Path) -> list[Path]:
+    """A checkpoint's folder; in Hugging Face's cache, whose `snapshots/<commit>` are links, `blobs` beside them too."""
+    return [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
 
 
 def _has_link(folder: str, parts: tuple[str, ...]) -> bool:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from ckpt_patches.formats import (
     dcp_reader,
-    fsdp_ranks_reader,
+    deepspeed_files,
+    files_reader,
     megatron_arrays,
     megatron_torch_reader,
-    plain_deepspeed_reader,
-    safetensors_reader,
+    rank_files_reader,
     torch_dist_reader,
     universal_reader,
     zarr_reader,
@@ -30,16 +30,18 @@ def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
         return zero_reader.read
     if is_universal(path):
         return universal_reader.read
-    if plain_deepspeed_reader.is_plain(path):
-        return plain_deepspeed_reader.read
-    if fsdp_ranks_reader.is_fsdp_ranks(path):
-        return fsdp_ranks_reader.read
+    if deepspeed_files.is_without_zero(path):
+        return deepspeed_files.read
+    if rank_files_reader.is_rank_files(path):
+        return rank_files_reader.read
     if megatron_torch_folders(path):
         return megatron_torch_reader.read
     if is_dcp(path):
         return dcp_reader.read
-    return safetensors_reader.read if safetensors_reader.is_safetensors(path) else None
+    if files_reader.is_local(path):
+        return files_reader.read_local
+    return files_reader.read if files_reader.is_files(path) else None
 
 
 # A subfolder can hold another checkpoint: DeepSpeed's for Transformers, an exported model for verl.
-HAS_OTHERS_BELOW = (safetensors_reader.read, fsdp_ranks_reader.read)
+HAS_OTHERS_BELOW = (files_reader.read, rank_files_reader.read)

@@ -10,6 +10,8 @@ https://huggingface.co/docs/safetensors/index#format
 import json
 import math
 import os
+import sys
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -23,6 +25,7 @@ SUFFIX, INDEX_SUFFIX = ".safetensors", ".index.json"
 OF_TORCH = ".bin"  # suffix of torch.save files, which an index can list, too
 METADATA = "__metadata__"
 LONGEST_HEADER = 100_000_000  # bytes; the library's limit
+BLOCK = 1 << 20  # bytes
 DTYPES = {
     **{f"F{8 * size}": f"float{8 * size}" for size in (2, 4, 8)},
     **{
@@ -120,6 +123,24 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return (
         isinstance(value, list) and len(value) < 100 and all(type(one) is int and 0 <= one < 1 << 63 for one in value)
     )
+
+
+def zeros_from(path: Path, tensors: Mapping[str, Tensor]) -> int:
+    """The offset from which a file has zeros alone, up to its end. Its size if there are none, or no tensors.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    begin = min((tensor.offset for tensor in tensors.values()), default=sys.maxsize)
+    with os.fdopen(open_regular(path), "rb") as file:
+        at = os.fstat(file.fileno()).st_size
+        while at > begin:
+            size = min(BLOCK, at - begin)
+            kept = len(os.pread(file.fileno(), size, at - size).rstrip(b"\0"))
+            at -= size - kept
+            if kept:
+                break
+    return at
 
 
 class BadIndexError(UserError):

@@ -1,0 +1,147 @@
+"""DeepSpeed's checkpoints without ZeRO: `mp_rank_*_model_states.pt` hold the weights and the optimizer's state.
+
+With experts a file of each expert-parallel rank holds the optimizer's, and one of each expert its weights.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.formats import damages, tensor_streams, torch_optimizers, zero, zero_inventory
+from ckpt_patches.formats.checkpoint import Checkpoint, first_beta, last_step
+from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.tensor_streams import groups_of
+from ckpt_patches.formats.torch_file import TorchFile, tensors_in
+from ckpt_patches.formats.zero_inventory import ABSENT_STATE, CONTRADICTION, ModelFacts, Problem, count_of, taken_steps
+
+INNER = "optimizer_state_dict"
+SCALE = ("dynamic_loss_scale", "cur_scale", "cur_iter")
+DYNAMIC = ("last_overflow_iter", "scale_factor", "scale_window")
+OF_A_RANK = re.compile(r"expp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
+EXPERT_GROUP = re.compile(r"ep_size_(\d{1,6})")  # the name of a param group of experts, by the ranks that share them
+EXPERT = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_\d{1,6}_model_states\.pt")
+
+
+def is_without_zero(path: Path) -> bool:
+    folder = zero.look(path)
+    return bool(folder.models) and not folder.optimizer
+
+
+def read(path: Path) -> Checkpoint:
+    """The structure of a checkpoint, with findings for the problems of its files."""
+    found, folder = Checkpoint(path, "deepspeed without zero"), zero.look(path)
+    files = {
+        name: file
+        for name in folder.names
+        if name.endswith(".pt") and (file := tensor_streams.read_file(path / name, found)) is not None
+    }
+    experts = [one for name, file in files.items() if EXPERT.fullmatch(name) for _, one in tensors_in(file.value)]
+    named = {model_rank: name for (_, model_rank), name in folder.models.items()}
+    models = {rank: files[name] for rank, name in sorted(named.items()) if name in files and _is_dict(files[name])}
+    facts = [ModelFacts(file.path.name, file.value) for file in models.values()]
+    steps: list[Any] = []
+    for rank, file in models.items():
+        steps += _read_rank(found, file, f"mp_rank_{rank:02d}" if len(named) > 1 else "", experts)
+    if facts and experts:
+        _read_expert_ranks(found, folder, facts[0], files, experts)
+    count = max((c for own in facts if (c := count_of(own.value.get("mp_world_size")))), default=1)
+    absent = zero_inventory.absent_ranks({*named}, count, "the file of its model states", "model-parallel ")
+    found.findings += tensor_streams.findings([*zero_inventory.other_step(path.name, facts), *absent])
+    found.beta1, found.step = first_beta(found.groups), last_step(steps)
+    if found.step and all(taken_steps(own.value) == found.step - 1 for own in facts):
+        found.step -= 1  # the first step used zero gradients, to allocate the states
+    return found
+
+
+def _is_dict(file: TorchFile) -> bool:
+    return isinstance(file.value, dict)
+
+
+def _read_rank(found: Checkpoint, file: TorchFile, label: str, experts: list[Any]) -> list[Any]:
+    """One model-parallel rank; the steps that its file states."""
+    name, value = file.path.name, file.value
+    stage = stage_of(value.get("ds_config"))
+    if stage:
+        detail = f"a save of ZeRO stage {stage} has a file of optimizer states for each rank, and none is there"
+        found.findings.append(Finding(damages.INCOMPLETE_SAVE, name, label, detail=detail))
+        return []
+    if isinstance(names := value.get("buffer_names"), list):
+        found.buffers |= {f"module.{own}" for own in names}
+    found.findings += tensor_streams.findings(zero_inventory.absent_keys(ModelFacts(name, value)), label)
+    if experts and value.get("optimizer") is None:  # up to 0.19 the states are in the files of experts alone
+        return []
+    return _read_optimizers(found, file, value, label, experts)
+
+
+def _read_expert_ranks(
+    found: Checkpoint, folder: zero.Folder, model: ModelFacts, files: dict[str, TorchFile], experts: list[Any]
+) -> None:
+    """The optimizer of each expert-parallel rank; and that there is a file of each of these, and of each expert."""
+    ranks = {int(own[1]): own[0] for own in map(OF_A_RANK.fullmatch, folder.names) if own}
+    read = {rank: files[name] for rank, name in ranks.items() if name in files and _is_dict(files[name])}
+    held = [model.value, *(file.value for file in read.values())]
+    groups = [
+        group
+        for value in held
+        for own, _ in torch_optimizers.within(value.get("optimizer"))
+        for group in groups_of(own)
+    ]
+    sizes = [int(own[1]) for group in groups if (own := EXPERT_GROUP.fullmatch(str(group.get("name"))))]
+    expected = [("expert-parallel ", {*ranks}, max(sizes, default=1))]
+    there = [(int(own[1]), int(own[2])) for own in map(EXPERT.fullmatch, folder.names) if own]
+    counts = model.value.get("num_experts")
+    for layer, count in enumerate(counts if isinstance(counts, list) else ()):
+        expected.append((f"experts' layer {layer}, ", {own for of, own in there if of == layer}, count_of(count) or 1))
+    for kind, numbers, count in expected:
+        absent = zero_inventory.absent_ranks(numbers, count, "its file of experts", kind)
+        found.findings += tensor_streams.findings(absent)
+    for rank, file in read.items():
+        value = {**model.value, **file.value}
+        _read_optimizers(found, file, value, f"expert-parallel rank {rank}", experts)
+
+
+def _read_optimizers(
+    found: Checkpoint, file: TorchFile, value: dict[str, Any], label: str, experts: list[Any]
+) -> list[Any]:
+    """The optimizers of a file, which may have a chain of them; the steps that it states."""
+    optimizers, taken = list(torch_optimizers.within(value.get("optimizer"))), taken_steps(value)
+    groups = [group for optimizer, _ in optimizers for group in groups_of(optimizer)]
+    has_states = any(state for optimizer, _ in optimizers for state in tensor_streams.states_of(optimizer).values())
+    if taken and not has_states and (not groups or any(map(_keeps_states, groups))):
+        detail = f"{taken} steps were taken, and no state of an optimizer is in the file"
+        found.findings.append(Finding(damages.MISSING_STATE, file.path.name, label, detail=detail))
+    found.findings += tensor_streams.findings(_of_the_wrapper(file.path, value), label)
+    module, steps = value.get("module"), list[Any]()
+    weights = [*module.values(), *experts] if isinstance(module, dict) else []
+    for optimizer, masters in optimizers:
+        own = torch_optimizers.take(
+            found, file, optimizer, "optimizer", label, masters=masters, weights=weights, taken=taken
+        )
+        steps += own.values()
+    return steps
+
+
+def _keeps_states(group: dict[str, Any]) -> bool:
+    """Whether an optimizer with these settings keeps states; SGD without momentum keeps none."""
+    return "momentum" not in group or bool(group["momentum"]) or "betas" in group
+
+
+def _of_the_wrapper(path: Path, value: dict[str, Any]) -> Iterator[Problem]:
+    """Missing entries that FP16_Optimizer and FP16_UnfusedOptimizer save with the inner state and need at a load."""
+    wrapper = value.get("optimizer")
+    if not isinstance(wrapper, dict) or INNER not in wrapper:
+        return
+    for key in (*SCALE, *(DYNAMIC if wrapper.get("dynamic_loss_scale") else ())):
+        if key not in wrapper:
+            yield Problem(CONTRADICTION, path.name, f"no {key} of the optimizer, without which no load begins")
+    if not any(key in wrapper for key in torch_optimizers.MASTERS):
+        masters = " and ".join(torch_optimizers.MASTERS)
+        yield Problem(ABSENT_STATE, path.name, f"no main parameters: none of {masters}")
+
+
+def stage_of(config: Any) -> int:
+    """The ZeRO stage in the configuration that is saved with the model."""
+    own = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = own.get("stage", 0) if isinstance(own, dict) else int(own is True)
+    return stage if isinstance(stage, int) and 0 <= stage <= 3 else 0

@@ -1,0 +1,300 @@
+"""Reader for FSDP checkpoints with torch.save files for each rank, as verl's FSDPCheckpointManager writes them.
+
+`model_world_size_<W>_rank_<R>.pt` holds `model.state_dict()`, whose tensors are DTensors with FSDP2 and ShardedTensors
+with FSDP1; `optim_…` holds `optimizer.state_dict()`, `extra_state_…` the scheduler and RNG states.
+"""
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import (
+    damages,
+    optimizer_inventory,
+    rank_parts,
+    settings,
+    tensor_streams,
+    torch_optimizers,
+    zero_inventory,
+    zero_keys,
+)
+from ckpt_patches.formats.checkpoint import ALONE, WEIGHT, Checkpoint, Shard, last_step
+from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.dcp_reader import set_step
+from ckpt_patches.formats.paths import path_within
+from ckpt_patches.formats.ranged import read_metadata
+from ckpt_patches.formats.rank_parts import Part
+from ckpt_patches.formats.tensor_streams import groups_of, states_of
+from ckpt_patches.formats.torch_file import TorchFile
+from ckpt_patches.runtime.shown import shown
+
+FORMAT, WEIGHTS_ALONE = "fsdp, a file for each rank", f"fsdp, a file for each rank{ALONE}"
+MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
+KINDS = {
+    MODEL: "the file of its weights",
+    OPTIMIZER: "the file of its optimizer",
+    EXTRA: "the file of its other states",
+}
+NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
+CONFIG = "fsdp_config.json"
+MOST_KEYS = 5  # contradictions reported per file
+
+
+class Name(NamedTuple):
+    """The fields of a file's name."""
+
+    kind: str
+    ranks: int
+    rank: int
+
+
+def named(name: str) -> Name | None:
+    """Parse the name of a rank's file; None for other names."""
+    own = NAME.fullmatch(name)
+    return Name(own[1], int(own[2]), int(own[3])) if own else None
+
+
+def is_rank_files(path: Path) -> bool:
+    """Whether a folder contains a rank's file."""
+    return any(named(own.name) for own in path.iterdir())
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The readable files of one save, and the parts of tensors in them by their names there."""
+
+    count: int
+    files: dict[str, dict[int, TorchFile]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    parts: dict[str, dict[int, dict[str, Part]]] = field(default_factory=lambda: {MODEL: {}, OPTIMIZER: {}})
+
+    def of_tensors(self, kind: str) -> dict[str, dict[int, Part]]:
+        """The parts of each tensor by rank."""
+        found: dict[str, dict[int, Part]] = {}
+        for rank, parts in sorted(self.parts[kind].items()):
+            for name, part in parts.items():
+                found.setdefault(name, {})[rank] = part
+        return found
+
+    @property
+    def is_fsdp1(self) -> bool:
+        return any(part.is_sharded for own in self.parts[MODEL].values() for part in own.values())
+
+
+def read(path: Path) -> Checkpoint:
+    """The structure of a checkpoint, with findings for the problems of its files."""
+    found = Checkpoint(path, FORMAT)
+    ranks = _read_files(found)
+    for kind, own in ranks.files.items():
+        found.findings += _unlike(kind, own)
+    _read_weights(found, ranks)
+    steps = _read_optimizers(found, ranks)
+    set_step(found, [step for own in steps.values() for step in own.values()], path.name, path.parent.name)
+    found.findings += _unlike_steps(ranks, steps)
+    for kind in ranks.parts:
+        for name, parts in ranks.of_tensors(kind).items():
+            if len(parts) == ranks.count:
+                found.findings += [Finding(damages.FRAGMENTS, name, detail=why) for why in rank_parts.untiled(parts)]
+    found.findings += _without_states(ranks)
+    found.format = FORMAT if ranks.files[OPTIMIZER] else WEIGHTS_ALONE
+    return found
+
+
+def _read_files(found: Checkpoint) -> _Ranks:
+    """Read all files of the newest save. Files for another number of ranks are older; a load ignores them."""
+    every = {path.name: own for path in sorted(found.path.iterdir()) if (own := named(path.name))}
+    counts = Counter(own.ranks for own in every.values())
+    config = _world_size(found)
+    usual = max(counts, key=lambda count: (counts[count], count))
+    ranks = _Ranks(config if config is not None and config in counts else usual)
+    if config not in (None, ranks.count):
+        detail = f"it states {config} ranks, and the names of the files {ranks.count}"
+        found.findings.append(Finding(damages.CONTRADICTION, CONFIG, detail=detail))
+    there: dict[str, set[int]] = defaultdict(set)
+    for name, own in every.items():
+        file = tensor_streams.read_file(found.path / name, found)
+        if own.ranks != ranks.count:
+            detail = f"a rank's file of a save of {own.ranks} ranks, beside one of {ranks.count}"
+            found.findings.append(Finding(damages.UNUSUAL, name, detail=detail))
+            continue
+        there[own.kind].add(own.rank)
+        if file is not None and (why := _why_foreign(file, own)):
+            found.findings.append(why)
+        if file is not None and isinstance(file.value, dict) and own.rank < ranks.count:
+            ranks.files[own.kind][own.rank] = file
+    for kind in KINDS:
+        if kind in there or kind == MODEL:
+            absent = zero_inventory.absent_ranks(there[kind], ranks.count, KINDS[kind])
+            found.findings += tensor_streams.findings(absent)
+    return ranks
+
+
+def _world_size(found: Checkpoint) -> int | None:
+    """The number of ranks in verl's configuration; None if that is absent, or, with a finding, if it is invalid."""
+    try:
+        value = json.loads(read_metadata(path_within(found.path, CONFIG)))
+        size = value.get("world_size") if isinstance(value, dict) else None
+    except FileNotFoundError:
+        return None
+    except UserError as error:
+        found.findings.append(tensor_streams.refused(error, CONFIG))
+        return None
+    except (OSError, ValueError, RecursionError):
+        size = None
+    if type(size) is int and size > 0:
+        return size
+    found.findings.append(Finding(damages.BAD_METADATA, CONFIG, detail="it states no number of ranks"))
+    return None
+
+
+def _why_foreign(file: TorchFile, own: Name) -> Finding | None:
+    """The finding for another rank's file. torch.save names the root folder in the archive after the file."""
+    name, written_as = file.path.name, f"{file.root}.pt"
+    if named(written_as) not in (None, own):
+        return Finding(damages.FOREIGN_FILE, name, detail=f"it was written as {written_as}")
+    if own.rank >= own.ranks:
+        return Finding(damages.FOREIGN_FILE, name, detail=f"of {own.ranks} ranks")
+    if not isinstance(file.value, dict):
+        detail = f"expected a dict, found {shown(type(file.value).__name__)}"
+        return Finding(damages.CONTRADICTION, name, detail=detail)
+    return None
+
+
+def _unlike(kind: str, files: Mapping[int, TorchFile]) -> Iterator[Finding]:
+    """Differences between the ranks' files. One program writes them, so keys and plain values must be the same."""
+    keys = {rank: zero_keys.keys_of(file.value) for rank, file in files.items()}
+    usual = zero_keys.usual(keys.values())
+    for rank, own in keys.items():
+        for what in list(zero_keys.contradictions(own, usual))[:MOST_KEYS]:
+            yield Finding(damages.CONTRADICTION, files[rank].path.name, detail=what)
+    by_rank = [files[rank] for rank in sorted(files)] if kind == OPTIMIZER else []
+    for other in by_rank[1:]:
+        for number, (own, first) in enumerate(zip(groups_of(other.value), groups_of(by_rank[0].value), strict=False)):
+            unlike = list(settings.differences(own, first))
+            unlike += ["its parameters are others than those"] if own.get("params") != first.get("params") else []
+            for what in unlike:
+                detail = f"group {number}: {what} in {by_rank[0].path.name}"
+                yield Finding(damages.CONTRADICTION, other.path.name, detail=detail)
+
+
+def _read_weights(found: Checkpoint, ranks: _Ranks) -> None:
+    for rank, file in sorted(ranks.files[MODEL].items()):
+        parts = {str(name): part for name, value in file.value.items() if (part := _part(found, str(name), value))}
+        ranks.parts[MODEL][rank] = parts
+        if not parts:
+            found.findings.append(Finding(damages.MISSING_WEIGHT, file.path.name, detail="it holds no weight"))
+        for name, part in parts.items():
+            for number, tensor in enumerate(part.tensors):
+                stream = tensor_streams.stream(found, file.path, name, tensor)
+                if stream is not None and stream.numel:
+                    label = f"rank {rank}" + (f", part {number}" if number else "")
+                    found.shards.append(Shard(name, label, tensor.shape, {WEIGHT: stream}))
+
+
+def _part(found: Checkpoint, name: str, value: Any) -> Part | None:
+    """A rank's part of a tensor; None for any other value. A tensor of an unknown form adds a finding."""
+    part = rank_parts.part_of(value)
+    if part is None and type(value).__name__ == "_rebuild_wrapper_subclass":
+        detail = "a tensor in parts, of a form that is not known"
+        found.findings.append(Finding(damages.NOT_JUDGED, name[:200], detail=detail))
+    return part
+
+
+def _read_optimizers(found: Checkpoint, ranks: _Ranks) -> dict[int, dict[Any, Any]]:
+    """Check the optimizers' files and add shards of their moments. Returns the steps by rank and parameter."""
+    steps = {}
+    for rank, file in sorted(ranks.files[OPTIMIZER].items()):
+        there = torch_optimizers.KEYS & file.value.keys()
+        if there != torch_optimizers.KEYS:
+            kind = damages.MISSING_STATE if there else damages.NOT_JUDGED
+            detail = "expected state and param_groups, as a torch optimizer's state dict has them"
+            found.findings.append(Finding(kind, file.path.name, f"rank {rank}", detail=detail))
+        parts = ranks.parts[OPTIMIZER].setdefault(rank, {})
+        local = {number: _local(found, parts, number, state) for number, state in states_of(file.value).items()}
+        value = {**file.value, "state": local}
+        steps[rank] = torch_optimizers.take(found, file, value, "state", f"rank {rank}", is_owner=True)
+    return steps
+
+
+def _local(found: Checkpoint, parts: dict[str, Part], number: Any, state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A parameter's states with the rank's own part in place of each tensor, which is added to `parts`."""
+    own = dict(state)
+    for name, value in state.items():
+        array = f"state.{number!s:.100}.{name!s:.100}"
+        part = _part(found, array, value) if name != "step" else None
+        if part is not None:
+            parts[array] = part
+            own[name] = part.tensors[0] if len(part.tensors) == 1 else None
+    return own
+
+
+def _unlike_steps(ranks: _Ranks, steps: Mapping[int, Mapping[Any, Any]]) -> Iterator[Finding]:
+    """Ranks that are not at the newest step, or have a parameter at another step than another rank."""
+    newest = last_step(step for own in steps.values() for step in own.values())
+    first: dict[Any, tuple[float, int]] = {}
+    for rank, own in steps.items():
+        name, highest = ranks.files[OPTIMIZER][rank].path.name, last_step(own.values())
+        if highest not in (None, newest):
+            detail = f"step {highest}, others are at {newest}"
+            yield Finding(damages.MIXED_STEPS, name, detail=detail)
+            continue
+        counted = {number: step for number, step in own.items() if settings.is_step(step)}
+        unlike = [number for number, step in counted.items() if first.setdefault(number, (step, rank))[0] != step]
+        if unlike:
+            step, where = first[unlike[0]]
+            detail = f"parameter {shown(unlike[0])} is at step {counted[unlike[0]]:g}, and at {step:g} on rank {where}"
+            yield Finding(damages.MIXED_STEPS, name, detail=detail)
+
+
+def _without_states(ranks: _Ranks) -> Iterator[Finding]:
+    """States that a rank lacks, and others have."""
+    parts, files = ranks.of_tensors(OPTIMIZER), ranks.files[OPTIMIZER]
+    if ranks.is_fsdp1 and any(len({part.size for part in own.values()}) > 1 for own in parts.values()):
+        yield from _without_elements(ranks, parts)
+        return
+    states = {
+        rank: {
+            (number, str(key)) for number, own in states_of(file.value).items() for key in own if own[key] is not None
+        }
+        for rank, file in files.items()
+    }
+    every = {one for own in states.values() for one in own}
+    for rank, there in states.items():
+        absent = sorted({f"parameter {shown(number)} has no {shown(key)}" for number, key in every - there})
+        for what in absent[:MOST_KEYS]:
+            yield Finding(damages.CONTRADICTION, files[rank].path.name, detail=f"{what}, and has it on other ranks")
+
+
+def _without_elements(ranks: _Ranks, parts: Mapping[str, Mapping[int, Part]]) -> Iterator[Finding]:
+    """The same if FSDP1 steps the original parameters, and a rank has no state of one that it has no elements of.
+
+    All ranks together have as many elements as a weight.
+    """
+    files = ranks.files[OPTIMIZER]
+    groups = [group for file in files.values() for group in groups_of(file.value)]
+    named = {str(number) for group in groups for number in _params(group)}
+    if without := named - {str(number) for file in files.values() for number in states_of(file.value)}:
+        detail = f"{len(without)} parameters have no state on any rank, such as {shown(min(without))}"
+        yield Finding(damages.UNUSUAL, "optimizer", detail=detail)
+    if not len(files) == len(ranks.parts[MODEL]) == ranks.count:
+        return
+    weights = {sum(map(_elements, own.values())) for own in ranks.of_tensors(MODEL).values()}
+    for name, own in parts.items():
+        count = sum(map(_elements, own.values()))
+        if name.endswith(optimizer_inventory.OF_ELEMENTS) and count not in weights:
+            detail = f"ranks hold {count} elements, and no weight of the model has as many"
+            yield Finding(damages.MISSING_STATE, name, detail=detail)
+
+
+def _elements(part: Part) -> int:
+    """The number of elements that a rank holds."""
+    return sum(tensor.numel for tensor in part.tensors)
+
+
+def _params(group: Mapping[str, Any]) -> list[Any]:
+    params = group.get("params")
+    return list(params) if isinstance(params, (list, tuple)) else []

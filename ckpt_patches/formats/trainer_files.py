@@ -1,0 +1,193 @@
+"""What Transformers' Trainer saves beside the weights, and whether these files belong together.
+
+`checkpoint-4` has the weights, `training_args.bin`, `optimizer.pt`, `scheduler.pt`, `rng_state.pth` (of several ranks:
+`rng_state_0.pth`, …), and `trainer_state.json`, which is written last. With DeepSpeed or FSDP, folders below hold the
+weights and the optimizer. https://huggingface.co/docs/transformers/main_classes/trainer
+"""
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import damages, settings, torch_file
+from ckpt_patches.formats.checkpoint import last_step
+from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.paths import path_within
+from ckpt_patches.formats.ranged import read_metadata
+from ckpt_patches.formats.zero import OPTIMIZER as OF_A_ZERO_RANK
+from ckpt_patches.runtime.shown import shown
+
+STATE, SCHEDULER, ARGUMENTS = "trainer_state.json", "scheduler.pt", "training_args.bin"
+RANDOM_STATE = re.compile(r"rng_state(_\d{1,7})?\.pth")
+FOLDER = re.compile(r"checkpoint-(\d{1,15})")
+OF_DEEPSPEED = re.compile(r"global_step(\d{1,15})")
+# Files that a trainer writes for each rank, or each of several optimizers. The first one of the latter has no number.
+NUMBERED = re.compile(
+    r"(?P<stem>random_states|rng_state|optimizer|scheduler|sampler|custom_checkpoint)(?:_(?P<number>\d{1,7}))?"
+    r"\.(?P<suffix>pkl|pth|bin|pt)"
+)
+# Folders with a model, an optimizer, or both, of DeepSpeed and FSDP.
+BELOW = re.compile(r"global_step\d+.*|pytorch_model\w*|optimizer(_\d+)?")
+# Files of an optimizer, also of XLA and SageMaker, and folders of DeepSpeed and FSDP with one.
+WITH_OPTIMIZER = re.compile(
+    r"(rank\d+-of-\d+-)?optimizer(_\d+)?(\.(pt|bin)(_\d+)?)?|global_step\d+.*|pytorch_model(_\d+)?"
+)
+RANK_BELOW = re.compile(r"__(\d{1,7})_\d+\.distcp")
+OF_RANKS = ("random_states", "rng_state")
+OF_EVALUATIONS = ("num_bad_epochs", "best")  # keys of schedulers that count evaluations
+SKIPPED, ONE_IN = 16, 100  # steps that fp16 skips: some at the start, then at most one in a hundred
+
+
+def findings(path: Path, names: Collection[str], steps: Iterable[Any], groups: list[dict[str, Any]]) -> list[Finding]:
+    """The findings for a folder that a Trainer saved; none for other folders.
+
+    Args:
+        path: the folder.
+        names: of all that is in it.
+        steps: that the optimizer's states have; empty if they have none, or are not known.
+        groups: the optimizer's param groups; empty if not known.
+    """
+    has_random_state = any(map(RANDOM_STATE.fullmatch, names))
+    is_named = FOLDER.fullmatch(path.name) is not None
+    has_training = has_random_state or SCHEDULER in names or "optimizer.pt" in names
+    is_trainers = STATE in names or is_named or ARGUMENTS in names or (has_random_state and SCHEDULER in names)
+    found = list(_missing(path, names))
+    if not is_trainers or not (has_training or STATE in names or (is_named and ARGUMENTS in names)):
+        return found
+    if STATE not in names:  # scripts without a Trainer have some of its names, and no random state
+        kind = damages.INCOMPLETE_SAVE if has_random_state else damages.UNUSUAL
+        detail = "Trainer writes it last, and it is missing: the save has not finished"
+        found.append(Finding(kind, STATE, detail=detail))
+    found += _absent(names) if has_training else ()
+    try:
+        state = _state(path) if STATE in names else None
+    except UserError as error:
+        return [*found, Finding(damages.NOT_READ, STATE, detail=str(error))]
+    except (OSError, ValueError, RecursionError) as error:
+        what = error.strerror if isinstance(error, OSError) else "expected JSON with the number of steps"
+        return [*found, Finding(damages.BAD_METADATA, STATE, detail=str(what or error))]
+    if state is not None:
+        found += _of_folders(path.name, names, state)
+    if not any(map(OF_DEEPSPEED.fullmatch, names)):
+        found += _of_steps(path, state, _value(path, SCHEDULER), steps, groups)
+    return found
+
+
+def _missing(path: Path, names: Collection[str]) -> Iterator[Finding]:
+    """Files that are missing between others of their kind; a scheduler of Accelerate without an optimizer."""
+    there: dict[tuple[str, str], set[int]] = {}
+    for own in filter(None, map(NUMBERED.fullmatch, names)):
+        there.setdefault((own["stem"], own["suffix"]), set()).add(int(own["number"] or 0))
+    ranks = _ranks_below(path, names)
+    for (stem, suffix), numbers in there.items():
+        is_of_ranks = stem in OF_RANKS
+        least = max(max(numbers) + 1, ranks if is_of_ranks else 0)
+        for before, after in pairwise((-1, *sorted(numbers), least)):
+            if after - before > 1:
+                kind = damages.MISSING_RANK if is_of_ranks else damages.MISSING_STATE
+                kind = damages.UNUSUAL if is_of_ranks and before < 0 else kind  # of a node with a disk of its own
+                last = f" to {after - 1}" if after - before > 2 else ""
+                detail = f"missing, and {stem}_{max(numbers)}.{suffix} is there"
+                yield Finding(kind, f"{stem}_{before + 1}.{suffix}{last}", detail=detail)
+    if there.get(("rng_state", "pth")) == {0} and "rng_state.pth" not in names and ranks < 2:
+        detail = "missing: a run on one rank has rng_state.pth, and rng_state_0.pth is there"
+        yield Finding(damages.UNUSUAL, "rng_state_1.pth", detail=detail)
+    if ("scheduler", "bin") in there and not any(map(WITH_OPTIMIZER.fullmatch, names)):
+        detail = "scheduler.bin is there, and no file of an optimizer"
+        yield Finding(damages.MISSING_STATE, "optimizer", detail=detail)
+
+
+def _ranks_below(path: Path, names: Iterable[str]) -> int:
+    """The fewest ranks that can have saved the folders of DeepSpeed and FSDP below; 0 if there are none."""
+    found = 0
+    for folder in (path / name for name in names if BELOW.fullmatch(name)):
+        inner = [own.name for own in folder.iterdir()] if folder.is_dir() and not folder.is_symlink() else []
+        found = max(found, sum(map(bool, map(OF_A_ZERO_RANK.fullmatch, inner))))
+        found = max([found, *(int(own[1]) + 1 for own in map(RANK_BELOW.fullmatch, inner) if own)])
+    return found
+
+
+def _absent(names: Collection[str]) -> Iterator[Finding]:
+    """What is missing of a save that is not of the model alone."""
+    has_optimizer = any(map(WITH_OPTIMIZER.fullmatch, names))
+    if not has_optimizer:
+        detail = "other files of the training are there, and no file or folder of an optimizer"
+        yield Finding(damages.MISSING_STATE, "optimizer", detail=detail)
+    elif SCHEDULER not in names and not any(map(OF_DEEPSPEED.fullmatch, names)):  # which can have its own scheduler
+        detail = "the file is missing: without it Trainer loads no optimizer, and begins a new one"
+        yield Finding(damages.MISSING_STATE, SCHEDULER, detail=detail)
+    if has_optimizer and not any(map(RANDOM_STATE.fullmatch, names)):
+        yield Finding(damages.UNUSUAL, "rng_state.pth", detail="no random state of any rank is there")
+
+
+def _state(path: Path) -> int:
+    """The step that a Trainer's state states.
+
+    Raises:
+        LeavesFolderError: it is a link out of the folder.
+        OSError, ValueError, RecursionError: it cannot be read, or has no step.
+    """
+    content = json.loads(read_metadata(path_within(path, STATE)))
+    step = content.get("global_step") if isinstance(content, dict) else None
+    if type(step) is not int or not settings.is_step(step):
+        raise ValueError(f"no step: {shown(step)}")
+    return step
+
+
+def _of_folders(folder: str, names: Iterable[str], state: int) -> Iterator[Finding]:
+    """Compare the Trainer's step with the names of its folder and of DeepSpeed's folders in it."""
+    if (named := FOLDER.fullmatch(folder)) and int(named[1]) != state:
+        yield Finding(damages.MIXED_STEPS, STATE, detail=f"step {state}, and the folder is named {folder}")
+    inner = [int(own[1]) for own in map(OF_DEEPSPEED.fullmatch, names) if own]
+    if inner and state not in inner:  # some releases count a last, smaller batch differently
+        detail = f"step {state}, and DeepSpeed's folder is global_step{max(inner)}"
+        yield Finding(damages.UNUSUAL, STATE, detail=detail)
+
+
+def _value(path: Path, name: str) -> Any:
+    """What a torch file holds; an empty dict if it is not there, or cannot be read, which its reader reports."""
+    try:
+        return torch_file.read(path_within(path, name), trust=True).value
+    except UserError:
+        return {}
+
+
+def _of_steps(
+    path: Path, state: int | None, scheduler: Any, steps: Iterable[Any], groups: list[dict[str, Any]]
+) -> Iterator[Finding]:
+    """Compare the steps of the Trainer, its scheduler, which counts those of the optimizer, and the optimizer.
+
+    The Trainer also counts steps that fp16 skips, and those before a resume without the optimizer's files.
+    """
+    scheduler = scheduler if isinstance(scheduler, dict) and not {*OF_EVALUATIONS} & {*scheduler} else {}
+    counted = last_step([scheduler.get("last_epoch")])
+    taken = last_step(steps)
+    if taken is not None and state == counted == taken - 1:
+        return  # some optimizers count from 1
+    every = {"Trainer": state, "scheduler": counted, "optimizer": taken}
+    known = {step for step in every.values() if step is not None}
+    text = ", ".join(f"the {called}'s step is {step}" for called, step in every.items() if step is not None)
+    if state is not None and counted == state and taken is not None and taken < state:
+        yield Finding(damages.MIXED_STEPS, "optimizer", detail=f"{text}: the optimizer's file is of an earlier save")
+    elif len(known) > 1 and not _are_skipped(path, state, known - {state}):
+        yield Finding(damages.UNUSUAL, STATE, detail=f"{text}: a file of another save, or an optimizer that began anew")
+    rates = scheduler.get("_last_lr")
+    for rate, group in zip(rates if isinstance(rates, list) else [], groups, strict=False):
+        own = group.get("lr")
+        if isinstance(rate, float) and isinstance(own, float) and not math.isclose(rate, own, rel_tol=1e-6):
+            detail = f"the scheduler has set a learning rate of {rate:g}, and the optimizer's is {own:g}"
+            yield Finding(damages.UNUSUAL, SCHEDULER, detail=detail)
+            return
+
+
+def _are_skipped(path: Path, state: int | None, others: set[int]) -> bool:
+    """Whether the optimizer and scheduler are at one step, and behind by no more than fp16 skips."""
+    if state is None or len(others) != 1 or not 0 < state - min(others) <= SKIPPED + state // ONE_IN:
+        return False
+    arguments = _value(path, ARGUMENTS)
+    return not isinstance(arguments, torch_file.Instance) or arguments.fields.get("fp16") is not False
