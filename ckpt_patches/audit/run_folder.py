@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import dcp, tensor_streams, torch_file
+from ckpt_patches.formats import dcp, files_reader, tensor_streams, torch_file
 from ckpt_patches.formats.checkpoint import Checkpoint
 from ckpt_patches.formats.megatron_torch import RANK, is_without_distributed_optimizer
 from ckpt_patches.formats.reading import HAS_OTHERS_BELOW, reader_of
@@ -112,16 +112,17 @@ def _visit(path: Path, root: Path, seen: set[tuple[int, int]]) -> _Visit:
 def _folders_below(path: Path) -> Iterator[Path]:
     """The folders in a folder that can be saves: those that are no part of it."""
     parts = {*dcp.folders(path)} - {path}
-    is_universal_one = is_universal(path)
+    is_universal_one, is_local = is_universal(path), files_reader.is_local(path)
     for folder in path.iterdir():
         is_part = folder in parts or RANK.fullmatch(folder.name) or (folder / METADATA).exists()
-        if folder.is_dir() and not is_part and not (is_universal_one and folder.name == UNIVERSAL):
+        is_part = is_part or (is_universal_one and folder.name == UNIVERSAL) or (is_local and folder.name.isdecimal())
+        if folder.is_dir() and not is_part:
             yield folder
 
 
 def _has_data(path: Path, reader: Callable[[Path], Checkpoint] | None) -> bool:
     """Whether a save has more than a file that can be a stray one, such as `metadata.json` or `.metadata`."""
-    if reader in HAS_OTHERS_BELOW or is_universal(path) or NAMED.fullmatch(path.name):
+    if reader in (*HAS_OTHERS_BELOW, files_reader.read_local) or is_universal(path) or NAMED.fullmatch(path.name):
         return True
     return bool({*dcp.folders(path)} - {path}) or any(map(DATA.fullmatch, _names(path)))
 
