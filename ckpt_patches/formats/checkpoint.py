@@ -15,8 +15,6 @@ from ckpt_patches.formats.torch_file import TensorHeader
 WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = "weight", "master", "exp_avg", "exp_avg_sq"
 ROLES = (WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ)
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
-# Found in the names of parameters whose rows are tokens. Many tokens may never occur in training.
-VOCABULARY = ("embedding", "embed_tokens", "output_layer", "lm_head", "wte", "vocab")
 ALONE = ", weights alone"  # suffix of the format's name if the checkpoint has no optimizer
 
 
@@ -78,7 +76,6 @@ class Shard:
     owners: tuple[Owner, ...] = ()  # empty if unknown
     lost: dict[str, Stream] = field(default_factory=dict)  # streams with missing bytes
     has_rows: bool = True  # False for a buffer of many parameters with unknown layout
-    has_zero_padding: bool = False  # for such a buffer: its padding can only be zeros
     is_padding: bool = False  # for such a buffer: a gap between two parameters, which can hold any value
     begin: tuple[int, ...] = ()  # of its first element in the array, on each axis; empty if it is no part of one
 
@@ -89,7 +86,7 @@ class Shard:
     @property
     def has_odd_padding(self) -> bool:
         """Whether the padding between parameters can hold any value."""
-        return not self.has_rows and not self.has_zero_padding
+        return not self.has_rows
 
     @property
     def row(self) -> int:
