@@ -73,7 +73,7 @@ class OfTokens:
 
 def of_tokens(case: dict[str, Any]) -> None:
     run = OfTokens(case)
-    run.train(case["seed"], 2 + case["seed"] % 3)
+    run.train(case["seed"], STEPS)
     if case.get("later"):
         half = token_model.VOCABULARY // 2
         run.train(case["seed"] + 1, LATER, seen=half, experts=token_model.EXPERTS - 1)
@@ -85,7 +85,7 @@ def of_tokens(case: dict[str, Any]) -> None:
 
 def of_options(case: dict[str, Any]) -> None:
     """A run of zero_healthy.py, twice, once with one step more."""
-    steps = case.get("steps", 2 + case["seed"] % 4)
+    steps = case.get("steps", STEPS)
     for more, name in enumerate(("earlier", "judged")):
         torch.manual_seed(case["seed"])
         options = {**zero_healthy.PLAIN, **case, "steps": steps + more}

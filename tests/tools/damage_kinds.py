@@ -2,8 +2,10 @@
 
 import fnmatch
 import json
+import os
 import random
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from ckpt_patches.audit.audit import audit
 from ckpt_patches.audit.judging import record_checksums
 from ckpt_patches.formats.checkpoint import Checkpoint, Shard
+from upstream import newest, tree
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -91,6 +94,23 @@ def with_moments(found: Checkpoint, least: int = 1) -> list[Shard]:
     return [shard for shard in own if all(np.any(part) for part in values_of(shard, "exp_avg_sq"))]
 
 
+def _drawn_rows(shard: Shard, choose: random.Random) -> tuple[int, int]:
+    begin = choose.randrange(shard.numel) // shard.row * shard.row
+    return begin, begin + shard.row
+
+
+def _drawn_slice(shard: Shard, choose: random.Random) -> tuple[int, int]:
+    """At least eight elements, and not all of the rows at its edges, or what is zero there anyway."""
+    squares = np.concatenate(values_of(shard, "exp_avg_sq"))
+    while True:
+        begin = choose.randrange(shard.numel - 7)
+        end = choose.randrange(begin + 8, shard.numel + 1)
+        before = squares[begin // shard.row * shard.row : begin]
+        behind = squares[end : -(-end // shard.row) * shard.row]
+        if before.any() or behind.any():
+            return begin, end
+
+
 def slice_of(*roles: str, rows: bool = False) -> Change:
     """Lose a slice, that is not whole rows, or one of whole rows."""
 
@@ -106,14 +126,7 @@ def slice_of(*roles: str, rows: bool = False) -> Change:
         if not shards:
             return False
         shard = choose.choice(shards)
-        begin, end = sorted(choose.sample(range(shard.numel + 1), 2))
-        end = max(end, min(begin + 8, shard.numel))
-        begin = min(begin, end - 8)
-        if rows:
-            begin -= begin % shard.row
-            end = begin + shard.row
-        elif begin % shard.row == 0 and end % shard.row == 0:
-            begin, end = (begin + 1, end) if begin else (begin, end - 1)
+        begin, end = _drawn_rows(shard, choose) if rows else _drawn_slice(shard, choose)
         for role in roles:
             changed(found, shard, role, begin, end, zeros)
         return True
@@ -410,17 +423,12 @@ def of_more_ranks(folder: Path, *_: Any) -> bool:
     return bool(files)
 
 
-def torch_saved(file: Path, change: Callable[[Any], Any]) -> bool:
-    value = torch.load(file, weights_only=False)
-    torch.save(change(value) or value, file)
-    return True
-
-
 def of_states(change: Callable[[dict[str, Any]], Any], *, of_all: bool = True) -> Change:
     """Change the states in the optimizer files of ZeRO, or of Trainer: of all, or of one rank."""
 
     def apply(folder: Path, choose: random.Random, _: Source) -> bool:
         files = sorted([*folder.glob("*optim_states.pt"), *folder.glob("optimizer.*")])
+        _import_deepspeed()
         for file in files if of_all else [choose.choice(files)]:
             value = torch.load(file, weights_only=False)
             for state in _states_in(value):
@@ -429,6 +437,14 @@ def of_states(change: Callable[[dict[str, Any]], Any], *, of_all: bool = True) -
         return bool(files)
 
     return apply
+
+
+def _import_deepspeed() -> None:
+    """The classes in its files are those of the newest release."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    path = str(tree("deepspeed", newest("deepspeed")))
+    if path not in sys.path:
+        sys.path.append(path)
 
 
 def _states_in(value: Any) -> list[dict[str, Any]]:

@@ -4,8 +4,9 @@
 
 The kinds are in healthy_kinds.py and damage_kinds.py. A kind that cannot be written, for want of a package or because
 upstream refuses it, is printed as skipped, with the reason. `--packages` names a folder with further packages
-(`pip install --target`), `--keep` one in which the healthy checkpoints stay, and are not written again. The exit status is 1 if a healthy checkpoint is
-DAMAGED or INCOMPLETE, less than 97 % of them are WHOLE, or a damaged one is WHOLE whose kind is not undetectable.
+(`pip install --target`), `--keep` one in which the checkpoints stay; healthy ones are not written again. The exit
+status is 1 if a healthy checkpoint is DAMAGED or INCOMPLETE, less than 97 % of them are WHOLE, or a damaged one is
+WHOLE whose kind is not undetectable.
 """
 
 import argparse
@@ -71,7 +72,7 @@ def judge(folder: Path, kind: str, table: Table) -> None:
 
 
 def damaged(out: Path, made: dict[str, list[Path]], only: str) -> Iterator[tuple[str, Path]]:
-    """Each damaged checkpoint, with its kind. A folder is removed when the next one is asked for."""
+    """Each damaged checkpoint, with its kind."""
     for damage in damage_kinds.DAMAGES:
         for base in (base for base in made if any(fnmatch.fnmatch(base, one) for one in damage.of)):
             name = f"{base}: {damage.what}"
@@ -80,6 +81,7 @@ def damaged(out: Path, made: dict[str, list[Path]], only: str) -> Iterator[tuple
             for number, healthy in enumerate(made[base]):
                 own = checkpoint_in(healthy / "judged")
                 folder = out / name.replace("/", "_") / str(number) / own.name
+                shutil.rmtree(folder.parent, ignore_errors=True)
                 shutil.copytree(own, folder)
                 others = made[base][(number + 1) % len(made[base])]
                 source = damage_kinds.Source(checkpoint_in(healthy / "earlier"), checkpoint_in(others / "judged"))

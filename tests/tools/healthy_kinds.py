@@ -392,7 +392,7 @@ OF_RANKS: dict[str, Options_] = {
 def write_of_ranks(jobs: Sequence[tuple[Job, Any]]) -> list[str]:
     cases = []
     for job, options in jobs:
-        steps = options.get("steps", 2 + job.seed % 4)
+        steps = options.get("steps", 3)
         for name, less in (("earlier", 1), ("judged", 0)):
             if steps >= less:
                 own = {"seed": job.seed, **options, "steps": steps - less, "name": str(job.folder / name)}
@@ -529,7 +529,7 @@ def _of_megatron(version: str, jobs: Sequence[tuple[Job, Any]]) -> list[str]:
     cases: list[Any] = []
     folders: list[Path] = []
     for job, options in jobs:
-        steps = options.get("steps", 2 + job.seed % 3)
+        steps = options.get("steps", 3)
         for name, less in (("earlier", 1), ("judged", 0)):
             is_drawn = options.get(DRAWN)
             cases.append(f"healthy {job.seed}" if is_drawn else {**options, "seed": job.seed, "steps": steps - less})
