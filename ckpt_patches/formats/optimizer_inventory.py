@@ -31,7 +31,6 @@ OF_ELEMENTS = (
     *("grad_avg", "acc_delta", "prev", "ax"),  # of RMSprop, Adadelta, Rprop, ASGD
 )
 OF_MATRICES = ("row_var", "col_var", "_row", "_col")  # suffixes of Adafactor's names, in torch and Transformers
-TORCHS_ADAM = {"betas", "eps", "amsgrad", "capturable"}  # settings of torch's Adam and AdamW alone
 
 
 def shapes_of(state: str, weight: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -92,7 +91,8 @@ def _keys(optimizer: Optimizer) -> Iterator[Problem]:
         yield Problem(UNUSUAL, optimizer.where, what)
     has_betas = any("betas" in group for group in optimizer.groups)
     for number, group in enumerate(optimizer.groups):
-        is_of_adam = has_betas or {*group} >= TORCHS_ADAM - {"betas"}  # Transformers' Adafactor has its own settings
+        # Transformers' Adafactor has its own settings
+        is_of_adam = has_betas or {*group} >= settings.TORCHS_ADAM - {"betas"}
         if is_of_adam and "betas" not in group and {"exp_avg", "exp_avg_sq"} <= _named(optimizer, {number}):
             yield Problem(CONTRADICTION, optimizer.where, f"group {number} has no betas, and moments of Adam")
 
@@ -133,7 +133,7 @@ def _alike(optimizer: Optimizer, group: int) -> set[int]:
 
 def _by_settings(group: Mapping[str, Any]) -> set[str]:
     """The states that the settings of torch's Adam promise."""
-    if not group.keys() >= TORCHS_ADAM:
+    if not group.keys() >= settings.TORCHS_ADAM:
         return set()
     return {"exp_avg", "exp_avg_sq", *(("step",) if "step" not in group else ())}
 

@@ -177,7 +177,10 @@ def of_a_rank(*roles: str) -> Change:
 def one_element(role: str, value: Callable[[Any], Any]) -> Change:
     def change(folder: Path, choose: random.Random, _: Source) -> bool:
         found = audit(folder).checkpoint
-        shard = choose.choice([shard for shard in with_moments(found) if role in shard.streams])
+        shards = [shard for shard in with_moments(found) if role in shard.streams]
+        if not shards:
+            return False
+        shard = choose.choice(shards)
         at = choose.randrange(shard.numel)
         changed(found, shard, role, at, at + 1, value)
         return True
@@ -279,6 +282,8 @@ def moved(*roles: str) -> Change:
     def change(folder: Path, choose: random.Random, _: Source) -> bool:
         found = audit(folder).checkpoint
         shards = [shard for shard in with_moments(found, 8) if {*roles} <= shard.streams.keys()]
+        if not shards:
+            return False
         shard = choose.choice(shards)
         for role in roles:
             changed(found, shard, role, 0, shard.numel, _in_turn(np.roll(np.concatenate(values_of(shard, role)), 1)))
@@ -291,6 +296,8 @@ def initialized_again(role: str) -> Change:
     def change(folder: Path, choose: random.Random, _: Source) -> bool:
         found = audit(folder).checkpoint
         shards = [shard for shard in with_moments(found, 8) if role in shard.streams]
+        if not shards:
+            return False
         noise = np.random.default_rng(choose.randrange(1 << 30))
         shard = choose.choice(shards)
         is_bf16 = shard.streams[role].dtype == "bfloat16"
