@@ -153,7 +153,7 @@ def with_gradients_of_zeros(seed: int) -> tuple[Model, torch.optim.AdamW]:
     model, optimizer = adamw(seed)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.zero_grad = lambda: [parameter.grad.zero_() for parameter in model.parameters()]  # type: ignore[method-assign, union-attr, assignment]
+    optimizer.zero_grad = lambda: [parameter.grad.zero_() for parameter in model.parameters()]
     return model, optimizer
 
 
