@@ -95,7 +95,9 @@ def with_moments(found: Checkpoint, least: int = 1) -> list[Shard]:
 
 
 def _drawn_rows(shard: Shard, choose: random.Random) -> tuple[int, int]:
-    begin = choose.randrange(shard.numel) // shard.row * shard.row
+    """A row that is not zero."""
+    squares = np.concatenate(values_of(shard, "exp_avg_sq")).reshape(-1, shard.row)
+    begin = choose.choice(np.flatnonzero(squares.any(1)).tolist()) * shard.row
     return begin, begin + shard.row
 
 
@@ -281,7 +283,8 @@ def moved(*roles: str) -> Change:
 
     def change(folder: Path, choose: random.Random, _: Source) -> bool:
         found = audit(folder).checkpoint
-        shards = [shard for shard in with_moments(found, 8) if {*roles} <= shard.streams.keys()]
+        needed = {*roles, "weight"} if "master" in roles else {*roles}
+        shards = [shard for shard in with_moments(found, 8) if needed <= shard.streams.keys()]
         if not shards:
             return False
         shard = choose.choice(shards)
@@ -325,7 +328,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def _is_chunk(file: Path) -> bool:
-    return (file.parent / ".zarray").exists() and file.name[0].isdigit()
+    return (file.parent / ".zarray").exists() and file.name[0].isdigit() and file.parent.suffix != ".sync"  # a lock
 
 
 def truncated(folder: Path, choose: random.Random, _: Source) -> bool:
