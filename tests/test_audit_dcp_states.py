@@ -158,6 +158,8 @@ def nested(scale: list[float]) -> dict[str, Any]:
 def test_states_of_codes_and_scales(states: Any, scale: Any, verdict: str, found: set[str], tmp_path: Path) -> None:
     report = audit(saved(tmp_path, states(scale)))
     assert (report.verdict, names(report)) == (verdict, found)
+    notes = {finding.kind.name for finding in report.findings} & {"coded_state"}
+    assert notes == ({"coded_state"} if states is coded else set())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.state_dict.html
 """
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ OF_ELEMENTS = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "master_param"),
     *("grad_avg", "acc_delta", "prev", "ax"),  # of RMSprop, Adadelta, Rprop, ASGD
 )
+OF_A_DIMENSION = re.compile(r"_\d+$")
 OF_MATRICES = ("row_var", "col_var", "_row", "_col")  # suffixes of Adafactor's names, in torch and Transformers
 
 
@@ -156,7 +158,8 @@ def _states(optimizer: Optimizer) -> Iterator[Problem]:
         key = frozenset(alike[group]), _dimensions(optimizer, number, state)
         if key not in promised:
             promised[key] = _named(optimizer, *key)
-        expected = {name for name in promised[key] if "." not in name}  # what is nested is the optimizer's own
+        # What is nested is the optimizer's own, and a matrix has more factors than a vector (Shampoo's pre_cond_1).
+        expected = {name for name in promised[key] if "." not in name and not OF_A_DIMENSION.search(name)}
         expected |= _by_settings(optimizer.groups[group])
         for name in sorted(expected - {str(name) for name, value in state.items() if value is not None}):
             yield Problem(ABSENT_STATE, where, f"parameter {shown(number)} has no {shown(name)}")
@@ -219,7 +222,7 @@ def without_weights(
     shapes: Counter[tuple[int, ...]] = Counter()
     for state in states:
         own = [state[key] for key in OF_ELEMENTS if isinstance(state.get(key), TensorHeader)]
-        shapes.update([own[0].shape] if own else [])
+        shapes.update([own[0].shape] if own and own[0].shape else [])  # Amos has one number
     for shape, count in (shapes - Counter(weights)).items():
         detail = f"{count} parameters with states of the shape {shown(tuple(shape))} have no weight in the model"
         yield Problem(UNUSUAL, where, detail)
