@@ -624,6 +624,7 @@ def test_every_kind_is_crafted_somewhere() -> None:
         "test_audit_model_files",
         "test_audit_absent",
         "test_audit_dcp",
+        "test_audit_dcp_states",
         "test_audit_healthy",
         "test_audit_fp8",
         "test_audit_mixed_rows",

@@ -101,6 +101,7 @@ OF_ANY_STAGE: dict[str, tuple[Change, set[str]]] = {
     "a state on all ranks": (of_all(each_state(lambda state: state.pop("exp_avg_sq"))), {"missing_state"}),
     "both states on all ranks": (of_all(lambda value: value["state"].clear()), {"missing_state"}),
     "the step on one rank": (of_rank(each_state(lambda state: state.pop("step"))), {"missing_state"}),
+    "the step on all ranks": (of_all(each_state(lambda state: state.pop("step"))), {"missing_state"}),
     "the groups of a rank": (of_rank(lambda value: value.pop("param_groups")), {"contradiction"}),
     "one group of a rank": (of_rank(lambda value: value["param_groups"].pop()), {"contradiction"}),
     "a rank at another step": (of_rank(each_state(lambda state: state.update(step=1.0))), {"mixed_steps"}),

@@ -108,3 +108,78 @@ def test_param_groups_without_states_have_taken_no_step(folder: str, verdict: st
     model, optimizer, _ = training()
     report = audit(saved(tmp_path / folder, {"model": model, "optimizer": {**optimizer, "state": {}}}))
     assert report.verdict == verdict, report.findings
+
+
+class Coded(torch.Tensor):
+    """A tensor of codes of 8 bits with one scale, as torchao's states are."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> "Coded":
+        made: Coded = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        return made
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.is_pinned.default:
+            return False
+        return Coded(args[0].codes, args[0].scale)  # detach, clone and the like
+
+
+def coded(scale: list[float]) -> dict[str, Any]:
+    """A state dict of Adam whose moments are such tensors."""
+    model, optimizer, _ = training()
+    for state in optimizer["state"].values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = Coded(torch.ones(state[name].shape, dtype=torch.uint8), torch.tensor(scale))
+    return {"model": model, "optimizer": optimizer}
+
+
+def nested(scale: list[float]) -> dict[str, Any]:
+    """The same, with dicts in place of the moments, as bitsandbytes has them."""
+    state = coded(scale)
+    for own in state["optimizer"]["state"].values():
+        moments = [own.pop(name) for name in ("exp_avg", "exp_avg_sq")]
+        parts = {f"state{n}": moment.codes for n, moment in enumerate(moments, 1)}
+        own["quantized"] = parts | {f"absmax{n}": moment.scale for n, moment in enumerate(moments, 1)}
+    for group in state["optimizer"]["param_groups"]:
+        for key in ("amsgrad", "capturable"):
+            group.pop(key)
+    return state
+
+
+@pytest.mark.parametrize("states", [coded, nested])
+@pytest.mark.parametrize(
+    ("scale", "verdict", "found"),
+    [([1.0, 0.5], WHOLE, set()), ([0.0, 0.0], UNKNOWN, {"unusual"}), ([1.0, torch.nan], DAMAGED, {"not_finite"})],
+)
+def test_states_of_codes_and_scales(states: Any, scale: Any, verdict: str, found: set[str], tmp_path: Path) -> None:
+    report = audit(saved(tmp_path, states(scale)))
+    assert (report.verdict, names(report)) == (verdict, found)
+    notes = {finding.kind.name for finding in report.findings} & {"coded_state"}
+    assert notes == ({"coded_state"} if states is coded else set())
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict"), [({}, DAMAGED), ({"fixed_decay": False}, WHOLE)], ids=["Adam", "ADOPT"]
+)
+def test_rows_of_a_first_moment_alone(settings: dict[str, Any], verdict: str, tmp_path: Path) -> None:
+    """ADOPT's begins a step later than its square: a token of the first step alone has none."""
+    model, optimizer, _ = training()
+    optimizer["state"]["0.weight"]["exp_avg"][2] = 0
+    if settings:
+        optimizer["param_groups"] = [
+            {**settings, **{key: group[key] for key in ("lr", "betas", "params")}}
+            for group in optimizer["param_groups"]
+        ]
+    assert audit(saved(tmp_path, {"model": model, "optimizer": optimizer})).verdict == verdict
+
+
+def test_two_models_have_optimizers_by_their_names(tmp_path: Path) -> None:
+    state: dict[str, Any] = {}
+    for seed, name in enumerate("GD"):
+        state[name], state[f"optimizer_{name}"], _ = training(seed=seed)
+    report = audit(saved(tmp_path, state))
+    assert (report.verdict, names(report)) == (WHOLE, set())

@@ -207,14 +207,17 @@ def judged(
     When `odds` is exhausted, `pieces` must hold the checksums of all bytes read.
     """
     parts: list[rules_across.Part] = []
+    scales: list[rules_across.Part] = []
     for shard, odd in zip(shards, odds, strict=True):
         own = scan.without(odd.runs, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
         found.findings += rules.judge(shard, odd._replace(runs=own), found)
         parts += rules_across.parts_of(shard, own)
+        scales += rules_across.scales_of(shard, own)
     found.findings[:] = rules_across.of_zero_masters(found, found.findings)
     found.findings[:] = rules_across.of_sparse_moments(found, found.findings)
     found.findings += record_checksums.findings(found, pieces)
     found.findings += rules_across.of_moments(found, parts)
+    found.findings += rules_across.of_scales(scales)
     found.findings[:], shift = shifted.explained(found, found.findings)
     return shift
 

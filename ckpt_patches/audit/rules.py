@@ -23,6 +23,8 @@ BOTH = blocks.NO_AVG | blocks.NO_SQ
 LEAST = 4  # elements of a lost slice; fewer zeros also occur in a complete state
 SLICES_PER_RANK = 2  # a write that is lost leaves one range, or two where it is between others
 SMALL = 1 << 12  # elements
+# Settings of Adam in torch, apex and Megatron, and of its relatives in torch. Other optimizers have other moments.
+OF_ADAM = {"amsgrad", "bias_correction", "decoupled_weight_decay", "momentum_decay"}
 DECAYED = 1e-30  # a first moment that has decayed by this factor may have become zero
 # Megatron's buckets have padding with undefined content: after a parameter, and at the end.
 PADDING, ALIGNMENT = 1024, 256  # elements; ALIGNMENT is per data-parallel rank
@@ -180,10 +182,12 @@ def _sparse(seen: Seen, role: str, every: list[Range], alone: list[Range]) -> It
 
 
 def _has_decayed(seen: Seen, begin: int, end: int) -> bool:
-    """Whether a first moment of whole rows can have become zero, long before its square does."""
+    """Whether a first moment of whole rows can be zero where its square is not: in time, or of another optimizer."""
     step, row = seen.found.step, seen.shard.row
     if begin % row or end % row:
         return False
+    if any(not OF_ADAM & group.keys() for group in seen.found.groups if "betas" in group):
+        return True  # ADOPT's first moment begins a step later than its square
     return step is None or float(seen.found.beta1 or 0.9) ** step < DECAYED
 
 

@@ -6,12 +6,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckpt_patches.audit.judging import blocks
 from ckpt_patches.audit.judging.scan import OddRuns, stretches
-from ckpt_patches.audit.rules import BOTH, SMALL, ZERO_MASTER
+from ckpt_patches.audit.rules import BOTH, OF_OPTIMIZER, SMALL, ZERO_MASTER
 from ckpt_patches.formats import damages
-from ckpt_patches.formats.checkpoint import EXP_AVG, MASTER, MOMENTS, Checkpoint, Owner, Shard
+from ckpt_patches.formats.checkpoint import EXP_AVG, MASTER, MOMENTS, WEIGHT, Checkpoint, Owner, Shard
 from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.dtypes import FLOATS
 
+# Names of the scales of a state of 8 bits, in bitsandbytes and torchao, or of a state that is too small for it.
+SCALES = re.compile(r"\.((absmax|state)[12]|scale)$")
 RANK_FILE = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")  # of torch.distributed.checkpoint
 
 
@@ -50,6 +54,28 @@ def _owners(shard: Shard) -> Iterable[Owner]:
         match = RANK_FILE.fullmatch(owner.rank)
         rank = f"rank {match[1]}" if match else owner.rank if shard.owners else ""
         yield owner._replace(rank=rank)
+
+
+def scales_of(shard: Shard, runs: OddRuns) -> list[Part]:
+    """The shard as a part, by its file, if it is the scales of a state of 8 bits, or a state in place of one."""
+    if (
+        shard.streams.keys() != {WEIGHT}
+        or not SCALES.search(shard.parameter)
+        or not OF_OPTIMIZER.search(shard.parameter)
+    ):
+        return []
+    if shard.streams[WEIGHT].dtype not in FLOATS:
+        return []
+    file = Path(shard.streams[WEIGHT].extents[0].path).name
+    return [Part(shard, file, 0, shard.numel, stretches(runs, blocks.NO_MASTER) == [(0, shard.numel)])]
+
+
+def of_scales(parts: list[Part]) -> Iterator[Finding]:
+    """Scales that are zero in all states of a file: so are the states."""
+    for own in _by_rank(parts):
+        if all(part.is_zero for part in own):
+            detail = f"all {len(own)} scales of the optimizer's states are zero, and so are the states"
+            yield Finding(damages.UNUSUAL, own[0].rank, detail=detail)
 
 
 def of_zero_masters(found: Checkpoint, findings: list[Finding]) -> Iterator[Finding]:

@@ -168,6 +168,12 @@ SPARSE_MOMENT = _kind(
     "zeros in one moment where the other is not zero, in more places than ranks lose slices: as of 8 bits",
     NO_HARM,
 )
+CODED_STATE = _kind(
+    "coded_state",
+    NOTE,
+    "a state of codes and scales, as of 8-bit optimizers: only its checksums, NaN and scales of zeros are judged",
+    NO_HARM,
+)
 RARE = _kind("rare", NOTE, "a run can save this, and rarely does", NO_HARM)
 MISSING_STATE = _kind("missing_state", DAMAGE, "an optimizer state is missing that the files promise, or is too short")
 REPAIRED = _kind(

@@ -247,6 +247,9 @@ def model_prefix(prefix: str, parameters: set[str], names: list[str]) -> tuple[s
     most = sorted(own for own, count in found.items() if count == max(found.values()))
     beside = max((_in_common(prefix, own) for own in most), default=0)
     most = [own for own in most if _in_common(prefix, own) == beside]  # of several models, the one in the same trainer
+    own_words = re.split(r"[._/]", prefix)
+    named = [own for own in most if own.rstrip(".") in own_words]  # `optimizer_G.` is of `G.`
+    most = named if len(named) == 1 else most
     if len(most) > 1:
         owners = {one: [part for part in one.split(".")[:-1] if part not in OF_MODELS] for one in most}
         least = min(owners.values(), key=len)

@@ -31,9 +31,8 @@ OF_ELEMENTS = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "master_param"),
     *("grad_avg", "acc_delta", "prev", "ax"),  # of RMSprop, Adadelta, Rprop, ASGD
 )
+OF_A_DIMENSION = re.compile(r"\w*[^\W\d]_(\d{1,3})")  # names of Shampoo's and SM3's states, such as pre_cond_0
 OF_MATRICES = ("row_var", "col_var", "_row", "_col")  # suffixes of Adafactor's names, in torch and Transformers
-OF_A_DIMENSION = re.compile(r"\w*[^\W\d]_(\d)")  # names of Shampoo's and SM3's states, such as pre_cond_0
-TORCHS_ADAM = {"betas", "eps", "amsgrad", "capturable"}  # settings of torch's Adam and AdamW alone
 
 
 def shapes_of(state: str, weight: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -94,7 +93,8 @@ def _keys(optimizer: Optimizer) -> Iterator[Problem]:
         yield Problem(UNUSUAL, optimizer.where, what)
     has_betas = any("betas" in group for group in optimizer.groups)
     for number, group in enumerate(optimizer.groups):
-        is_of_adam = has_betas or {*group} >= TORCHS_ADAM - {"betas"}  # Transformers' Adafactor has its own settings
+        # Transformers' Adafactor has its own settings
+        is_of_adam = has_betas or {*group} >= settings.TORCHS_ADAM - {"betas"}
         if is_of_adam and "betas" not in group and {"exp_avg", "exp_avg_sq"} <= _named(optimizer, {number}):
             yield Problem(CONTRADICTION, optimizer.where, f"group {number} has no betas, and moments of Adam")
 
@@ -137,7 +137,7 @@ def _alike(optimizer: Optimizer, group: int) -> set[int]:
 
 def _by_settings(group: Mapping[str, Any]) -> set[str]:
     """The states that the settings of torch's Adam promise."""
-    if not group.keys() >= TORCHS_ADAM:
+    if not group.keys() >= settings.TORCHS_ADAM:
         return set()
     return {"exp_avg", "exp_avg_sq", *(("step",) if "step" not in group else ())}
 
@@ -160,7 +160,8 @@ def _states(optimizer: Optimizer) -> Iterator[Problem]:
         key = frozenset(alike[group]), _dimensions(optimizer, number, state)
         if key not in promised:
             promised[key] = _named(optimizer, *key)
-        expected = {name for name in promised[key] if "." not in name}  # what is nested is the optimizer's own
+        # What is nested is the optimizer's own, and a matrix has more factors than a vector (Shampoo's pre_cond_1).
+        expected = {name for name in promised[key] if "." not in name and not OF_A_DIMENSION.fullmatch(name)}
         expected |= _by_settings(optimizer.groups[group])
         for name in sorted(expected - {str(name) for name, value in state.items() if value is not None}):
             yield Problem(ABSENT_STATE, where, f"parameter {shown(number)} has no {shown(name)}")
@@ -223,7 +224,7 @@ def without_weights(
     shapes: Counter[tuple[int, ...]] = Counter()
     for state in states:
         own = [state[key] for key in OF_ELEMENTS if isinstance(state.get(key), TensorHeader)]
-        shapes.update([own[0].shape] if own else [])
+        shapes.update([own[0].shape] if own and own[0].shape else [])  # Amos has one number
     for shape, count in (shapes - Counter(weights)).items():
         detail = f"{count} parameters with states of the shape {shown(tuple(shape))} have no weight in the model"
         yield Problem(UNUSUAL, where, detail)

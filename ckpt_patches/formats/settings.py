@@ -117,6 +117,8 @@ def unlike_schedules(groups: Sequence[Mapping[str, Any]], *, experts_are_apart: 
             yield f"lr is {_shown(rate)} in group {first}, {_shown(group.get('lr'))} in {number}, of the same bounds"
 
 
+TORCHS_ADAM = frozenset({"betas", "eps", "amsgrad", "capturable"})  # settings of torch's Adam and AdamW alone
+
 # The numbers and names of a group's parameters, which differ between pipeline stages.
 NAMES = ("params", "param_names")
 

@@ -80,6 +80,14 @@ class Index:
         yield from (((name, ()), place) for name, place in self.objects.items())
 
 
+class SubclassError(NotReadError):
+    """A chunk is a subclass of torch.Tensor, whose tensors are codes and scales, say."""
+
+    def __init__(self, detail: str, file: TorchFile) -> None:
+        super().__init__(detail)
+        self.file = file
+
+
 class NotContiguousError(NotReadError):
     """A tensor that is not contiguous, such as a convolution's weight in `channels_last`."""
 
@@ -250,11 +258,13 @@ def read_chunk(files: RangedFiles, folder: Path, tensor: Tensor, offsets: Offset
     header, shape = found.value, tensor.chunks[offsets]
     if not isinstance(header, TensorHeader) or (header.dtype, header.shape) != (tensor.dtype, shape):
         what = f"{header.dtype} {list(header.shape)}" if isinstance(header, TensorHeader) else type(header).__name__
-        is_unknown = isinstance(header, Instance)  # a subclass of torch.Tensor, such as torchao's of 8 bits
-        raise (NotReadError if is_unknown else BadFileError)(
+        detail = (
             f"{found.path}: expected {tensor.dtype} {list(shape)} at its byte {tensor.places[offsets].offset}, "
             f"found {what}"
         )
+        if isinstance(header, Instance):  # a subclass of torch.Tensor, such as torchao's of 8 bits
+            raise SubclassError(detail, found)
+        raise BadFileError(detail)
     if not header.is_contiguous:
         detail = (
             f"{found.path}: the elements of {tensor.name} at {offsets} do not lie in order: strides {header.stride}"

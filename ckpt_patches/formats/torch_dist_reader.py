@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import damages, dcp, swiglu_rows, tensor_streams, torch_dist
+from ckpt_patches.formats import damages, dcp, swiglu_rows, tensor_streams, torch_dist, torch_file
 from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent, Held, Owner, Record, Shard, Stream
 from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.dtypes import FLOATS
 from ckpt_patches.formats.megatron_arrays import (
     by_parameter,
     check_config,
@@ -28,7 +29,7 @@ from ckpt_patches.formats.megatron_torch_reader import check_bucket_sizes, judge
 from ckpt_patches.formats.optimizer_inventory import OF_ELEMENTS
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import Offsets, Tensor
-from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TorchFile
+from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader, TorchFile
 from ckpt_patches.runtime.processes import mapped
 
 OF_SHARDS = re.compile(r"/shard_[\d.]+_[\d.]+$")  # end of megatron-core's object names
@@ -219,7 +220,7 @@ class _Elements(NamedTuple):
 
     extent: Extent | None  # None if they are not contiguous
     records: tuple[Record, ...]
-    held: Held
+    held: tuple[Held, ...]  # several of a subclass of tensors
 
 
 def find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
@@ -242,8 +243,10 @@ def find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
             if elements.extent is not None:
                 own.extents[offsets] = elements.extent
             else:
-                found.tensors.append(elements.held)
-                if not _is_alone(own.tensor.name):
+                found.tensors += elements.held
+                if len(elements.held) > 1:
+                    found.findings.append(Finding(damages.CODED_STATE, own.tensor.name, str(offsets)))
+                elif not _is_alone(own.tensor.name):
                     detail = "its elements do not lie in the order of its shape: they were not compared with others"
                     found.findings.append(Finding(damages.NOT_JUDGED, own.tensor.name, str(offsets), detail=detail))
 
@@ -287,12 +290,24 @@ def _elements(chunk: tuple[Chunked, Offsets], path: Path, files: RangedFiles) ->
         part = torch_dist.read_chunk(files, path, tensor, offsets)
     except torch_dist.NotContiguousError as error:
         part = error.file
+    except torch_dist.SubclassError as error:
+        return _coded(error.file, tensor, offsets) or tensor_streams.refused(error, tensor.name, str(offsets))
     except (BadFileError, NotReadError) as error:
         return tensor_streams.refused(error, tensor.name, str(offsets))
     span, name, header = tensor.places[offsets][1:], str(part.path), part.value
     records = tuple(Record(name, *stored, span) for stored in part.storages)
     extent = Extent(name, header.offset, header.nbytes) if header.is_contiguous else None
-    return _Elements(extent, records, Held(name, tensor.name, header))
+    return _Elements(extent, records, (Held(name, tensor.name, header),))
+
+
+def _coded(part: TorchFile, tensor: Tensor, offsets: Offsets) -> _Elements | None:
+    """The tensors of a subclass, as codes and scales of 8 bits; None if it has no scales beside other numbers."""
+    inner = [(name, own) for name, own in torch_file.parts_of(part.value, tensor.name) if isinstance(own, TensorHeader)]
+    if not {own.dtype in FLOATS for _, own in inner} >= {True, False}:
+        return None
+    span, path = tensor.places[offsets][1:], str(part.path)
+    records = tuple(Record(path, *stored, span) for stored in part.storages)
+    return _Elements(None, records, tuple(Held(path, name, own) for name, own in inner))
 
 
 def read_object(name: str, index: torch_dist.Index, found: Checkpoint, files: RangedFiles) -> TorchFile | None:

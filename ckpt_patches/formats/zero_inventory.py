@@ -287,6 +287,9 @@ def _states(ranks: Ranks, models: Models) -> Iterator[Problem]:
             if not group.needed:
                 continue  # only padding
             names = promised.get(_optimizer_of(facts, number), set()) | _by_settings(facts, number, steps, promised)
+            is_of_torch = _optimizer_of(facts, number) >= settings.TORCHS_ADAM
+            if is_of_torch and "exp_avg" in group.sizes and facts.step is None:
+                names |= {"step"}
             for name in sorted(names - group.sizes.keys() - group.scalars):
                 yield Problem(ABSENT_STATE, facts.name, f"group {number} has no {shown(name)}")
             for name, numel in group.sizes.items():

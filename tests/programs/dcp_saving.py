@@ -40,6 +40,7 @@ class Case:
     optimizer: str = "AdamW"
     dtype: str = "float32"
     steps: int = 3
+    seed: int = 0
     scale: float = 1.0  # of the loss
     options: dict[str, bool] = field(default_factory=dict)  # frozen, unused, tied, strided, zeros, groups
     damage: tuple[Any, ...] = ()  # (parameter, state or "weight", first element, end of the range, value), in the save
@@ -123,11 +124,11 @@ def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
 
 
 def trained(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
+    torch.manual_seed(case.seed)
     model = distributed(Model(case).to(getattr(torch, case.dtype)), case.mesh)
     optimizer = optimizer_of(model, case)
     for step in range(case.steps):
-        torch.manual_seed(step)
+        torch.manual_seed(1000 * case.seed + step)
         tokens = torch.randint(0, TOKENS, (4, ROWS))
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()) * case.scale
         loss.backward()

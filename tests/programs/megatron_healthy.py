@@ -1,6 +1,7 @@
 """Write complete checkpoints of many small runs with the real megatron-core, each with random valid options.
 
     megatron_healthy OUT --seed 0 --count 50 --ranks 4       OUT/NUMBER/iter_000000N, and OUT/NUMBER/options.json
+    megatron_healthy OUT --ranks 4 --cases CASES.json        OUT/NUMBER for each list item: a seed, and options to set
 
 Random options are the ranks of each kind, the format, the dtype, the optimizer, and unusual but healthy features:
 frozen, unused, tied and zero-initialized parameters, a learning rate of 0, warm-up, masks of -inf, overflows, no step
@@ -23,6 +24,12 @@ from program_arguments import parsed
 HIDDEN = 12
 RATE = 1e-2
 AT_ONCE = 8  # runs per process: Gloo keeps the threads of every group
+# The options of a run without random ones.
+PLAIN: dict[str, Any] = {
+    "tp": 1, "pp": 1, "backend": "torch_dist", "format": "fully_reshardable", "optimizer": "adam", "whole": False,
+    "dtype": "bf16", "steps": 3, "rate": RATE, "weight_decay": 0.1, "scale": 16.0, "bucket_size": None,
+    **dict.fromkeys(("warm_up", "frozen", "unused", "tied", "zero_initialized", "mask"), False),
+}  # fmt: skip
 NEW = ("fully_reshardable", "dp_reshardable", "dp_zero_gather_scatter")
 OLD = ("fully_sharded_model_space", "dp_zero_gather_scatter")
 
@@ -129,7 +136,7 @@ def train_and_save(options: dict[str, Any], ranks: int, folder: Path) -> None:
     )
     scheduler = warm_up(optimizer, options) if options["warm_up"] else None
     for number in range(options["steps"]):
-        mt.update(model, optimizer, functools.partial(loss, model, number))
+        mt.update(model, optimizer, functools.partial(loss, model, 1000 * options.get("seed", 0) + number))
         if scheduler:
             scheduler.step(1)
     chosen = {name: options[name] for name in ("tp", "pp", "backend", "format", "dtype")}
@@ -153,14 +160,15 @@ def warm_up(optimizer: Any, options: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def write(rank: int, ranks: int, out: str, seed: int, numbers: list[int]) -> list[str]:
+def write(rank: int, ranks: int, out: str, options_of: list[tuple[int, Any]]) -> list[str]:
     """Write the runs; return the errors of those that megatron-core refuses, which are equal on all ranks."""
     from megatron.core import package_info, parallel_state
 
     mt.use_inner_optimizer("fused")
     refused = []
-    for number in numbers:
-        options = drawn(random.Random(f"{seed}-{number}"), is_new=(package_info.MAJOR, package_info.MINOR) >= (0, 15))
+    is_new = (package_info.MAJOR, package_info.MINOR) >= (0, 15)
+    for number, given in options_of:
+        options = {**PLAIN, **given} if isinstance(given, dict) else drawn(random.Random(given), is_new=is_new)
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(options["tp"], options["pp"])
         folder = Path(out, str(number))
@@ -175,11 +183,13 @@ def write(rank: int, ranks: int, out: str, seed: int, numbers: list[int]) -> lis
 
 
 def main() -> None:
-    args = parsed({"out": Path}, seed=0, count=50, ranks=4)
+    args = parsed({"out": Path}, seed=0, count=50, ranks=4, cases=Path)
     refused: list[str] = []
-    for first in range(0, args.count, AT_ONCE):
-        numbers = list(range(first, min(first + AT_ONCE, args.count)))
-        refused += mt.results(write, args.ranks, args.ranks, str(args.out), args.seed, numbers)[0]
+    cases = json.loads(args.cases.read_text()) if args.cases else [f"{args.seed}-{n}" for n in range(args.count)]
+    numbered = list(enumerate(cases))
+    for first in range(0, len(numbered), AT_ONCE):
+        own = numbered[first : first + AT_ONCE]
+        refused += mt.results(write, args.ranks, args.ranks, str(args.out), own)[0]
     print(json.dumps({"refused": refused}))
 
 
