@@ -1,6 +1,6 @@
 """Repair every kind of damaged checkpoint, compare each copy with the undamaged one, and print the outcomes per kind.
 
-    python tests/tools/repair_of_damaged.py --seed 0 --count 2 [--only 'fsdp2*']
+    python tests/tools/repair_of_damaged.py --seed 0 --count 2 [--only 'ranks: fsdp2*'] [--damage '*: no moments']
 
 Each one is repaired without options, with `--reset-moments`, and with `--from` the checkpoint of an earlier step where
 there is one. `right`: REPAIRED, and all elements are those of the undamaged one, but for the listed ones: main
@@ -10,6 +10,7 @@ element has changed. `refused`: nothing was written. Anything else is `WRONG`, a
 
 import argparse
 import contextlib
+import fnmatch
 import io
 import json
 import shutil
@@ -20,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS), str(TESTS / "programs"), str(TESTS.parent)]
 
 import numpy as np  # noqa: E402
+from healthy_and_damaged import checkpoint_in, damaged, write  # noqa: E402
+from healthy_kinds import Job, kinds  # noqa: E402
 
 from ckpt_patches.audit.audit import REPAIRED, audit  # noqa: E402
 from ckpt_patches.audit.repair_list import NAME  # noqa: E402
 from ckpt_patches.cli import main as command  # noqa: E402
 from ckpt_patches.formats.elements import read_elements, read_values  # noqa: E402
-from tools import healthy_and_damaged as made_by  # noqa: E402
 
 Values = dict[tuple[str, str], Any]
 
@@ -86,20 +88,25 @@ def outcome(folder: Path, truth: Path, output: Path, older: Path | None, *option
     return "partly" if status else "right"
 
 
-def run(count: int, seed: int, only: str) -> int:
+def run(count: int, seed: int, only: str, damage: str) -> int:
     table: dict[tuple[str, str], Counter[str]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary)
-        made = made_by.write_healthy(out / "made", list(made_by.BASES), count, seed)
-        for name, folder in made_by.damaged(out, made, only):
-            healthy = made[f"{name.partition(': ')[0]}: AdamW"][int(folder.parent.name)]
-            truth = made_by.checkpoint_in(healthy)
-            older = made_by.checkpoint_in(made_by.earlier_in(healthy)) if not name.startswith("dcp") else None
+        wanted = [kind for kind in kinds() if fnmatch.fnmatch(kind, only)]
+        made = write(
+            [Job(kind, n, out / "healthy" / kind / str(n)) for kind in wanted for n in range(seed, seed + count)]
+        )
+        for name, folder in damaged(out / "damaged", made, damage):
+            base = max((kind for kind in made if name.startswith(f"{kind}: ")), key=len)
+            healthy = made[base][int(folder.parent.name)]
+            truth = checkpoint_in(healthy / "judged")
+            older = checkpoint_in(healthy / "earlier") if (healthy / "earlier").is_dir() else None
             how = {"": (None, ()), "--reset-moments": (None, ("--reset-moments",)), "--from": (older, ())}
             for option, (source, options) in how.items():
                 if option != "--from" or source:
                     found = outcome(folder, truth, out / "output" / folder.name, source, *options)
                     table.setdefault((name, option), Counter())[found] += 1
+            shutil.rmtree(folder.parent)
         for (name, option), own in table.items():
             print(f"{name:50} {option:16} {', '.join(f'{what} {n}' for what, n in sorted(own.items()))}", flush=True)
     total = sum(table.values(), Counter[str]())
@@ -111,6 +118,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=2)
-    parser.add_argument("--only", default="*", help="a pattern of kinds")
+    parser.add_argument("--only", default="*: AdamW", help="a pattern of healthy kinds")
+    parser.add_argument("--damage", default="*", help="a pattern of damaged kinds")
     args = parser.parse_args()
-    sys.exit(run(args.count, args.seed, args.only))
+    sys.exit(run(args.count, args.seed, args.only, args.damage))
