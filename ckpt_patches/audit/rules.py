@@ -73,8 +73,9 @@ def judge(shard: Shard, odd: Odd, found: Checkpoint) -> Iterator[Finding]:
 
 def written_by(shard: Shard, begin: int, end: int, data_parallel: int | None) -> str:
     """Name the ranks that wrote a range, by the files or an even division among ranks; empty if unknown."""
-    ranks = [owner.rank for owner in shard.owners if owner.begin < end and begin < owner.end]
-    if ranks:
+    owners = shard.owners
+    ranks = [owner.rank for owner in owners if owner.begin < end and begin < owner.end]
+    if len(owners) > 1 and any(ranks):
         return f"written by {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
     if not data_parallel or shard.numel % data_parallel:
         return ""

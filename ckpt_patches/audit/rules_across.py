@@ -10,13 +10,12 @@ from ckpt_patches.audit.judging import blocks
 from ckpt_patches.audit.judging.scan import OddRuns, stretches
 from ckpt_patches.audit.rules import BOTH, OF_OPTIMIZER, SMALL, ZERO_MASTER
 from ckpt_patches.formats import damages
-from ckpt_patches.formats.checkpoint import EXP_AVG, MASTER, MOMENTS, WEIGHT, Checkpoint, Owner, Shard
+from ckpt_patches.formats.checkpoint import MASTER, MOMENTS, WEIGHT, Checkpoint, Shard
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import FLOATS
 
 # Names of the scales of a state of 8 bits, in bitsandbytes and torchao, or of a state that is too small for it.
 SCALES = re.compile(r"\.((absmax|state)[12]|scale)$")
-RANK_FILE = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")  # of torch.distributed.checkpoint
 
 
 @dataclass(frozen=True)
@@ -41,19 +40,9 @@ def parts_of(shard: Shard, runs: OddRuns) -> list[Part]:
     zeros = stretches(runs, BOTH)
     return [
         Part(shard, own.rank, own.begin, own.end, any(begin <= own.begin and own.end <= end for begin, end in zeros))
-        for own in _owners(shard)
+        for own in shard.owners
         if own.end > own.begin
     ]
-
-
-def _owners(shard: Shard) -> Iterable[Owner]:
-    """The ranks of a shard; if unknown, one without a name."""
-    names = {Path(extent.path).name for extent in shard.streams[EXP_AVG].extents}
-    own = shard.owners or [Owner(names.pop() if len(names) == 1 else "", 0, shard.numel)]
-    for owner in own:
-        match = RANK_FILE.fullmatch(owner.rank)
-        rank = f"rank {match[1]}" if match else owner.rank if shard.owners else ""
-        yield owner._replace(rank=rank)
 
 
 def scales_of(shard: Shard, runs: OddRuns) -> list[Part]:

@@ -1,6 +1,8 @@
 """The result of a reader: where the elements of each array lie, and facts about the run."""
 
 import math
+import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,10 @@ from ckpt_patches.formats.torch_file import TensorHeader
 WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = "weight", "master", "exp_avg", "exp_avg_sq"
 ROLES = (WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ)
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+# Names of files that one rank writes: of ZeRO, by data- and model-parallel rank, of torch.distributed.checkpoint, verl.
+RANK_FILE = re.compile(
+    r".*zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_.*|(?:__|optim_world_size_\d+_rank_)(\d{1,9})(?:_\d{1,9}\.distcp|\.pt)"
+)
 ALONE = ", weights alone"  # suffix of the format's name if the checkpoint has no optimizer
 
 
@@ -41,7 +47,7 @@ class Stream(NamedTuple):
 class Owner(NamedTuple):
     """The elements of a shard that one rank wrote."""
 
-    rank: str  # or the name of its file
+    rank: str  # such as "rank 3"; empty if unknown
     begin: int
     end: int
 
@@ -73,7 +79,6 @@ class Shard:
     label: str  # such as a zarr chunk's name or a file's rank; empty if the parameter is not sharded
     shape: tuple[int, ...]
     streams: dict[str, Stream]  # by role
-    owners: tuple[Owner, ...] = ()  # empty if unknown
     lost: dict[str, Stream] = field(default_factory=dict)  # streams with missing bytes
     has_rows: bool = True  # False for a buffer of many parameters with unknown layout
     is_padding: bool = False  # for such a buffer: a gap between two parameters, which can hold any value
@@ -89,6 +94,19 @@ class Shard:
         return not self.has_rows
 
     @property
+    def owners(self) -> list[Owner]:
+        """The ranks that wrote its elements, in order, by the names of their files."""
+        own = [stream for role, stream in self.streams.items() if role != WEIGHT] or [*self.streams.values()]
+        found: list[Owner] = []
+        for extent in own[0].extents if own else ():
+            begin, rank = found[-1].end if found else 0, rank_of(extent.path)
+            end = begin + extent.nbytes // item_size(own[0].dtype)
+            if found and found[-1].rank == rank:
+                begin = found.pop().begin
+            found.append(Owner(rank, begin, end))
+        return found
+
+    @property
     def row(self) -> int:
         """Elements per row, which is one token of an embedding or one unit of a layer. 1 for a vector."""
         return self.shape[-1] if len(self.shape) > 1 else 1
@@ -101,6 +119,15 @@ class Shard:
     @property
     def nbytes(self) -> int:
         return sum(extent.nbytes for extent in self.extents)
+
+
+def rank_of(path: str) -> str:
+    """The rank that wrote a file, by its name; empty if that does not tell."""
+    match = RANK_FILE.fullmatch(os.path.basename(path))
+    if match is None:
+        return ""
+    model_parallel = f" of mp_rank_{match[2]}" if int(match[2] or 0) else ""
+    return f"rank {int(match[1] or match[3])}{model_parallel}"
 
 
 class Held(NamedTuple):

@@ -216,7 +216,7 @@ def _read_optimizers(found: Checkpoint, ranks: _Ranks) -> dict[int, dict[Any, An
         parts = ranks.parts[OPTIMIZER].setdefault(rank, {})
         local = {number: _local(found, parts, number, state) for number, state in states_of(file.value).items()}
         value = {**file.value, "state": local}
-        steps[rank] = torch_optimizers.take(found, file, value, "state", f"rank {rank}", is_owner=True)
+        steps[rank] = torch_optimizers.take(found, file, value, "state", f"rank {rank}")
     return steps
 
 

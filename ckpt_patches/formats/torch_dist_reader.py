@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages, dcp, swiglu_rows, tensor_streams, torch_dist, torch_file
-from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent, Held, Owner, Record, Shard, Stream
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent, Held, Record, Shard, Stream
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import FLOATS
 from ckpt_patches.formats.megatron_arrays import (
@@ -340,7 +340,6 @@ def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> l
     if not any(chunked.extents for chunked in roles.values()):
         return []
     alike: dict[Key, dict[str, Stream]] = {}
-    owners: dict[Key, tuple[Owner, ...]] = {}
     paddings: set[Key] = set()
     begins: dict[Key, Offsets] = {}
     cut = _cut(roles)
@@ -353,12 +352,10 @@ def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> l
                 alike.setdefault(key, {})[role] = Stream(chunked.tensor.name, chunked.tensor.dtype, extents)
                 paddings |= {key} if gaps & set(offsets) else set()
                 begins[key] = chunked.begin(offsets)
-                if len(offsets) > 1:
-                    owners[key] = _owners(chunked.tensor, offsets)
     has_rows = not is_bucket(parameter)
     return [
         Shard(
-            *(parameter, *key, streams, owners.get(key, ())),
+            *(parameter, *key, streams),
             has_rows=has_rows,
             is_padding=key in paddings,
             begin=begins[key],
@@ -379,12 +376,3 @@ def _cut(roles: dict[str, Chunked]) -> dict[str, dict[Key, list[Offsets]]]:
 def _keys(chunked: Chunked) -> dict[Key, list[Offsets]]:
     """The chunks of each shard, by label and shape."""
     return {(label, chunked.shape(offsets)): offsets for label, offsets in chunked.shards().items()}
-
-
-def _owners(tensor: Tensor, offsets: list[Offsets]) -> tuple[Owner, ...]:
-    """The elements that each rank's file holds."""
-    sizes = [math.prod(tensor.chunks[at]) for at in offsets]
-    ends = list(itertools.accumulate(sizes))
-    return tuple(
-        Owner(tensor.places[at].file, end - size, end) for at, size, end in zip(offsets, sizes, ends, strict=True)
-    )

@@ -1,11 +1,10 @@
 """Read torch optimizers, wherever a torch.save file has them: `state` and `param_groups`."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ckpt_patches.formats import optimizer_inventory, tensor_streams, zero_facts
-from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, Checkpoint, Owner, Shard
+from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, Checkpoint, Shard
 from ckpt_patches.formats.torch_file import Instance, TensorHeader, TorchFile
 
 KEYS = {"state", "param_groups"}
@@ -37,11 +36,10 @@ def take(
     masters: Sequence[Any] = (),
     weights: Sequence[Any] = (),
     taken: int | None = None,
-    is_owner: bool = False,
 ) -> dict[Any, Any]:
     """Add an optimizer's findings, settings, and a shard for the moments of each parameter.
 
-    `is_owner` means that `label` names the rank that holds them. Returns the steps by parameter, and those of groups.
+    Returns the steps by parameter, and those of groups.
     """
     groups, states = tensor_streams.groups_of(optimizer), tensor_streams.states_of(optimizer)
     steps, checksums = tensor_streams.steps_of(file.path, states), zero_facts.distinctive_checksums(file)
@@ -50,9 +48,7 @@ def take(
     found.groups += groups
     for number, state in states.items():
         master = masters[number] if type(number) is int and 0 <= number < len(masters) else None
-        for shard in _shard(found, file, f"{name}.{number!s:.100}", label, state, master):
-            owners = (Owner(label, 0, shard.numel),) if is_owner else ()
-            found.shards.append(replace(shard, owners=owners))
+        found.shards += _shard(found, file, f"{name}.{number!s:.100}", label, state, master)
     for group_number, group in enumerate(groups):
         key = "k" if "weight_sum" in group else "step"  # of a schedule-free optimizer
         if key in group:

@@ -103,7 +103,7 @@ def _shards(parameter: str, roles: dict[str, Array], found: Checkpoint) -> list[
                 {role: c for role, (c, there) in chunks.items() if there is want} for want in (True, False)
             )
             has_rows = not is_bucket(parameter)
-            own = Shard(parameter, label, grid[1], streams, (), lost, has_rows, begin=begin if has_rows else ())
+            own = Shard(parameter, label, grid[1], streams, lost, has_rows, begin=begin if has_rows else ())
             shards.append(own)
     _check_strays(roles, found)
     return shards

@@ -27,7 +27,6 @@ from ckpt_patches.formats.checkpoint import (
     Checkpoint,
     Copies,
     Extent,
-    Owner,
     Shard,
     Stream,
     first_beta,
@@ -173,7 +172,7 @@ def _read_model_rank(
                 streams |= weights.of_expert(name, of_experts, model_rank, local, parameter.shape)
             elif stage < 3:  # at stage 3 a rank has only a part
                 streams |= weights.of(name, model_rank, parameter.shape)
-            found.shards.append(Shard(name, where, parameter.shape, streams, _owners(parameter)))
+            found.shards.append(Shard(name, where, parameter.shape, streams))
         found.shards += _further(name, label, parameter)
     return files
 
@@ -479,15 +478,6 @@ def _further(name: str, label: str, parameter: Parameter) -> Iterator[Shard]:
     for (key, dtype), own in sorted(parts.items(), key=lambda one: one[0]):
         stream = Stream(f"{name}.{key}", dtype, tuple(_extents(own, key)))
         yield Shard(name, label, (stream.numel,), {EXP_AVG: stream})
-
-
-def _owners(parameter: Parameter) -> tuple[Owner, ...]:
-    """The elements that each rank holds; empty if one rank holds all."""
-    owners, at = [], 0
-    for part in (part for part in parameter.ranks if part.numel):
-        owners.append(Owner(f"rank {part.file.rank}", at, at + part.numel))
-        at += part.numel
-    return tuple(owners) if len(owners) > 1 else ()
 
 
 def _reaches(part: OnRank, key: str) -> bool:
