@@ -28,7 +28,10 @@ pytestmark = pytest.mark.long
 NEWEST = newest("megatron-core")
 # Kinds that differ from others only in dtype, optimizer or layout, which other kinds cover: only `make test-all` has
 # them, and cases below that take minutes.
-ALIKE = ("stage0_fp16", "stage3_fp16", "stage1, NAdam", "stage2, RMSprop")
+ALIKE = (
+    *("stage0_fp16", "stage1", "stage1_fp16", "bf16_optimizer", "stage3_fp16", "pipeline", "autotp"),
+    *("stage1, NAdam", "stage2, RMSprop"),
+)
 OF_ZERO = (
     *("stage2", "stage0", "stage0_fp16", "stage1", "stage1_fp16", "bf16_optimizer", "stage2_round_robin", "stage3"),
     *("stage3_fp16", "stage3_frozen", "stage3_groups", "pipeline", "pipeline, tensor parallel", "autotp"),
