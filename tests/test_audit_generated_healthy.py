@@ -9,7 +9,6 @@ import pytest
 import shared
 from ckpt_patches.audit.audit import UNKNOWN, WHOLE, audit
 from ckpt_patches.convert.convert import Options, planned
-from ckpt_patches.convert.traits import installed
 from ckpt_patches.engine import fix as fix_files
 from ckpt_patches.formats.zero import look
 from upstream import newest, run_json, tree
@@ -88,7 +87,7 @@ def test_what_upstreams_converter_takes_ours_takes(tmp_path: Path) -> None:
     assert len(taken) >= 4, outcome
     named = set()
     for folder in taken:
-        found = planned(folder, installed()[0], Options())
+        found = planned(folder, Options())
         assert found.outputs
         optimizer = json.loads((folder.parent / "options.json").read_text())["optimizer"]
         assert {*found.warnings} <= {f"not converted: {FURTHER.get(optimizer)}; {ALONE}"}  # no warning before a step

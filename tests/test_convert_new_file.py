@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt_patches.convert import new_file
 from ckpt_patches.convert.convert import convert
-from ckpt_patches.convert.new_file import PAGE, WORTH_IT, Direct, NewFile, file_system, pages, type_of
+from ckpt_patches.convert.new_file import PAGE, WORTH_IT, NewFile, file_system, pages, type_of
 from deepspeed_patches.ds_to_universal import Options
 from universal import files, parallel
 
@@ -109,8 +109,7 @@ MOUNTS = """
 def test_the_type_of_a_mounted_file_system(device: tuple[int, int], expected: str, monkeypatch: Any) -> None:
     assert type_of(os.makedev(*device), MOUNTS) == expected
     monkeypatch.setattr(new_file, "file_system", lambda _: expected)
-    directly = new_file.writes_directly(Path("/output"), "auto", sync=True)
-    assert directly == (expected in ("ext4", "xfs"))
+    assert new_file.writes_directly(Path("/output")) == (expected in ("ext4", "xfs"))
 
 
 @pytest.fixture(params=["disk", "tmpfs"])
@@ -139,15 +138,11 @@ def test_without_proc_nothing_is_known(tmp_path: Path, monkeypatch: pytest.Monke
     assert file_system(tmp_path) == ""
 
 
-@pytest.mark.parametrize(
-    ("direct", "sync"), [("auto", True), ("auto", False), ("on", True), ("on", False), ("off", True)]
-)
-def test_files_are_written_as_asked_for(
-    direct: Direct, sync: bool, folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("directly", [True, False])
+def test_files_are_written_directly_or_through_the_page_cache(
+    directly: bool, folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers open files with O_DIRECT as requested, and the output is the same if the file system refuses it."""
-    local = type_by_df(folder) in ("ext4", "xfs")
-    expected = {"on": True, "off": False, "auto": local and sync}[direct]
+    """Workers open files with O_DIRECT on local disks, and the output is the same if the file system refuses it."""
     log, opened = tmp_path_factory.mktemp("log") / "log", os.open
 
     def logging(path: Any, flags: int, *mode: int, **keywords: Any) -> int:
@@ -157,10 +152,11 @@ def test_files_are_written_as_asked_for(
         return opened(path, flags, *mode, **keywords)
 
     monkeypatch.setattr(os, "open", logging)
+    monkeypatch.setattr(new_file, "LOCAL", (type_by_df(folder),) if directly else ())
     source = parallel("megatron")["megatron"]
-    convert(source, folder / "universal", Options(workers=1, direct=direct, sync=sync), warn=pytest.fail)
-    assert (log.read_text().splitlines()[0] == "True") == expected
+    convert(source, folder / "universal", Options(workers=1), warn=pytest.fail)
+    assert (log.read_text().splitlines()[0] == "True") == directly
     monkeypatch.undo()
     plain = tmp_path_factory.mktemp("plain") / "universal"
-    convert(source, plain, Options(workers=1, direct="off"))
+    convert(source, plain, Options(workers=1))
     assert files(folder / "universal") == files(plain)

@@ -53,6 +53,11 @@ def whole(shape: Shape, index: int = 0) -> Layout:
     return Layout(shape, (Block(index, 0, numel, 0, numel, numel, 1),) if numel else ())
 
 
+def flattened(shape: Shape) -> Layout:
+    """The layout of one slice that is the full parameter, without its dimensions."""
+    return whole((math.prod(shape),))
+
+
 def replicated(name: str, shapes: Sequence[Shape]) -> Layout:
     """The layout of slices that are each the full parameter."""
     if len(set(shapes)) > 1:
@@ -109,8 +114,8 @@ def _joined(block: Block) -> Block:
 # Sub-parameters as a checkpoint describes them
 
 
-def sub_params_by_widths(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[Layout, Sequence[Any]]:
-    """The layout in converters that support recorded widths, and the description with the widths in it."""
+def sub_params(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[Layout, Sequence[Any]]:
+    """The layout of slices with shares of sub-parameters, and the description with the widths in it."""
     sizes, described = _sizes(name, sub, shapes), sub.shape
     if not isinstance(sub.shape[sub.partition_dim], tuple) and sub.widths is None:
         described = (*sub.shape[: sub.partition_dim], sizes, *sub.shape[sub.partition_dim + 1 :])
@@ -125,29 +130,6 @@ def sub_params_by_widths(name: str, sub: SubParams, shapes: Sequence[Shape]) -> 
     layout = interleaved(shape, sub.partition_dim, widths)
     _check_slices(name, layout.shape, sub.partition_dim, widths, shapes)
     return layout, described
-
-
-def sub_params_even(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[Layout, Sequence[Any]]:
-    """The layout in earlier converters. Refuses a number in place of widths, unless it is the full width.
-
-    It may be a count: AutoTP has written counts since 0.18.9, as (3, -1); converters up to 0.19.5 read them as a width.
-    """
-    size, dim = sub.shape[sub.partition_dim], sub.partition_dim
-    if not isinstance(size, tuple) and size != sum(shape[dim] for shape in shapes):
-        raise UserError(
-            f"{name}: the checkpoint has the number {size} in place of the widths of its sub-parameters, and DeepSpeed "
-            "before 0.19.6, as installed, loads them in another order: install a later release, and convert it there"
-        )
-    sizes = size if isinstance(size, tuple) else (size,)
-    widths = [[size // len(shapes)] * len(shapes) for size in sizes]
-    partition = [sum(d) if isinstance(d, tuple) else d for d in sub.shape]
-    partition[dim] //= len(shapes)
-    if min(sizes) < 0 or partition[dim] != sum(shares[0] for shares in widths):
-        raise UserError(f"{name}: {len(shapes)} even shares of sub-parameters of {list(sizes)} elements leave some out")
-    shape = _resolved(name, partition, math.prod(shapes[0]))
-    layout = interleaved(shape, dim, widths)
-    _check_slices(name, layout.shape, dim, widths, shapes)
-    return layout, sub.shape
 
 
 def _sizes(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[int, ...]:

@@ -6,27 +6,24 @@ from typing import Any
 
 from ckpt_patches.convert import layout, rules
 from ckpt_patches.convert.layout import Block, Layout
-from ckpt_patches.convert.output_files import Content, Output, Slice, TorchOutput, tensor
+from ckpt_patches.convert.output_files import Content, StateOf, TorchOutput, tensor
 from ckpt_patches.convert.rules import Rule, Rules
-from ckpt_patches.convert.traits import Traits
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.pickles import Global, Instance, stub
 from ckpt_patches.formats.universal import state_file
 from ckpt_patches.formats.zero import ElementType, Shape
-from ckpt_patches.formats.zero_checkpoint import Checkpoint
 from ckpt_patches.formats.zero_experts import Experts
+
+States = Mapping[str, tuple[ElementType, Sequence[StateOf]]]  # by state: its element type, and it on each slice
 
 
 class Merge:
     """Merges tensor-parallel slices, each parameter by its rule."""
 
-    def __init__(self, checkpoint: Checkpoint, traits: Traits, strict: bool) -> None:
-        self.traits, self.strict = traits, strict
-        self.rules = Rules(checkpoint.info, traits)
+    def __init__(self, info: dict[str, Any], strict: bool) -> None:
+        self.strict, self.rules = strict, Rules(info)
 
-    def outputs(
-        self, name: str, shapes: Sequence[Shape], states: Mapping[str, tuple[ElementType, Sequence[Slice]]]
-    ) -> Iterator[TorchOutput]:
+    def outputs(self, name: str, shapes: Sequence[Shape], states: States) -> Iterator[TorchOutput]:
         """The files of a parameter's states; `states` has the element type and slices of each."""
         rule = self.rules.of(name)
         how, placed, entries = self._placed(name, rule, shapes)
@@ -47,8 +44,7 @@ class Merge:
         if rule.how == rules.TWO_SUB_PARAMS:
             return "place", layout.in_two_halves(name, shapes), {"cat_dim": 0, "param_n_sub_params": 2}
         if rule.sub_params:
-            cut = layout.sub_params_by_widths if self.traits.shard_widths else layout.sub_params_even
-            placed, described = cut(name, rule.sub_params, shapes)
+            placed, described = layout.sub_params(name, rule.sub_params, shapes)
             return "place", placed, {"sub_param_shape": _sub_param_shape(rule.sub_params, described)}
         dim = 1 if rule.how == rules.ROW_PARALLEL else 0
         return "place", layout.concatenated(name, shapes, dim), {"cat_dim": dim}
@@ -59,16 +55,11 @@ class Merge:
             return []
         text = f"no parameter matches the patterns {', '.join(sorted(self.rules.unused))}"
         if self.strict:
-            raise UserError(f"{text} of the checkpoint's universal_checkpoint_info; --no-strict converts nevertheless")
+            raise UserError(f"{text} of the checkpoint's universal_checkpoint_info, so that some may be merged wrongly")
         return [text]
 
 
-def expert_outputs(
-    name: str,
-    experts: Experts,
-    shapes: Sequence[Shape],
-    states: Mapping[str, tuple[ElementType, Sequence[Slice]]],
-) -> Iterator[Output]:
+def expert_outputs(name: str, experts: Experts, shapes: Sequence[Shape], states: States) -> Iterator[TorchOutput]:
     """The files of a parameter of AutoEP's experts; `states` has the slices by expert-parallel rank."""
     placed = stacked(name, experts, shapes)
     layout.check(name, placed, shapes)

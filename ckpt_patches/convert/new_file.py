@@ -12,27 +12,21 @@ import os
 from contextlib import suppress
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 PAGE = 4096  # bytes; direct writes must be aligned to it, in the file and in memory
 WORTH_IT = 16 * PAGE  # bytes; a smaller file is written faster through the page cache
 CACHED_AT_ONCE = 1 << 18  # bytes per write; for more, the kernel takes longer to find memory
 
-Direct = Literal["auto", "on", "off"]
 MOUNTS = Path("/proc/self/mountinfo")
 # Not cluster file systems (Lustre, GPFS, NFS, FUSE), where direct writes are untested: some lock for each write, some
 # are slow without the servers' read-ahead, some refuse them in the middle of a file.
 LOCAL = ("ext4", "xfs")
 
 
-def writes_directly(folder: Path, direct: Direct, *, sync: bool) -> bool:
-    """Whether files below a folder, which need not exist yet, are written with direct I/O.
-
-    `auto` uses the page cache without `sync`: nothing waits for the disk then.
-    """
-    if direct == "auto":
-        return sync and file_system(folder) in LOCAL
-    return direct == "on"
+def writes_directly(folder: Path) -> bool:
+    """Whether files below a folder, which need not exist yet, are written with direct I/O."""
+    return file_system(folder) in LOCAL
 
 
 def file_system(folder: Path) -> str:

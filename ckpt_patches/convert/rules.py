@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_patches.convert.traits import Traits
+from ckpt_patches.convert.source import UPSTREAM
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.zero_checkpoint import UPSTREAM
 
 REPLICATED = "tp_replicated_parameter_patterns"
 AVERAGED = "parameter_to_average_patterns"
@@ -51,15 +50,14 @@ class Rule:
 class Rules:
     """Finds each parameter's rule, and records in `unused` the patterns that have matched no parameter."""
 
-    def __init__(self, info: dict[str, Any], traits: Traits) -> None:
+    def __init__(self, info: dict[str, Any]) -> None:
         self.info = info
-        self.traits = traits
         self.sub_params = _sub_params(info)
         self.unused = {pattern for key in LISTS for pattern in self._patterns(key)}
         self.unused.update(pattern for sub_params in self.sub_params for pattern in sub_params.patterns)
         if info.get(UNSUPPORTED):
             raise UserError(f"the checkpoint states that {', '.join(sorted(info[UNSUPPORTED]))} cannot be converted")
-        maps = (info.get(AFFINE) or {}) if traits.affine_maps else {}
+        maps = info.get(AFFINE) or {}
         if maps.get("version", AFFINE_VERSION) > AFFINE_VERSION:
             raise UserError(f"the checkpoint has affine maps of version {maps['version']}; {UPSTREAM}")
         self.affine_maps: dict[str, Any] = maps.get("params", {})
@@ -126,7 +124,7 @@ class Rules:
             for pattern in sub_params.patterns:
                 if re.match(pattern, name):
                     self.unused.discard(pattern)
-                    return _with_widths(sub_params, pattern, self.info, self.traits)
+                    return _with_widths(sub_params, pattern, self.info)
         return None
 
 
@@ -135,10 +133,10 @@ def _sub_params(info: dict[str, Any]) -> Sequence[SubParams]:
     return [SubParams("", entry["patterns"], entry["shape"], entry["partition_dim"]) for entry in entries]
 
 
-def _with_widths(found: SubParams, pattern: str, info: dict[str, Any], traits: Traits) -> SubParams:
+def _with_widths(found: SubParams, pattern: str, info: dict[str, Any]) -> SubParams:
     """Add the width of each rank's part of a sub-parameter, which checkpoints record since format version 0.4."""
     widths = None
-    if traits.shard_widths and info.get("universal_checkpoint_version", 0.0) >= 0.4:
+    if info.get("universal_checkpoint_version", 0.0) >= 0.4:
         recorded = info.get(SHARD_WIDTHS, {}).get(pattern)
         if recorded is None:
             raise UserError(f"expected {SHARD_WIDTHS} of {pattern}, which has sub-parameters; the checkpoint has none")
