@@ -77,6 +77,18 @@ def in_codes(folder: Path) -> None:
         changed(path, change)
 
 
+def nested(folder: Path) -> None:
+    """Move the moments of every rank into a dict, as bitsandbytes saves them."""
+
+    def change(state: dict[str, Any]) -> None:
+        for own in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            moments = {"state1": own.pop("exp_avg"), "state2": own.pop("exp_avg_sq")}
+            own["__bnb_optimizer_quant_state__"] = moments
+
+    for path in folder.glob("*_optim_states.pt"):
+        changed(path, change)
+
+
 def no_moments(state: dict[str, Any]) -> None:
     del state["base_optimizer_state"]["state"][0]["exp_avg"]
 
@@ -155,6 +167,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "other iterations": (model(lambda s: s.update(iteration=8)), f"{MODEL}: iteration is 8, and 7 in"),
     "no moments": (optimizer(no_moments), f"absent state: {RANK_1}: group 0 has no 'exp_avg'"),
     "codes of 8 bits": (in_codes, "the optimizer's state 'state1' of"),
+    "a nested state": (nested, "the optimizer's state '__bnb_optimizer_quant_state__' of 'fused.weight' and others"),
     "a shorter moment": (optimizer(shorter), f"absent state: {RANK_1}: group 0: 'exp_avg' has"),
     "another type": (optimizer(in_bfloat16), "has bfloat16"),
     "other shapes": (model(lambda s: s["param_shapes"][0].update({"norm.weight": torch.Size([7])})), "norm.weight"),

@@ -27,7 +27,7 @@ from ckpt_patches.formats.paths import is_within
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.universal import state_file
 from ckpt_patches.formats.zero import MASTER, ElementType, Shape, Step
-from ckpt_patches.formats.zero_folder import RankFile, Slice
+from ckpt_patches.formats.zero_folder import Slice, Zero, shapes_of
 from ckpt_patches.runtime.shown import shown
 
 BY_NUMBERS = (
@@ -49,7 +49,7 @@ def plan(source: Source, *, strict: bool = True, drop: Collection[str] = ()) -> 
     files = [*source.zero.ranks.values()]
     if MASTER in drop:
         raise UserError(f"--drop-state {MASTER}: expected a state of the optimizer, found the main parameters")
-    _check_lost(files, drop)
+    _check_lost(source.zero, drop)
     merge = Merge(source.info, strict)
     found = [*(_Stage3 if source.zero.stage > 2 else _Stages1And2)(source, merge, drop).outputs()]
     found.append(saved("zero/optimizer_state.pt", source.optimizer_state, files[0].path))
@@ -69,23 +69,22 @@ def plan(source: Source, *, strict: bool = True, drop: Collection[str] = ()) -> 
     return Plan(tuple(outputs), links, source.records, tuple(warnings))
 
 
-def _check_lost(files: Sequence[RankFile], drop: Collection[str]) -> None:
+def _check_lost(found: Zero, drop: Collection[str]) -> None:
     """Refuse states that a universal checkpoint cannot hold, but for those that are left out on request.
 
     Raises:
         UserError: one is not a flat tensor with an element for each of the main parameter's.
     """
-    for file in files:
+    for file in found.ranks.values():
         for number, own in enumerate(file.state.partitions):
-            for state in own.others:
-                if state not in drop:
-                    names = ", ".join(map(shown, list(own.fragments)[:1]))
-                    where = f"{names} and others of its group" if names else f"group {number}"
-                    raise UserError(
-                        f"{file.path}: the optimizer's state {shown(state)} of {where} cannot be converted: expected "
-                        "a flat tensor of numbers, one for each of the main parameter's; resume on the same ranks, or "
-                        f"leave it out with --drop-state {shown(state)}, and the optimizer begins anew with it"
-                    )
+            for state in (state for state in own.others if state not in drop):
+                names = own.fragments or shapes_of(found.model(file.model_rank))[number]
+                raise UserError(
+                    f"{file.path}: the optimizer's state {shown(state)} of {shown(next(iter(names), 'no parameter'))} "
+                    "and others of its group cannot be converted: expected a flat tensor of numbers, one for each of "
+                    "the main parameter's; resume on the same ranks, or leave it out with "
+                    f"--drop-state {shown(state)}, and the optimizer begins anew with it"
+                )
 
 
 class _Of:

@@ -55,6 +55,7 @@ class Zero:
     models: dict[tuple[int | None, int], ModelFacts]  # by data-parallel (before stage 3: None), model-parallel rank
     ranks: dict[tuple[int, int], RankFile]  # by data-parallel and model-parallel rank, in the order of the latter
     problems: list[Problem] = field(default_factory=list)
+    _degrees: dict[int, int] = field(default_factory=dict)
 
     @property
     def stage(self) -> int:
@@ -71,9 +72,12 @@ class Zero:
 
     def data_parallel(self, model_rank: int) -> int:
         """The number of data-parallel ranks."""
-        counts = (count for file in self.of(model_rank) for count in file.state.data_parallel)
-        ranks = [dp for dp, own in self.folder.optimizer if own == model_rank]
-        return zero_inventory.degree(self.model(model_rank).get("dp_world_size"), counts, ranks)
+        if model_rank not in self._degrees:
+            counts = (count for file in self.of(model_rank) for count in file.state.data_parallel)
+            ranks = [dp for dp, own in self.folder.optimizer if own == model_rank]
+            stated = self.model(model_rank).get("dp_world_size")
+            self._degrees[model_rank] = zero_inventory.degree(stated, counts, ranks)
+        return self._degrees[model_rank]
 
 
 def read(folder: Folder, read_all: ReadAll) -> Zero:
