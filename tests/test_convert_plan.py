@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from ckpt_patches.convert import arithmetic, layout
 from ckpt_patches.convert.conversion_plan import plan
-from ckpt_patches.convert.layout import Layout
+from ckpt_patches.convert.layout import Layout, SubParams
 from ckpt_patches.convert.output_files import Content, CopiedOutput, Link, Pieces, Plan, Run, TorchOutput
-from ckpt_patches.convert.rules import SubParams
 from ckpt_patches.convert.source import Source
 from ckpt_patches.convert.write import place
 from ckpt_patches.errors import UserError
@@ -356,9 +355,9 @@ def test_a_name_that_leaves_the_output_folder_is_refused(name: str) -> None:
         plan(source(1, [renamed], {name: truth["p0"]}))
 
 
-@pytest.mark.parametrize("state", ["mu_product", "state1", "__bnb_optimizer_quant_state__", "x" * 10**6])
+@pytest.mark.parametrize("state", ["state1", "__bnb_optimizer_quant_state__", "x" * 10**6])
 def test_a_state_that_would_be_lost_is_refused(state: str) -> None:
-    """Single values, codes and nested states are refused with a parameter's name, unless they are named to be lost."""
+    """Codes and nested states are refused with a parameter's name, unless they are named to be lost."""
     ranks, _, truth = flattened([(5, 5)], 2)
     ranks[0] = replace(ranks[0], others=(state,))
     named = re.escape(state[:20])
@@ -367,6 +366,14 @@ def test_a_state_that_would_be_lost_is_refused(state: str) -> None:
     assert "--drop-state" in str(refused.value)
     assert len(str(refused.value)) < 700
     assert plan(source(1, ranks, truth), drop=(state,)).warnings == ()
+
+
+def test_a_single_value_would_be_lost_in_a_conversion_and_has_no_fingerprint() -> None:
+    ranks, _, truth = flattened([(5, 5)], 2)
+    ranks[1] = replace(ranks[1], singles=("mu_product",))
+    with pytest.raises(UserError, match="the optimizer's state 'mu_product' of 'p0'"):
+        plan(source(1, ranks, truth))
+    assert plan(source(1, ranks, truth), drop_singles=True).outputs
 
 
 def test_a_state_of_all_elements_is_left_out_on_request() -> None:

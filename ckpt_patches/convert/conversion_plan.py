@@ -7,7 +7,6 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from ckpt_patches.convert import layout, rules
-from ckpt_patches.convert.merge import Merge, States, expert_outputs
 from ckpt_patches.convert.output_files import (
     Content,
     CopiedOutput,
@@ -21,6 +20,7 @@ from ckpt_patches.convert.output_files import (
     tensor,
     with_copy,
 )
+from ckpt_patches.convert.rules import Rules, States
 from ckpt_patches.convert.source import UPSTREAM, Source
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.paths import is_within
@@ -40,8 +40,11 @@ OF_MUON = (
 )
 
 
-def plan(source: Source, *, strict: bool = True, drop: Collection[str] = ()) -> Plan:
-    """The plan for a checkpoint. `strict` refuses patterns that match no parameter; `drop` names states to leave out.
+def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), drop_singles: bool = False) -> Plan:
+    """The plan for a checkpoint.
+
+    `strict` refuses patterns that match no parameter. `drop` names states to leave out; with `drop_singles` those that
+    are single values are left out as well.
 
     Raises:
         UserError: dtypes or states differ between ranks, a rule does not fit, or a state cannot be converted.
@@ -49,14 +52,14 @@ def plan(source: Source, *, strict: bool = True, drop: Collection[str] = ()) -> 
     files = [*source.zero.ranks.values()]
     if MASTER in drop:
         raise UserError(f"--drop-state {MASTER}: expected a state of the optimizer, found the main parameters")
-    _check_lost(source.zero, drop)
-    merge = Merge(source.info, strict)
-    found = [*(_Stage3 if source.zero.stage > 2 else _Stages1And2)(source, merge, drop).outputs()]
+    _check_lost(source.zero, drop, drop_singles=drop_singles)
+    known = Rules(source.info)
+    found = [*(_Stage3 if source.zero.stage > 2 else _Stages1And2)(source, known, drop).outputs()]
     found.append(saved("zero/optimizer_state.pt", source.optimizer_state, files[0].path))
     for output in found:
         if not is_within(output.name):  # the name of a parameter is the name of a folder
             raise UserError(f"{output.name!r} is no name of a file in the output folder")
-    warnings = merge.check_patterns()
+    warnings = known.check_patterns(strict=strict)
     if any(len(expert.ranks) > 1 for expert in source.local_experts.values()):
         warnings.append(BY_NUMBERS)
     if any(own.momentum for file in files for own in file.state.partitions):
@@ -69,7 +72,7 @@ def plan(source: Source, *, strict: bool = True, drop: Collection[str] = ()) -> 
     return Plan(tuple(outputs), links, source.records, tuple(warnings))
 
 
-def _check_lost(found: Zero, drop: Collection[str]) -> None:
+def _check_lost(found: Zero, drop: Collection[str], *, drop_singles: bool) -> None:
     """Refuse states that a universal checkpoint cannot hold, but for those that are left out on request.
 
     Raises:
@@ -77,7 +80,8 @@ def _check_lost(found: Zero, drop: Collection[str]) -> None:
     """
     for file in found.ranks.values():
         for number, own in enumerate(file.state.partitions):
-            for state in (state for state in own.others if state not in drop):
+            lost = own.others if drop_singles else own.others + own.singles
+            for state in (state for state in lost if state not in drop):
                 names = own.fragments or shapes_of(found.model(file.model_rank))[number]
                 raise UserError(
                     f"{file.path}: the optimizer's state {shown(state)} of {shown(next(iter(names), 'no parameter'))} "
@@ -90,8 +94,8 @@ def _check_lost(found: Zero, drop: Collection[str]) -> None:
 class _Of:
     """The outputs of parameters; see `outputs` of the stages."""
 
-    def __init__(self, source: Source, merge: Merge, drop: Collection[str]) -> None:
-        self.source, self.merge, self.drop = source, merge, drop
+    def __init__(self, source: Source, known: Rules, drop: Collection[str]) -> None:
+        self.source, self.rules, self.drop = source, known, drop
 
     def states(self, name: str, slices: Sequence[Slice]) -> States:
         """By state that all slices have: its element type, and it on each of them.
@@ -141,11 +145,11 @@ class _Stage3(_Of):
             if name in self.source.experts:
                 experts = self.source.experts[name]
                 slices = self.of_ranks(name, experts.ranks)
-                yield from expert_outputs(name, experts, _shapes(slices), self.states(name, slices))
+                yield from rules.of_experts(name, experts, _shapes(slices)).outputs(name, self.states(name, slices))
                 continue
             slices = [self.all_share(name, tp) for tp in range(self.source.tp_degree)]
             if len(slices) > 1:  # slices are merged as at stages 1 and 2
-                yield from self.merge.outputs(name, _shapes(slices), self.states(name, slices))
+                yield from self.rules.of(name, _shapes(slices)).outputs(name, self.states(name, slices))
                 continue
             for key, (kind, held) in self.states(name, slices).items():
                 placed = layout.flattened(_shapes(slices)[0])
@@ -170,12 +174,12 @@ class _Stages1And2(_Of):
             experts = self.source.experts[name]
             slices = self.of_ranks(name, experts.ranks)
             yield from self._step_of(name, slices)
-            yield from expert_outputs(name, experts, _shapes(slices), self.states(name, slices))
+            yield from rules.of_experts(name, experts, _shapes(slices)).outputs(name, self.states(name, slices))
         elif name in self.source.local_experts:
             expert = self.source.local_experts[name]
             for own_name, own in zip(expert.folders, self.of_ranks(name, expert.ranks), strict=True):
                 yield from self._step_of(own_name, [own])
-                yield from self.merge.outputs(own_name, _shapes([own]), self.states(own_name, [own]))
+                yield from self.rules.of(own_name, _shapes([own])).outputs(own_name, self.states(own_name, [own]))
         elif stages := sorted({rank // self.source.tp_degree for rank in self._holding(name)}):
             yield from self._parameter(name, stages)
 
@@ -186,7 +190,7 @@ class _Stages1And2(_Of):
     def _parameter(self, name: str, stages: Sequence[int]) -> Iterator[Output | Link]:
         """The outputs of a parameter. What several pipeline stages hold is compared."""
         tp_degree = self.source.tp_degree
-        if self.merge.rules.is_replicated_in_pipeline(name):
+        if self.rules.is_replicated_in_pipeline(name):
             stages = stages[:1]
         by_stage = [[self.all_share(name, stage * tp_degree + tp) for tp in range(tp_degree)] for stage in stages]
         shapes = [_shapes(slices) for slices in by_stage]
@@ -196,7 +200,7 @@ class _Stages1And2(_Of):
         states = self.states(name, by_stage[0])
         pairs = zip(stages[1:], by_stage[1:], strict=True)
         copies = [((stages[0], stage), self.states(name, slices)) for stage, slices in pairs]
-        for key, output in zip(states, self.merge.outputs(name, shapes[0], states), strict=True):
+        for key, output in zip(states, self.rules.of(name, shapes[0]).outputs(name, states), strict=True):
             contents = {k: _with_copies(name, key, one, copies) for k, one in output.contents.items()}
             yield replace(output, contents=contents)
 

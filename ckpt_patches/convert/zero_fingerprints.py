@@ -17,7 +17,7 @@ def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
     Raises:
         UserError: the checkpoint is damaged, or of an unsupported kind.
     """
-    plan = planned(path, Options(trust_checkpoint=trust, inject_missing_state=True))
+    plan = planned(path, Options(trust_checkpoint=trust, inject_missing_state=True, drop_singles=True))
     outputs = {output.name: output for output in plan.outputs if isinstance(output, TorchOutput)}
     outputs.update({link.name: outputs[link.file] for link in plan.links if link.file in outputs})
     with opened({}) as reader:

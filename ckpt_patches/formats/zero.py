@@ -50,10 +50,6 @@ class Folder:
         """The prefixes of the optimizer files' names; several if the folder has files of several runs."""
         return {match[1] for match in map(OPTIMIZER.fullmatch, self.optimizer.values()) if match}
 
-    @property
-    def dp_degree(self) -> int:
-        return 1 + max(dp for dp, _ in self.optimizer)
-
     def starting_with(self, prefix: str) -> list[str]:
         return [name for name in self.names if name.startswith(prefix)]
 
@@ -125,8 +121,8 @@ class Partition:
     states: dict[str, Flat]  # the main parameter (MASTER), and the optimizer's states of the same elements
     step: Step | None
     fragments: dict[str, tuple[int, int]]  # stages 1 and 2: by parameter, start in the partition, elements
-    # What has no number for each of the main parameter's: single values such as mu_product, codes, nested states.
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # what has no number for each of the main parameter's: codes, nested states
+    singles: tuple[str, ...] = ()  # the group's single values, such as mu_product
     momentum: Flat | None = None  # Muon's at stages 1 and 2; it can be of full parameters
     in_momentum: Mapping[str, int] = field(default_factory=dict)  # by parameter, start of its fragment in `momentum`
     wholes: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by parameter, start and elements of all of it
@@ -217,12 +213,14 @@ def _partition(
     fragments = {name: _fragment(path, name, address) for name, address in mapping.items()}
     numel = states[MASTER].numel
     sizes = range(numel, max(states[MASTER].room, numel + padding) + 1)  # the main parameter can lack its padding
-    others, momentum = [], None
+    others, singles, momentum = [], [], None
     for key, value in state.items():
         if key in MOMENTS:
             states[key] = _flat(path, key, value)
         elif key == "step" or value is None:
             continue
+        elif _is_single(value, numel):
+            singles.append(str(key))
         elif not _is_flat(value) or not NAME.fullmatch(str(key)) or key in RESERVED:
             others.append(str(key))
         elif is_of_muon and key == MOMENTUM:
@@ -232,7 +230,14 @@ def _partition(
         else:
             others.append(str(key))
     step = _step(path, group, state)
-    return Partition(states, step, fragments, tuple(others), momentum)
+    return Partition(states, step, fragments, tuple(others), tuple(singles), momentum)
+
+
+def _is_single(value: Any, numel: int) -> bool:
+    """Whether a state is a number, or a tensor of one element in a group of `numel`."""
+    if isinstance(value, TensorHeader):
+        return not value.shape or value.shape == (1,) != (numel,)
+    return isinstance(value, (int, float))
 
 
 def _is_flat(value: Any) -> TypeGuard[TensorHeader]:
