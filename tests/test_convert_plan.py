@@ -23,7 +23,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 from ckpt_patches.formats.zero import ElementType, Flat, Folder, Partition, RankState, Step
 from ckpt_patches.formats.zero_folder import RankFile, Zero, shapes_of, slices
-from ckpt_patches.formats.zero_inventory import ModelFacts, RankFacts
+from ckpt_patches.formats.zero_inventory import ModelFacts
 from ckpt_patches.runtime.shared_writing import shares
 
 SMALL = settings(max_examples=150, deadline=None)
@@ -210,9 +210,8 @@ def source(stage: int, ranks: list[Partition], truth: dict[str, torch.Tensor], *
     model = {"param_shapes": [{name: tuple(t.shape) for name, t in truth.items()}], "dp_world_size": count}
     files = {}
     for rank, partition in enumerate(ranks):
-        facts = RankFacts(f"rank_{rank}.pt", "", (), (), None)
-        files[rank, 0] = RankFile(Path(facts.name), rank, 0, RankState(stage, (partition,), (count,)), facts)
-    folder = Folder(Path(), (), {(rank, 0): file.facts.name for (rank, _), file in files.items()}, {})
+        files[rank, 0] = RankFile(Path(f"rank_{rank}.pt"), rank, 0, RankState(stage, (partition,), (count,)))
+    folder = Folder(Path(), (), {(rank, 0): file.path.name for (rank, _), file in files.items()}, {})
     models: dict[tuple[int | None, int], ModelFacts] = {(None if stage < 3 else 0, 0): ModelFacts("model.pt", model)}
     found = Zero(folder, models, files)
     by_name: dict[str, Any] = {name: {} for name in truth}

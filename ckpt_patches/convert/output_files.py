@@ -3,7 +3,8 @@
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -125,13 +126,27 @@ class Link:
     file: str  # the name of the output
 
 
+class Records(NamedTuple):
+    """The records of a file, in the order of their offsets. Arrays: workers share memory that they only read."""
+
+    begins: "array[int]"
+    ends: "array[int]"
+    checksums: "array[int]"
+
+    @classmethod
+    def of(cls, stored: Iterable[Stored]) -> "Records":
+        own = sorted(stored)
+        columns = [one.offset for one in own], [one.offset + one.nbytes for one in own], [one.checksum for one in own]
+        return cls(*(array("Q", column) for column in columns))
+
+
 @dataclass(frozen=True)
 class Plan:
     """A complete conversion."""
 
     outputs: tuple[Output, ...]
     links: tuple[Link, ...] = ()
-    records: Mapping[str, Sequence[Stored]] = field(default_factory=dict)  # of the checkpoint's files, with checksums
+    records: Mapping[str, Records] = field(default_factory=dict)  # by file of the checkpoint
     warnings: tuple[str, ...] = ()
 
 

@@ -6,29 +6,25 @@ order of the parts, so a worker keeps one number for each record, and no byte is
 
 import bisect
 import resource
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from ckpt_patches.convert.output_files import Content
+from ckpt_patches.convert.output_files import Content, Records
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import checksum
 from ckpt_patches.formats.ranged import RangedFiles
-from ckpt_patches.formats.stored_zip import Stored
 
 BLOCK = 1 << 20  # bytes
 SPARE_DESCRIPTORS = 64  # for all other open files of a process
 
-
-Records = Mapping[str, Sequence[Stored]]  # by file, in the order of their offsets
 Seen = dict[tuple[str, int], tuple[int, int]]  # by file and record: the checksum of what was read of it, bytes
 
 
 class Reader:
     """Reads the files of a checkpoint, which stay open while the limit of descriptors allows."""
 
-    def __init__(self, files: RangedFiles, records: Records) -> None:
+    def __init__(self, files: RangedFiles, records: Mapping[str, Records]) -> None:
         self._files, self._records = files, records
-        self._ends = {path: [one.offset + one.nbytes for one in own] for path, own in records.items()}
         self.seen: Seen = {}
 
     def read(self, path: str, offset: int, into: memoryview) -> None:
@@ -45,18 +41,17 @@ class Reader:
 
     def _see(self, path: str, offset: int, data: memoryview) -> None:
         """Add what was read to the checksums of its records."""
-        ends, end = self._ends.get(path, ()), offset + len(data)
-        for number in range(bisect.bisect_right(ends, offset), len(ends)):
-            record = self._records[path][number]
-            part = data[max(record.offset - offset, 0) : ends[number] - offset]
-            if record.offset >= end:
-                break
+        if path not in self._records:
+            return
+        (begins, ends, _), end = self._records[path], offset + len(data)
+        for number in range(bisect.bisect_right(ends, offset), bisect.bisect_left(begins, end)):
+            part = data[max(begins[number] - offset, 0) : ends[number] - offset]
             rest = ends[number] - min(end, ends[number])
             before, nbytes = self.seen.get((path, number), (0, 0))
             self.seen[path, number] = before ^ checksum.shifted(checksum.crc32(part), rest), nbytes + len(part)
 
 
-def check(records: Records, seen: Iterable[Seen]) -> None:
+def check(records: Mapping[str, Records], seen: Iterable[Seen]) -> None:
     """Check the checksums of records. One of which not each byte was seen once is read again.
 
     Raises:
@@ -69,20 +64,19 @@ def check(records: Records, seen: Iterable[Seen]) -> None:
             found[key] = before[0] ^ crc, before[1] + nbytes
     with opened({}) as reader:
         for path, own_records in records.items():
-            for number, record in enumerate(own_records):
-                expected = record.checksum, record.nbytes
-                if found.get((path, number)) != expected and _crc(reader, path, record) != record.checksum:
+            for number, (begin, end, crc) in enumerate(zip(*own_records, strict=True)):
+                if found.get((path, number)) != (crc, end - begin) and _crc(reader, path, begin, end) != crc:
                     raise UserError(
-                        f"{path} is damaged: the checksum of its {record.nbytes} bytes from {record.offset} on is "
-                        "wrong, and it was not converted; ckpt-patches audit names the tensors"
+                        f"{path} is damaged: the checksum of its {end - begin} bytes from {begin} on is wrong, and it "
+                        "was not converted; ckpt-patches audit names the tensors"
                     )
 
 
-def _crc(reader: Reader, path: str, record: Stored) -> int:
-    crc, data = 0, memoryview(bytearray(min(record.nbytes, BLOCK)))
-    for begin in range(0, record.nbytes, BLOCK):
-        part = data[: min(BLOCK, record.nbytes - begin)]
-        reader.read(path, record.offset + begin, part)
+def _crc(reader: Reader, path: str, begin: int, end: int) -> int:
+    crc, data = 0, memoryview(bytearray(min(end - begin, BLOCK)))
+    for offset in range(begin, end, BLOCK):
+        part = data[: min(BLOCK, end - offset)]
+        reader.read(path, offset, part)
         crc = checksum.crc32(part, crc)
     return crc
 
@@ -102,7 +96,7 @@ class Shares:
 
 
 @contextmanager
-def opened(records: Records) -> Iterator[Reader]:
+def opened(records: Mapping[str, Records]) -> Iterator[Reader]:
     """A reader of files that have these records."""
     with RangedFiles(_descriptors() - SPARE_DESCRIPTORS) as files:
         yield Reader(files, records)

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ckpt_patches.convert.output_files import Records
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import settings, torch_file, zero, zero_folder, zero_inventory
 from ckpt_patches.formats import zero_experts as experts
-from ckpt_patches.formats.stored_zip import Stored
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.formats.zero import OPTIMIZER_STATE, Folder, Shape, required
 from ckpt_patches.formats.zero_experts import INFO, Experts, LocalExpert
@@ -40,7 +40,7 @@ class Source:
     slices: dict[str, dict[int, list[Slice]]]  # by parameter and model-parallel rank; several: of experts
     info: dict[str, Any]  # `universal_checkpoint_info`
     optimizer_state: dict[str, Any] = field(default_factory=dict)  # of the first rank, without sharded values
-    records: dict[str, Sequence[Stored]] = field(default_factory=dict)  # of the files, with their checksums
+    records: dict[str, Records] = field(default_factory=dict)  # by file
     copied: tuple[str, ...] = ()  # names of files that a universal checkpoint has unchanged
     rewritten: tuple[tuple[str, Any], ...] = ()  # names of files that are changed in it, with their new content
     experts: Mapping[str, Experts] = field(default_factory=dict)  # of AutoEP, by parameter
@@ -77,11 +77,11 @@ def read(path: Path, *, trust: bool = False, inject_missing_state: bool = False)
     """
     folder = check_folder(path)
 
-    records: dict[str, Sequence[Stored]] = {}
+    records: dict[str, Records] = {}
 
-    def read_one(name: str, wanted: Callable[[TorchFile], Wanted]) -> tuple[Sequence[Stored], Wanted]:
+    def read_one(name: str, wanted: Callable[[TorchFile], Wanted]) -> tuple[Records, Wanted]:
         file = torch_file.read(path / name, trust=trust)
-        return sorted(file.storages), wanted(file)
+        return Records.of(file.storages), wanted(file)
 
     def read_all(names: Sequence[str], wanted: Callable[[TorchFile], Wanted]) -> list[Wanted]:
         read = mapped(partial(read_one, wanted=wanted), names, WORTH_A_PROCESS)
@@ -212,7 +212,7 @@ def _info(path: Path, model: dict[str, Any], may_lack: bool) -> dict[str, Any]:
 
 def _check_groups_of_stages(found: Zero) -> None:
     """A universal checkpoint has the settings of the first stage's param groups, which a load gives to all stages."""
-    first, *others = [file.facts for (dp, _), file in found.ranks.items() if dp == 0]
+    first, *others = [facts for (dp, _), facts in found.facts.items() if dp == 0]
     for facts in others:
         for number, pair in enumerate(zip(facts.settings, first.settings, strict=False)):
             for what in settings.differences(*pair):

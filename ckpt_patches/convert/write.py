@@ -2,14 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt_patches.convert.layout import Block
 from ckpt_patches.convert.new_file import PAGE, NewFile, pages, writes_directly
-from ckpt_patches.convert.output_files import Content, CopiedOutput, Output, TorchOutput
-from ckpt_patches.convert.reading import Reader, Records, Seen, Shares, opened
+from ckpt_patches.convert.output_files import Content, CopiedOutput, Output, Records, TorchOutput
+from ckpt_patches.convert.reading import Reader, Seen, Shares, opened
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_writer import torch_file
@@ -27,7 +27,7 @@ Fill = Callable[[Shares, Content, int, memoryview, memoryview], None]
 
 
 @contextmanager
-def writer(folder: Path, records: Records, workers: int, moved: Moved) -> Iterator["Writer"]:
+def writer(folder: Path, records: Mapping[str, Records], workers: int, moved: Moved) -> Iterator["Writer"]:
     """The writer of one of several workers. `records` are those of the checkpoint's files."""
     with opened(records) as reader:
         yield Writer(folder, reader, BYTES_IN_FLIGHT // workers, moved)

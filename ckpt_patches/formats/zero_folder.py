@@ -39,7 +39,6 @@ class RankFile:
     rank: int  # data-parallel
     model_rank: int
     state: RankState
-    facts: RankFacts
 
     @property
     def step(self) -> int | None:
@@ -54,6 +53,7 @@ class Zero:
     folder: Folder
     models: dict[tuple[int | None, int], ModelFacts]  # by data-parallel (before stage 3: None), model-parallel rank
     ranks: dict[tuple[int, int], RankFile]  # by data-parallel and model-parallel rank, in the order of the latter
+    facts: dict[tuple[int, int], RankFacts] = field(default_factory=dict)  # by the same
     problems: list[Problem] = field(default_factory=list)
     _degrees: dict[int, int] = field(default_factory=dict)
 
@@ -90,17 +90,17 @@ def read(folder: Folder, read_all: ReadAll) -> Zero:
     models |= {rank: own.facts(first) for rank, own in zip(others, unlike, strict=True) if own}
     numbers = sorted(folder.optimizer, key=lambda rank: rank[::-1])
     files = read_all([folder.optimizer[rank] for rank in numbers], _rank_file)
-    ranks = {rank: file for rank, file in zip(numbers, files, strict=True) if file}
+    ranks = {rank: own for rank, own in zip(numbers, files, strict=True) if own}
     in_order = {rank: own for rank in folder.models if (own := models.get(rank))}
-    found = Zero(folder, in_order, ranks)
+    facts = {rank: own for rank, (_, own) in ranks.items()}
+    found = Zero(folder, in_order, {rank: file for rank, (file, _) in ranks.items()}, facts)
     for model_rank in dict.fromkeys(mp for _, mp in ranks):
         _set_addresses(found, model_rank)
-    facts = {rank: file.facts for rank, file in ranks.items()}
     found.problems += zero_inventory.problems(facts, found.models, found.stage, folder.names, folder.optimizer)
     return found
 
 
-def _rank_file(file: TorchFile) -> RankFile:
+def _rank_file(file: TorchFile) -> tuple[RankFile, RankFacts]:
     match = zero.OPTIMIZER.fullmatch(file.path.name)
     assert match  # `look` has found it by this name
     try:
@@ -109,7 +109,7 @@ def _rank_file(file: TorchFile) -> RankFile:
         facts = zero_facts.of_rank(file, optimizer, state)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise BadFileError(f"{file.path} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
-    return RankFile(file.path, int(match[2]), int(match[3]), state, facts)
+    return RankFile(file.path, int(match[2]), int(match[3]), state), facts
 
 
 def _set_addresses(found: Zero, model_rank: int) -> None:
