@@ -55,8 +55,7 @@ def parallel(case: str, *, default: bool = False) -> Kind:
 
 @functools.cache
 def _converted(source: Path, name: str) -> Path:
-    options = ["--inject_missing_state"] if name in INJECTED else []
-    return shared.once(f"universal-{name}", lambda out: universal.ours(source, out, *options))
+    return shared.once(f"universal-{name}", lambda out: universal.ours(source, out))
 
 
 def converted(kind: Kind, name: str, *, default: bool = False) -> Kind:
@@ -116,8 +115,6 @@ ZERO = {
     "stage 3, tensor parallel, uneven": parallel("zero3_uneven"),
     "stage 3, AutoTP's maps": parallel("zero3_affine"),
 }
-# Checkpoints without conversion metadata, for which the converter needs --inject_missing_state.
-INJECTED = ("experts, stage 1", "experts, stage 2")
 UNIVERSAL = {f"universal of {name}": converted(kind, name, default=name == "stage 2") for name, kind in ZERO.items()}
 EVERY = {**MEGATRON, **ZERO, **UNIVERSAL}
 

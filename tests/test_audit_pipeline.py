@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
+from ckpt_patches.convert import source
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import zero_checkpoint
 from ckpt_patches.formats.zero_pipeline import Place, places
 from crafted_files import with_other_value
 from test_convert_tied_stages import trained
@@ -42,7 +42,7 @@ def test_the_file_of_a_layer_is_missing(folder: Path, file: str) -> None:
     (folder / file).unlink()
     assert (audit(folder).verdict, found(audit(folder))) == (DAMAGED, [("missing_weight", file)])
     with pytest.raises(UserError, match=f"is damaged or incomplete: absent weight: {file}: the file is missing"):
-        zero_checkpoint.read(folder)
+        source.read(folder)
 
 
 def test_the_file_of_a_tied_layer_is_missing(folder: Path) -> None:

@@ -49,5 +49,5 @@ def test_options_and_fixes(shell: str, capsys: pytest.CaptureFixture[str]) -> No
         name for name in FIXES if name.startswith("zero3_universal_")
     }
     assert "migrate" in completed(shell, ["explain", "m"], capsys)
-    assert "--bytes-in-flight" in completed(shell, ["to-universal", "--b"], capsys)
+    assert "--drop-state" in completed(shell, ["to-universal", "--d"], capsys)
     assert completed(shell, ["diff", "megatron.core.optimizer_"], capsys) == {"megatron.core.optimizer_param_scheduler"}

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from ckpt_patches.cli import main
-from ckpt_patches.convert import traits
 from ckpt_patches.convert.convert import convert
-from ckpt_patches.convert.traits import Traits
 from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.formats import torch_file
 from deepspeed_patches.ds_to_universal import Options
@@ -54,9 +52,9 @@ def test_of_stage_3_with_several_groups_and_sub_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", RELEASES)
 def test_of_tensor_and_pipeline_parallel_models(version: str, tmp_path: Path) -> None:
     """Output equals upstream's for tied, replicated, averaged, row-parallel, vocabulary and sub-parameters."""
-    cases = ["megatron", "megatron_fp16", "fused"]
-    if traits.in_tree(tree("deepspeed", version)) == (Traits(), ""):
-        cases += ["fused_counted", "fused_uneven", "affine", "zero3_uneven", "zero3_affine"]
+    cases = ["megatron", "fused"]
+    if version == NEWEST:  # earlier ones mix these up, or leave out weights without optimizer state
+        cases += ["megatron_fp16", "fused_counted", "fused_uneven", "affine", "zero3_uneven", "zero3_affine"]
     checkpoints = parallel(*cases)
     assert both(tmp_path, *checkpoints.values(), version=version) == {case: [] for case in cases}
 
@@ -100,7 +98,7 @@ def source() -> Path:
 def test_as_a_module_a_command_and_a_function(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = {how: tmp_path / how / "universal" for how in ("module", "command", "function")}
     ours(source, folders["module"])
-    options = ("--input_folder", str(source), "--output_folder", str(folders["command"]))
+    options = (str(source), "--output", str(folders["command"]))
     done = subprocess.run(
         [str(Path(sys.executable).with_name("ckpt-patches")), "to-universal", *options],
         env=environment(),
@@ -120,22 +118,32 @@ def test_as_a_module_a_command_and_a_function(source: Path, tmp_path: Path, caps
 
 @pytest.mark.slow
 def test_the_options_change_nothing_in_the_output(source: Path, tmp_path: Path) -> None:
+    """Upstream's options that have no meaning here are accepted silently."""
     expected = ours(source, tmp_path / "plain")
     assert expected.stderr == ""  # no terminal, no output
     for name, options in {
-        "small": ("--bytes_in_flight", "1K"),
-        "no sync": ("--no_sync",),
+        "ignored": ("--num_merge_workers", "2", "--keep_temp_folder"),
         "workers": ("--num_extract_workers", "3"),
     }.items():
-        ours(source, tmp_path / name, *options)
+        assert ours(source, tmp_path / name, *options).stderr == ""
         assert files(tmp_path / name) == files(tmp_path / "plain")
 
 
-def test_an_option_without_a_meaning_says_so(source: Path, tmp_path: Path) -> None:
-    done = ours(source, tmp_path / "universal", "--num_merge_workers", "2", "--keep_temp_folder", "--access", "mmap")
-    assert "--num-merge-workers has no meaning any more" in done.stderr
-    assert "--keep-temp-folder has no meaning any more" in done.stderr
-    assert "--access has no meaning any more" in done.stderr
+@pytest.mark.parametrize("option", ["--no-strict", "--inject-missing-state", "--keep-temp-folder", "--direct=on"])
+def test_options_of_upstream_alone_are_in_the_hand_over_alone(
+    option: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["to-universal", str(source), "--output", str(tmp_path / "universal"), option])
+    assert f"no option {option.partition('=')[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folders", [0, 2])
+def test_one_checkpoint_is_expected(folders: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["a", "--input-folder", "b"] if folders else []
+    with pytest.raises(SystemExit):
+        main(["to-universal", *given, "--output", str(tmp_path / "universal")])
+    assert "expected one folder of a checkpoint, PATH" in capsys.readouterr().err
 
 
 def test_the_summary_for_programs(source: Path, tmp_path: Path) -> None:
@@ -198,7 +206,7 @@ def test_of_several_tensor_parallel_ranks_it_is_injected_on_demand(tmp_path: Pat
     folder = without_info(parallel("fused")["fused"], tmp_path)
     refused = ours(folder, tmp_path / "universal", check=False)
     assert refused.returncode == 2
-    assert "--inject-missing-state" in refused.stderr
+    assert "--inject_missing_state" in refused.stderr
     ours(folder, tmp_path / "universal", "--inject_missing_state")
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt_patches.formats import torch_file
+from ckpt_patches.formats.torch_file import TensorHeader
 from universal import changed, check_refused, ours, parallel
 
 RANK_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -70,6 +72,18 @@ def in_codes(folder: Path) -> None:
     def change(state: dict[str, Any]) -> None:
         for own in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             own["state1"], own["absmax1"] = own["exp_avg"].to(torch.uint8), torch.ones(2)
+
+    for path in folder.glob("*_optim_states.pt"):
+        changed(path, change)
+
+
+def nested(folder: Path) -> None:
+    """Move the moments of every rank into a dict, as bitsandbytes saves them."""
+
+    def change(state: dict[str, Any]) -> None:
+        for own in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            moments = {"state1": own.pop("exp_avg"), "state2": own.pop("exp_avg_sq")}
+            own["__bnb_optimizer_quant_state__"] = moments
 
     for path in folder.glob("*_optim_states.pt"):
         changed(path, change)
@@ -134,7 +148,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         f"{RANK_1} is corrupt: the checksum of its record {RANK_1.removesuffix('.pt')}/data.pkl is wrong",
     ),
     "a file of text": (lambda f: (f / RANK_1).write_text("hello"), "is no file of torch.save"),
-    "two degrees": (optimizer(of_dp_5), f"{RANK_1} is of 5 data-parallel ranks, the folder has files of 3"),
+    "two degrees": (optimizer(of_dp_5), f"other degree: {RANK_1}: of 5 ranks, expected 3"),
     "another degree": (model(lambda s: s.update(dp_world_size=5)), "absent rank: ranks 3 to 4 of 5"),
     "a rank too many": (
         copied(RANK_1, RANK_1.replace("mp_rank_00", "mp_rank_07")),
@@ -152,7 +166,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "other steps": (optimizer(other_step), "step 7, others are at 8"),
     "other iterations": (model(lambda s: s.update(iteration=8)), f"{MODEL}: iteration is 8, and 7 in"),
     "no moments": (optimizer(no_moments), f"absent state: {RANK_1}: group 0 has no 'exp_avg'"),
-    "codes of 8 bits": (in_codes, "the optimizer's states 'absmax1', 'state1' cannot be converted"),
+    "codes of 8 bits": (in_codes, "the optimizer's state 'state1' of"),
+    "a nested state": (nested, "the optimizer's state '__bnb_optimizer_quant_state__' of 'fused.weight' and others"),
     "a shorter moment": (optimizer(shorter), f"absent state: {RANK_1}: group 0: 'exp_avg' has"),
     "another type": (optimizer(in_bfloat16), "has bfloat16"),
     "other shapes": (model(lambda s: s["param_shapes"][0].update({"norm.weight": torch.Size([7])})), "norm.weight"),
@@ -208,13 +223,6 @@ def test_other_steps_at_stage_3(tmp_path: Path) -> None:
     optimizer_state = "optimizer_state_dict"
     changed(folder / name, lambda s: s[optimizer_state][optimizer_state]["state"][0].update(step=torch.tensor(8.0)))
     check_refused(folder, tmp_path / "out", "step 7, others are at 8")
-
-
-def test_a_count_of_sub_parameters_is_refused_where_deepspeed_takes_it_for_a_width(tmp_path: Path) -> None:
-    """A count is refused: the converter once concatenated the slices and mixed q, k and v of both ranks."""
-    folder = parallel("fused_counted")["fused_counted"]
-    expected = "counted.weight: the checkpoint has the number 4 in place of the widths of its sub-parameters"
-    check_refused(folder, tmp_path / "out", expected, version="0.16.2")
 
 
 def test_the_bias_of_sub_parameters_is_refused_where_nothing_states_its_own(tmp_path: Path) -> None:
@@ -303,3 +311,46 @@ def test_replicas_that_differ(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "tensor-parallel rank 1 holds the same as others of this parameter, and it does not" in done.stderr
     assert not (tmp_path / "universal").exists()
+
+
+def tensor_in(path: Path, name: str) -> TensorHeader:
+    found = torch_file.tensors_in(torch_file.read(path, trust=True).value)
+    return next(tensor for where, tensor in found if name in where)
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+CHECKED = {
+    "a main parameter": (RANK_1, "single_partition_of_fp32_groups", 0),
+    "a moment": (RANK_1, "exp_avg_sq", 0),
+    "padding": (RANK_1.replace("rank_1", "rank_2"), "single_partition_of_fp32_groups", -1),
+    "a file that is copied": (MODEL, "module", 0),
+}
+
+
+@pytest.mark.parametrize("place", CHECKED)
+def test_a_wrong_checksum_of_what_is_read_is_refused(place: str, folder: Path, tmp_path: Path) -> None:
+    """A flipped bit is refused, also by a second call, which finds all files written."""
+    name, key, end = CHECKED[place]
+    tensor = tensor_in(folder / name, key)
+    flip(folder / name, tensor.offset + (end % tensor.nbytes))
+    for _ in range(2):
+        done = ours(folder, tmp_path / "universal", check=False)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stdout
+        assert f"{folder / name} is damaged: the checksum of its " in done.stderr
+        assert not (tmp_path / "universal").exists()
+        assert not (tmp_path / "latest_universal").exists()
+
+
+def test_a_state_that_would_be_lost_is_left_out_on_request(folder: Path, tmp_path: Path) -> None:
+    in_codes(folder)
+    dropped = ("--drop-state", "state1", "--drop-state", "absmax1")
+    ours(folder, tmp_path / "universal", *dropped)
+    names = {path.stem for path in (tmp_path / "universal/zero/norm.weight").iterdir()}
+    assert names == {"fp32", "exp_avg", "exp_avg_sq", "step"}

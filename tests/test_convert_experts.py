@@ -223,9 +223,3 @@ def check_damaged(source: Path, damaging: Callable[[Path], object], expected: st
     folder = shutil.copytree(source, tmp_path / "in" / source.name)
     damaging(folder)
     check_refused(folder, tmp_path / "out", expected)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_where_another_converter_is_installed_autoep_is_left_to_it(stage: int, tmp_path: Path) -> None:
-    expected = "(ds_autoep_layers), which the installed DeepSpeed does not load from a universal checkpoint"
-    check_refused(autoep(*TRAINED_AT[stage]), tmp_path / "out", expected, version="0.16.2")

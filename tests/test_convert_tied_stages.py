@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 
 NEWEST = newest("deepspeed")
 TIED = "tied_modules.embedding.weight"
-OPTIONS = Options(workers=1, sync=False)
+OPTIONS = Options(workers=1)
 RANKS = 4  # two stages of two data-parallel ranks
 
 

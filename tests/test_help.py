@@ -101,13 +101,13 @@ USAGE = [
     ("audit x --workers 0", "argument --workers: expected a number of processes, found '0'", "ckpt-patches audit"),
     ("migrate x --output y --step z", "argument --step: expected a number of steps, found 'z'", "ckpt-patches migrate"),
     (
-        "to-universal --input-folder x",
-        "the following arguments are required: --output-folder",
+        "to-universal x",
+        "the following arguments are required: --output/--output-folder",
         "ckpt-patches to-universal",
     ),
     (
-        "to-universal --input-folder x --output-folder y --access dma",
-        "argument --access: expected read or mmap, found dma",
+        "to-universal x --output y --workers 0",
+        "argument --workers/--num-extract-workers: expected a number of processes, found '0'",
         "ckpt-patches to-universal",
     ),
     ("apply --split x", "no option --split", "ckpt-patches apply"),

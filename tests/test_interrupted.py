@@ -174,7 +174,7 @@ def killed_at_any_time(tool: Tool, arguments: list[str], output: Path, delay: fl
 def test_a_conversion_killed_at_any_time_with_several_workers(tmp_path: Path) -> None:
     source, output = dp768()["dp768"], tmp_path / "universal"
     ours(source, tmp_path / "expected" / "universal")
-    killed_at_any_time(TOOLS["convert"], command(source, output, "--bytes_in_flight", "16K"), output, 0.05)
+    killed_at_any_time(TOOLS["convert"], command(source, output), output, 0.05)
     assert files(output) == files(tmp_path / "expected" / "universal")
 
 
@@ -193,7 +193,7 @@ def test_a_migration_killed_at_any_time_with_two_workers(tmp_path: Path) -> None
 def test_a_second_conversion_into_the_same_folder_is_refused(tmp_path: Path) -> None:
     """The second is refused, as PIDs and so temporary names may be equal in two containers."""
     source, output = dp768()["dp768"], tmp_path / "universal"
-    options = ("--bytes_in_flight", "16K", "--num_extract_workers", "1")
+    options = ("--num_extract_workers", "1")
     first = subprocess.Popen(command(source, output, *options), env=environment(), stdout=subprocess.PIPE)
     while not any(output.with_name("universal.unfinished").rglob("*.pt")):
         assert first.poll() is None
@@ -262,9 +262,9 @@ def interrupted(source: Path, output: Path) -> None:
 
 def test_a_full_disk_is_found_before_the_start(tmp_path: Path) -> None:
     folder = UnfinishedFolder(tmp_path / "a" / "universal", "", convert.MARK, "conversion")
-    folder.check([CopiedOutput("x", 0, 1)])
+    folder.check([CopiedOutput("x", Path(), 1)])
     with pytest.raises(UserError, match=rf"universal needs 909\.5 TiB, and {tmp_path} has .* [GT]iB free"):
-        folder.check([CopiedOutput("x", 0, 10**15)])
+        folder.check([CopiedOutput("x", Path(), 10**15)])
 
 
 def test_a_disk_that_fills_up_is_reported_with_the_path(

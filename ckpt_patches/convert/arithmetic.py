@@ -7,7 +7,7 @@ half of a float32.
 from typing import Any
 
 from ckpt_patches.convert.output_files import Content
-from ckpt_patches.convert.sources import Sources
+from ckpt_patches.convert.reading import Shares
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 
@@ -17,17 +17,17 @@ except ImportError:
     raise UserError("averaged parameters and weights that are converted to float32 need NumPy: install it") from None
 
 
-def averaged(sources: Sources, content: Content, begin: int, window: memoryview, other: memoryview) -> None:
+def averaged(shares: Shares, content: Content, begin: int, window: memoryview, other: memoryview) -> None:
     """Fill a window with sum(slices) / len(slices). The sum begins with 0 + the first slice, so -0.0 becomes 0.0."""
-    sources.read_slice(content.slices[0], begin, window)
+    shares.read(0, begin, window)
     total = _rounded(load(window, content.dtype) + 0, content.dtype)
-    for slice_ in content.slices[1:]:
-        sources.read_slice(slice_, begin, other[: len(window)])
+    for number in range(1, len(content.slices)):
+        shares.read(number, begin, other[: len(window)])
         total = _rounded(total + load(other[: len(window)], content.dtype), content.dtype)
     _store(total / total.dtype.type(len(content.slices)), window, content.dtype)
 
 
-def as_float32(sources: Sources, content: Content, begin: int, window: memoryview, other: memoryview) -> None:
+def as_float32(shares: Shares, content: Content, begin: int, window: memoryview, other: memoryview) -> None:
     """Fill a window with a model weight as float32."""
     size = ITEM_SIZE[content.dtype]
     target = np.frombuffer(window, np.float32)
@@ -35,7 +35,7 @@ def as_float32(sources: Sources, content: Content, begin: int, window: memoryvie
     for first in range(0, len(target), max(batch, 1)):  # a window without elements has no batch
         part = target[first : first + batch]
         found = other[: len(part) * size]
-        sources.read_slice(content.slices[0], (begin // 4 + first) * size, found)
+        shares.read(0, (begin // 4 + first) * size, found)
         part[:] = load(found, content.dtype)
 
 

@@ -5,28 +5,24 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from ckpt_patches import __version__
-from ckpt_patches.convert import momenta, traits
+from ckpt_patches.convert import momenta, reading, source
 from ckpt_patches.convert.conversion_plan import plan
-from ckpt_patches.convert.new_file import Direct, writes_directly
 from ckpt_patches.convert.output_files import Output, Plan
-from ckpt_patches.convert.traits import Traits
-from ckpt_patches.convert.write import Job, writer
+from ckpt_patches.convert.write import writer
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import record_files
-from ckpt_patches.formats import zero_checkpoint
 from ckpt_patches.runtime.distributed import Ranks
-from ckpt_patches.runtime.shared_writing import Task, cost, write_together
+from ckpt_patches.runtime.shared_writing import Task, Written, cost, write_together
 from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, reported, write_at_once
 
 WORKERS = 8  # on two cores, too: while one waits for the disk, another works
 WORTH_A_PROCESS = 64 << 20  # bytes; starting a process takes as long as copying these
 MOST_SHOWN = 12  # states that differ from the recorded ones
-BYTES_IN_FLIGHT = 16 << 20  # larger buffers are not faster, and exceed a processor's cache
 MARK = ".ds_to_universal.json"
 LATEST = "latest_universal"
 
@@ -36,12 +32,11 @@ class Options:
     """How to convert."""
 
     workers: int = WORKERS  # processes
-    bytes_in_flight: int = BYTES_IN_FLIGHT  # in the buffers of all workers together
-    strict: bool = True  # refuse patterns that match no parameter, and fragments that are not consecutive
-    inject_missing_state: bool = False  # convert even without universal_checkpoint_info
+    strict: bool = True  # refuse patterns that match no parameter, and states that are not as recorded
+    inject_missing_state: bool = False  # convert several tensor-parallel ranks without universal_checkpoint_info
     trust_checkpoint: bool = False  # accept classes that are not listed; their code is never run
-    direct: Direct = "auto"  # bypass the page cache: on local file systems, always, never
-    sync: bool = True  # sync every file before its rename, for power failures
+    drop_state: tuple[str, ...] = ()  # names of the optimizer's states to leave out
+    drop_singles: bool = False  # leave out states that are single values, as fingerprints do
 
 
 @dataclass(frozen=True)
@@ -87,12 +82,16 @@ def convert(
     )
     for warning in plan_of_all.warnings if ranks.rank == 0 else ():
         warn(warning)
-    direct = writes_directly(folder.working, options.direct, sync=options.sync)
-    paths = [file.path for file in plan_of_all.files]
-    job = Job(folder.working, paths, options.bytes_in_flight, options.sync, direct)
-    task = Task(plan_of_all.outputs, partial(writer, job), partial(_workers, options), _nbytes)
+    task = Task(
+        plan_of_all.outputs, partial(writer, folder.working, plan_of_all.records), partial(_workers, options), _nbytes
+    )
     check = partial(_check_recorded, Path(input_folder), strict=options.strict, warn=warn)
-    done = write_together(folder, task, ranks, lambda: _finish(folder, plan_of_all, check, sync=options.sync))
+
+    def finish(written: Sequence[Written]) -> None:
+        reading.check(plan_of_all.records, (seen for own in written for seen in own.results))
+        _finish(folder, plan_of_all, check)
+
+    done = write_together(folder, task, ranks, finish)
     end = time.monotonic()
     return Summary(
         output_folder=str(folder.final),
@@ -109,36 +108,37 @@ def convert(
 
 def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[Plan, UnfinishedFolder]:
     """Plan, and check everything that can be checked before the first byte is written."""
+    source.check_folder(input_folder)
     check_outside(input_folder, output_folder)
-    known, warning = traits.installed()
-    found = planned(input_folder, known, options)
-    found = replace(found, warnings=(*([warning] if warning else []), *found.warnings))
-    folder = UnfinishedFolder(output_folder, fingerprint(found, known, options.strict), MARK, "conversion")
+    digest = fingerprint(input_folder, options)
+    found = planned(input_folder, options)
+    folder = UnfinishedFolder(output_folder, digest, MARK, "conversion")
     folder.check(found.outputs)
     return found, folder
 
 
-def planned(input_folder: Path, known: Traits, options: Options) -> Plan:
+def planned(input_folder: Path, options: Options) -> Plan:
     """Read a checkpoint's headers and plan its conversion.
 
     Raises:
         UserError: the checkpoint is damaged, or of an unsupported kind.
     """
-    found = zero_checkpoint.read(
-        input_folder, trust=options.trust_checkpoint, inject_missing_state=options.inject_missing_state
-    )
+    trust, inject = options.trust_checkpoint, options.inject_missing_state
     try:
-        made = plan(found, known, strict=options.strict)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # in values that only the plan reads
+        found = source.read(input_folder, trust=trust, inject_missing_state=inject)
+        made = plan(found, strict=options.strict, drop=options.drop_state, drop_singles=options.drop_singles)
+        momenta.check(found.zero)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # such as a dict instead of a list
         raise UserError(f"{input_folder} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
-    return replace(made, warnings=(*made.warnings, *momenta.unlike(found, strict=options.strict)))
+    return made
 
 
-def fingerprint(plan: Plan, traits: Traits, strict: bool) -> str:
+def fingerprint(input_folder: Path, options: Options) -> str:
     """A digest of everything that the output depends on, with the mtimes of the checkpoint's files."""
-    files = [(os.path.abspath(file.path), file.size, file.mtime_ns) for file in plan.files]
-    data = json.dumps([__version__, files, sorted(vars(traits).items()), strict])
-    return hashlib.sha256(data.encode()).hexdigest()
+    entries = ((os.path.abspath(entry.path), entry.stat()) for entry in os.scandir(input_folder))
+    files = sorted((path, found.st_size, found.st_mtime_ns) for path, found in entries)
+    own = {**asdict(options), "workers": None}
+    return hashlib.sha256(json.dumps([__version__, files, own]).encode()).hexdigest()
 
 
 def _nbytes(outputs: Sequence[Output]) -> int:
@@ -147,12 +147,10 @@ def _nbytes(outputs: Sequence[Output]) -> int:
 
 def _workers(options: Options, outputs: Sequence[Output]) -> int:
     """The number of processes that is efficient for these outputs."""
-    # Through the page cache, more processes than processors slow each other down: twice the time on two processors.
-    most = options.workers if options.sync else min(options.workers, len(os.sched_getaffinity(0)))
-    return max(1, min(most, len(outputs), sum(map(cost, outputs)) // WORTH_A_PROCESS))
+    return max(1, min(options.workers, len(outputs), sum(map(cost, outputs)) // WORTH_A_PROCESS))
 
 
-def _finish(folder: UnfinishedFolder, planned: Plan, check: Callable[[Path], object], *, sync: bool) -> None:
+def _finish(folder: UnfinishedFolder, planned: Plan, check: Callable[[Path], object]) -> None:
     """Rename the complete folder, if `check` raises nothing, then write `latest_universal`.
 
     Raises:
@@ -164,7 +162,7 @@ def _finish(folder: UnfinishedFolder, planned: Plan, check: Callable[[Path], obj
         for link in planned.links:
             _link(folder.working / link.file, folder.working / link.name)
         check(folder.working)
-        folder.rename(folders, sync=sync)
+        folder.rename(folders)
     write_at_once(folder.final.parent / LATEST, folder.final.name.encode())
     (folder.final / MARK).unlink()
 
@@ -204,7 +202,8 @@ def _check_recorded(source: Path, made: Path, *, strict: bool, warn: Callable[[s
                 [
                     f"{source} is not what the run recorded when it saved, and was not converted:",
                     *lines,
-                    "take another checkpoint; --no-strict converts it as it is, which one that was repaired needs",
+                    "take another checkpoint; one that was repaired is converted as it is by "
+                    "python -m deepspeed_patches.ds_to_universal --no_strict",
                 ]
             )
         )

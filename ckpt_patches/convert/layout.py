@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_patches.convert.rules import SubParams
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.zero import Shape
+from ckpt_patches.formats.zero_experts import Experts
 
 Widths = Sequence[Sequence[int]]  # by sub-parameter and slice
 
@@ -51,6 +51,11 @@ def whole(shape: Shape, index: int = 0) -> Layout:
     """The layout of one slice that is the full parameter."""
     numel = math.prod(shape)
     return Layout(shape, (Block(index, 0, numel, 0, numel, numel, 1),) if numel else ())
+
+
+def flattened(shape: Shape) -> Layout:
+    """The layout of one slice that is the full parameter, without its dimensions."""
+    return whole((math.prod(shape),))
 
 
 def replicated(name: str, shapes: Sequence[Shape]) -> Layout:
@@ -109,8 +114,19 @@ def _joined(block: Block) -> Block:
 # Sub-parameters as a checkpoint describes them
 
 
-def sub_params_by_widths(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[Layout, Sequence[Any]]:
-    """The layout in converters that support recorded widths, and the description with the widths in it."""
+@dataclass(frozen=True)
+class SubParams:
+    """Sub-parameters: stored as one parameter, but each sliced on its own."""
+
+    pattern: str
+    patterns: Any
+    shape: Sequence[Any]  # at `partition_dim` the widths of the sub-parameters, or their number
+    partition_dim: int
+    widths: tuple[tuple[int, ...], ...] | None = None  # by sub-parameter and tensor-parallel rank, if recorded
+
+
+def sub_params(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[Layout, Sequence[Any]]:
+    """The layout of slices with shares of sub-parameters, and the description with the widths in it."""
     sizes, described = _sizes(name, sub, shapes), sub.shape
     if not isinstance(sub.shape[sub.partition_dim], tuple) and sub.widths is None:
         described = (*sub.shape[: sub.partition_dim], sizes, *sub.shape[sub.partition_dim + 1 :])
@@ -125,29 +141,6 @@ def sub_params_by_widths(name: str, sub: SubParams, shapes: Sequence[Shape]) -> 
     layout = interleaved(shape, sub.partition_dim, widths)
     _check_slices(name, layout.shape, sub.partition_dim, widths, shapes)
     return layout, described
-
-
-def sub_params_even(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[Layout, Sequence[Any]]:
-    """The layout in earlier converters. Refuses a number in place of widths, unless it is the full width.
-
-    It may be a count: AutoTP has written counts since 0.18.9, as (3, -1); converters up to 0.19.5 read them as a width.
-    """
-    size, dim = sub.shape[sub.partition_dim], sub.partition_dim
-    if not isinstance(size, tuple) and size != sum(shape[dim] for shape in shapes):
-        raise UserError(
-            f"{name}: the checkpoint has the number {size} in place of the widths of its sub-parameters, and DeepSpeed "
-            "before 0.19.6, as installed, loads them in another order: install a later release, and convert it there"
-        )
-    sizes = size if isinstance(size, tuple) else (size,)
-    widths = [[size // len(shapes)] * len(shapes) for size in sizes]
-    partition = [sum(d) if isinstance(d, tuple) else d for d in sub.shape]
-    partition[dim] //= len(shapes)
-    if min(sizes) < 0 or partition[dim] != sum(shares[0] for shares in widths):
-        raise UserError(f"{name}: {len(shapes)} even shares of sub-parameters of {list(sizes)} elements leave some out")
-    shape = _resolved(name, partition, math.prod(shapes[0]))
-    layout = interleaved(shape, dim, widths)
-    _check_slices(name, layout.shape, dim, widths, shapes)
-    return layout, sub.shape
 
 
 def _sizes(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[int, ...]:
@@ -227,6 +220,57 @@ def _blocks_of(tp: int, piece: Mapping[str, Any]) -> Iterator[Block]:
         source = first_source + sum(i * dim[2] for i, dim in zip(index, dims, strict=True))
         if length and count:
             yield Block(tp, source, source_stride, target, target_stride, length, count)
+
+
+# Experts
+
+
+def stacked(name: str, experts: Experts, shapes: Sequence[Shape]) -> Layout:
+    """The layout of each rank's experts in the full parameter; `shapes` are by expert-parallel rank.
+
+    Raises:
+        UserError: the shapes do not fit the numbers of experts, or the recorded affine map differs.
+    """
+    for ep, (shape, held) in enumerate(zip(shapes, experts.held, strict=True)):
+        if not shape or shape[0] != len(held) or shape[1:] != shapes[0][1:]:
+            raise UserError(
+                f"{name}: expected {len(held)} experts on expert-parallel rank {ep}, found the shape {shape}"
+            )
+    each = whole(shapes[0][1:]).blocks
+    numel = each[0].length if each else 0
+    found = Layout((experts.count, *shapes[0][1:]), *_blocks(experts.held, numel))
+    if experts.recorded is not None and numel:
+        recorded = affine(name, experts.recorded, shapes)
+        if recorded.shape != found.shape or _places(recorded, numel) != _places(found, numel):
+            raise UserError(f"{name}: the affine map that is recorded of it is not that of its experts' placement")
+    return found
+
+
+def _blocks(held: Sequence[Sequence[int]], numel: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """One block per expert, and blocks of further copies of experts."""
+    blocks: dict[int, Block] = {}
+    copies = []
+    for ep, experts in enumerate(held):
+        for index, expert in enumerate(experts):
+            block = Block(ep, index * numel, numel, expert * numel, numel, numel, 1)
+            if blocks.setdefault(expert, block) is not block:
+                copies.append(block)
+    return (tuple(blocks.values()), tuple(copies)) if numel else ((), ())
+
+
+def _places(placed: Layout, numel: int) -> set[tuple[int, float, float]]:
+    """The slice, index in the slice, and number of each expert."""
+
+    def experts(block: Block) -> Iterator[tuple[int, float, float]]:
+        for row in range(block.count):
+            source, target = block.source + row * block.source_stride, block.target + row * block.target_stride
+            for at in range(0, block.length, numel):
+                yield block.slice, (source + at) / numel, (target + at) / numel
+
+    return {place for block in (*placed.blocks, *placed.copies) for place in experts(block)}
+
+
+# Checks
 
 
 def check(name: str, layout: Layout, shapes: Sequence[Shape]) -> None:

@@ -12,50 +12,22 @@ import os
 from contextlib import suppress
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 PAGE = 4096  # bytes; direct writes must be aligned to it, in the file and in memory
 WORTH_IT = 16 * PAGE  # bytes; a smaller file is written faster through the page cache
 CACHED_AT_ONCE = 1 << 18  # bytes per write; for more, the kernel takes longer to find memory
 
-Direct = Literal["auto", "on", "off"]
-MOUNTS = Path("/proc/self/mountinfo")
-# Not cluster file systems (Lustre, GPFS, NFS, FUSE), where direct writes are untested: some lock for each write, some
-# are slow without the servers' read-ahead, some refuse them in the middle of a file.
-LOCAL = ("ext4", "xfs")
 
+def writes_directly(folder: Path) -> bool:
+    """Whether files below a folder, which need not exist yet, are written with direct I/O: those of a local disk.
 
-def writes_directly(folder: Path, direct: Direct, *, sync: bool) -> bool:
-    """Whether files below a folder, which need not exist yet, are written with direct I/O.
-
-    `auto` uses the page cache without `sync`: nothing waits for the disk then.
+    Such a file system is on a block device. Cluster file systems (Lustre, NFS, FUSE), in which direct writes are
+    untested, have device numbers of no device, with the major number 0. Some of them lock for each write, some are slow
+    without the servers' read-ahead, some refuse direct writes in the middle of a file.
     """
-    if direct == "auto":
-        return sync and file_system(folder) in LOCAL
-    return direct == "on"
-
-
-def file_system(folder: Path) -> str:
-    """The type of the file system of a folder, which need not exist yet; '' if unknown."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    try:
-        mounts = MOUNTS.read_text(errors="replace")
-    except OSError:
-        return ""
-    return type_of(existing.stat().st_dev, mounts)
-
-
-def type_of(device: int, mounts: str) -> str:
-    """The type of the file system with a device number, from the text of `/proc/self/mountinfo`; '' if not listed.
-
-    A line is `27 1 254:0 /root /mount options... [fields...] - type source options`. (proc(5))
-    """
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in mounts.splitlines():
-        mount, _, file_system = line.partition(" - ")
-        if mount.split()[2:3] == [wanted]:
-            return file_system.partition(" ")[0]
-    return ""
+    return os.major(existing.stat().st_dev) != 0
 
 
 def pages(nbytes: int) -> memoryview:

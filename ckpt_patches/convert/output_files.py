@@ -3,72 +3,78 @@
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ckpt_patches.convert import layout
 from ckpt_patches.convert.layout import Layout
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.stored_zip import Stored
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader, storages_in
-from ckpt_patches.formats.zero import ElementType, ModelFile, Shape
-from ckpt_patches.formats.zero_checkpoint import File
+from ckpt_patches.formats.zero import ElementType, Shape
+from ckpt_patches.formats.zero_folder import Slice
 
 
 class Run(NamedTuple):
-    """A contiguous byte range in a file of the checkpoint. The plan of a large model has millions of them."""
+    """A contiguous byte range in a file of the checkpoint."""
 
-    file: int  # index of the file
+    path: str
     offset: int  # from the start of the file
     nbytes: int
 
 
-class Slice(Protocol):
+class Runs(Protocol):
     """One tensor-parallel rank's flattened share of a parameter's state, located in the ranks' files."""
 
-    def runs(self, begin: int, end: int) -> Iterator[Run]:
-        """The runs with the bytes from `begin` to `end` of the slice."""
+    def pieces(self) -> "Pieces": ...
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A slice of a few runs of different lengths."""
+    """A share in runs of different lengths."""
 
-    pieces: tuple[Run, ...]
-    ends: tuple[int, ...]  # by piece, in bytes of the slice
+    runs: tuple[Run, ...]
+    ends: tuple[int, ...]  # by run, in bytes of the share
 
     @classmethod
-    def of(cls, pieces: Sequence[Run]) -> "Pieces":
-        return cls(tuple(pieces), tuple(itertools.accumulate(piece.nbytes for piece in pieces)))
+    def of(cls, *runs: Run) -> "Pieces":
+        held = tuple(run for run in runs if run.nbytes)
+        return cls(held, tuple(itertools.accumulate(run.nbytes for run in held)))
 
-    def runs(self, begin: int, end: int) -> Iterator[Run]:
+    def pieces(self) -> "Pieces":
+        return self
+
+    def within(self, begin: int, end: int) -> Iterator[Run]:
+        """The runs with the bytes from `begin` to `end` of the share."""
         index = bisect.bisect_right(self.ends, begin)
         while begin < end:
-            file, offset, nbytes = self.pieces[index]
+            path, offset, nbytes = self.runs[index]
             skipped = begin - (self.ends[index] - nbytes)
             length = min(nbytes - skipped, end - begin)
-            if length:
-                yield Run(file, offset + skipped, length)
+            yield Run(path, offset + skipped, length)
             begin += length
             index += 1
 
 
-@dataclass(frozen=True)
-class EqualPieces:
-    """A slice in equal parts, one per rank, at the same offset in its group: small, even for hundreds of ranks."""
+class StateOf(NamedTuple):
+    """A state of a slice. Its runs are made when the file is written: at stage 3 there is one for each rank."""
 
-    bases: tuple[tuple[int, int], ...]  # by rank: file, offset of the group's flattened tensor; shared by many slices
-    start: int  # bytes from that offset
-    nbytes: int  # of a part
+    slice: Slice
+    key: str
 
-    def runs(self, begin: int, end: int) -> Iterator[Run]:
-        while begin < end:
-            rank, skipped = divmod(begin, self.nbytes)
-            length = min(self.nbytes - skipped, end - begin)
-            file, base = self.bases[rank]
-            yield Run(file, base + self.start + skipped, length)
-            begin += length
+    def pieces(self) -> Pieces:
+        return Pieces.of(*self._runs())
+
+    def _runs(self) -> Iterator[Run]:
+        for part in self.slice.parts:
+            if part.numel:
+                flat, start = part.place(self.key)
+                size = ITEM_SIZE[flat.type.dtype]
+                yield Run(flat.file, flat.offset + start * size, part.numel * size)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class Content:
 
     dtype: str
     layout: Layout
-    slices: tuple[Slice, ...]
+    slices: tuple[Runs, ...]
     how: str = "place"  # or "averaged", or "float32" (converted from `dtype`)
     stages: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # by slice that holds a copy: both stages
 
@@ -105,7 +111,7 @@ class CopiedOutput:
     """A file of the checkpoint that is copied unchanged."""
 
     name: str
-    file: int
+    path: Path
     nbytes: int
 
 
@@ -120,13 +126,27 @@ class Link:
     file: str  # the name of the output
 
 
+class Records(NamedTuple):
+    """The records of a file, in the order of their offsets. Arrays: workers share memory that they only read."""
+
+    begins: "array[int]"
+    ends: "array[int]"
+    checksums: "array[int]"
+
+    @classmethod
+    def of(cls, stored: Iterable[Stored]) -> "Records":
+        own = sorted(stored)
+        columns = [one.offset for one in own], [one.offset + one.nbytes for one in own], [one.checksum for one in own]
+        return cls(*(array("Q", column) for column in columns))
+
+
 @dataclass(frozen=True)
 class Plan:
     """A complete conversion."""
 
-    files: tuple[File, ...]  # of the checkpoint
     outputs: tuple[Output, ...]
     links: tuple[Link, ...] = ()
+    records: Mapping[str, Records] = field(default_factory=dict)  # by file of the checkpoint
     warnings: tuple[str, ...] = ()
 
 
@@ -140,7 +160,7 @@ def tensor(key: str, kind: ElementType, shape: Shape) -> TensorHeader:
     return TensorHeader(storage, kind.dtype, 0, shape, stride, kind.requires_grad)
 
 
-def with_copy(content: Content, slices: Sequence[Slice], stages: tuple[int, int]) -> Content:
+def with_copy(content: Content, slices: Sequence[Runs], stages: tuple[int, int]) -> Content:
     """The content of the first of two pipeline stages, to be compared with the slices of the second."""
     first, placed = len(content.slices), content.layout
     again = [
@@ -154,25 +174,21 @@ def with_copy(content: Content, slices: Sequence[Slice], stages: tuple[int, int]
     )
 
 
-def bare(name: str, kind: ElementType, placed: Layout, slice_: Slice) -> TorchOutput:
-    return TorchOutput(name, tensor("0", kind, placed.shape), {"0": Content(kind.dtype, placed, (slice_,))})
-
-
-def as_float32(name: str, model: ModelFile, weight: TensorHeader) -> TorchOutput:
+def as_float32(name: str, path: Path, weight: TensorHeader) -> TorchOutput:
     """A weight of the model as a main parameter."""
     if not weight.is_contiguous:
         raise UserError(f"{name}: the model's weight is not contiguous")
     how = "place" if weight.dtype == "float32" else "float32"
-    run = Pieces.of([Run(model.file, weight.offset, weight.nbytes)] if weight.nbytes else [])
-    content = Content(weight.dtype, layout.whole(weight.shape), (run,), how)
+    pieces = Pieces.of(Run(str(path), weight.offset, weight.nbytes))
+    content = Content(weight.dtype, layout.whole(weight.shape), (pieces,), how)
     param = tensor("0", ElementType("float32", weight.requires_grad), weight.shape)
     return TorchOutput(name, {"param": param}, {"0": content})
 
 
-def saved(name: str, value: Any, file: int) -> TorchOutput:
+def saved(name: str, value: Any, path: Path | str) -> TorchOutput:
     """A value from a file of the checkpoint, with the storages in it."""
     contents = {}
     for storage in storages_in(value):
-        run = Pieces.of([Run(file, storage.offset, storage.nbytes)] if storage.nbytes else [])
-        contents[storage.key] = Content(storage.dtype, layout.whole((storage.numel,)), (run,))
+        pieces = Pieces.of(Run(str(path), storage.offset, storage.nbytes))
+        contents[storage.key] = Content(storage.dtype, layout.whole((storage.numel,)), (pieces,))
     return TorchOutput(name, value, contents)

@@ -5,13 +5,20 @@ https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/checkpoint/consta
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt_patches.convert.traits import Traits
+from ckpt_patches.convert import layout
+from ckpt_patches.convert.layout import Layout, SubParams
+from ckpt_patches.convert.output_files import Content, StateOf, TorchOutput, tensor
+from ckpt_patches.convert.source import UPSTREAM
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.zero_checkpoint import UPSTREAM
+from ckpt_patches.formats.pickles import Global, Instance, stub
+from ckpt_patches.formats.universal import VOCABULARY as IS_VOCABULARY
+from ckpt_patches.formats.universal import state_file
+from ckpt_patches.formats.zero import ElementType, Shape
+from ckpt_patches.formats.zero_experts import Experts
 
 REPLICATED = "tp_replicated_parameter_patterns"
 AVERAGED = "parameter_to_average_patterns"
@@ -26,58 +33,76 @@ LISTS = (REPLICATED, AVERAGED, ROW_PARALLEL, VOCABULARY, TWO_SUB_PARAMS)
 AFFINE = "affine_map"
 AFFINE_VERSION = 1  # the latest that is supported
 
-
-@dataclass(frozen=True)
-class SubParams:
-    """Sub-parameters: stored as one parameter, but each sliced on its own."""
-
-    pattern: str
-    patterns: Any
-    shape: Sequence[Any]  # at `partition_dim` the widths of the sub-parameters, or their number
-    partition_dim: int
-    widths: tuple[tuple[int, ...], ...] | None = None  # by sub-parameter and tensor-parallel rank, if recorded
+States = Mapping[str, tuple[ElementType, Sequence[StateOf]]]  # by state: its element type, and it on each slice
 
 
 @dataclass(frozen=True)
-class Rule:
-    """How to merge the slices of one parameter: `how` is a constant above, or "" to concatenate along dimension 0."""
+class Merged:
+    """How slices become a parameter."""
 
-    how: str
-    sub_params: SubParams | None = None
-    affine_map: dict[str, Any] | None = None
-    original_vocab_size: int | None = None  # rows after it are padding
+    layout: Layout
+    entries: dict[str, Any] = field(default_factory=dict)  # to save beside the parameter
+    how: str = "place"  # as in `Content`
+
+    def outputs(self, name: str, states: States) -> Iterator[TorchOutput]:
+        """The files of a parameter's states."""
+        for key, (kind, slices) in states.items():
+            value = {**self.entries, "param": tensor("0", kind, self.layout.shape)}
+            contents = {"0": Content(kind.dtype, self.layout, tuple(slices), self.how)}
+            yield TorchOutput(state_file(name, key), value, contents)
+
+
+def of_experts(name: str, experts: Experts, shapes: Sequence[Shape]) -> Merged:
+    """How a parameter of AutoEP's experts is merged; `shapes` are by expert-parallel rank."""
+    placed = layout.stacked(name, experts, shapes)
+    layout.check(name, placed, shapes)
+    # Upstream puts the tensor first, and last beside all other entries.
+    return Merged(placed, {"param": None, "cat_dim": 0, "is_expert_param": True, "ep_num_experts": experts.count})
 
 
 class Rules:
-    """Finds each parameter's rule, and records in `unused` the patterns that have matched no parameter."""
+    """Finds how each parameter is merged, and records in `unused` the patterns that have matched no parameter."""
 
-    def __init__(self, info: dict[str, Any], traits: Traits) -> None:
+    def __init__(self, info: dict[str, Any]) -> None:
         self.info = info
-        self.traits = traits
         self.sub_params = _sub_params(info)
         self.unused = {pattern for key in LISTS for pattern in self._patterns(key)}
         self.unused.update(pattern for sub_params in self.sub_params for pattern in sub_params.patterns)
         if info.get(UNSUPPORTED):
             raise UserError(f"the checkpoint states that {', '.join(sorted(info[UNSUPPORTED]))} cannot be converted")
-        maps = (info.get(AFFINE) or {}) if traits.affine_maps else {}
+        maps = info.get(AFFINE) or {}
         if maps.get("version", AFFINE_VERSION) > AFFINE_VERSION:
             raise UserError(f"the checkpoint has affine maps of version {maps['version']}; {UPSTREAM}")
         self.affine_maps: dict[str, Any] = maps.get("params", {})
 
-    def of(self, name: str) -> Rule:
-        """A parameter's rule.
+    def of(self, name: str, shapes: Sequence[Shape]) -> Merged:
+        """How slices of these shapes become a parameter.
 
         Raises:
-            UserError: two patterns of a list match it.
+            UserError: two patterns of a list match it, or the shapes do not fit the rule.
         """
         affine_map = self._affine_map(name)
-        how, sub_params = self._how(name) if affine_map is None else (AFFINE, None)
-        vocabulary = None
-        if self._matches(VOCABULARY, name):
-            vocabulary = self.info.get("original_vocab_size")
-            if type(vocabulary) is not int:
-                raise UserError(f"{name} is of the vocabulary; expected original_vocab_size, found {vocabulary!r}")
-        return Rule(how, sub_params, affine_map, vocabulary)
+        found = Merged(layout.affine(name, affine_map, shapes)) if affine_map else self._by_lists(name, shapes)
+        layout.check(name, found.layout, shapes)
+        return self._without_padding(name, found) if self._matches(VOCABULARY, name) else found
+
+    def _without_padding(self, name: str, found: Merged) -> Merged:
+        rows, shape = self.info.get("original_vocab_size"), found.layout.shape
+        if type(rows) is not int or len(shape) < 2:
+            raise UserError(
+                f"{name} is of the vocabulary; expected original_vocab_size and rows, found {rows}, {shape}"
+            )
+        placed = replace(found.layout, shape=(min(rows, shape[0]), *shape[1:]))
+        return replace(found, layout=placed, entries={**found.entries, IS_VOCABULARY: True})
+
+    def check_patterns(self, *, strict: bool) -> list[str]:
+        """Warnings about unmatched patterns: most likely mistyped, so that parameters are merged wrongly."""
+        if not self.unused:
+            return []
+        text = f"no parameter matches the patterns {', '.join(sorted(self.unused))}"
+        if strict:
+            raise UserError(f"{text} of the checkpoint's universal_checkpoint_info, so that some may be merged wrongly")
+        return [text]
 
     def is_replicated_in_pipeline(self, name: str) -> bool:
         return any(re.match(pattern, name) for pattern in self.info.get(PIPELINE_REPLICATED, []))
@@ -94,14 +119,18 @@ class Rules:
         self._matching_sub_params(name)
         return dict(self.affine_maps[found[0]])
 
-    def _how(self, name: str) -> tuple[str, SubParams | None]:
-        """The first list that matches, in upstream's order."""
-        matching = self._matching_sub_params(name)
-        for key in (REPLICATED, AVERAGED, TWO_SUB_PARAMS):
-            if self._matches(key, name):
-                return key, None
-        if matching:
-            return SUB_PARAMS, matching
+    def _by_lists(self, name: str, shapes: Sequence[Shape]) -> Merged:
+        """By the first list that matches, in upstream's order."""
+        sub_params = self._matching_sub_params(name)
+        if self._matches(REPLICATED, name):
+            return Merged(layout.replicated(name, shapes))
+        if self._matches(AVERAGED, name):
+            return Merged(layout.replicated(name, shapes), how="averaged")
+        if self._matches(TWO_SUB_PARAMS, name):
+            return Merged(layout.in_two_halves(name, shapes), {"cat_dim": 0, "param_n_sub_params": 2})
+        if sub_params:
+            placed, described = layout.sub_params(name, sub_params, shapes)
+            return Merged(placed, {"sub_param_shape": _sub_param_shape(sub_params, described)})
         weight = f"{name.removesuffix('bias')}weight"
         if name.endswith(".bias") and self._matching_sub_params(weight):
             raise UserError(
@@ -109,7 +138,8 @@ class Rules:
                 "saved it before DeepSpeed 0.19.6: resume on the same ranks with a later release, and convert what it "
                 "saves"
             )
-        return (ROW_PARALLEL if self._matches(ROW_PARALLEL, name) else ""), None
+        dim = 1 if self._matches(ROW_PARALLEL, name) else 0
+        return Merged(layout.concatenated(name, shapes, dim), {"cat_dim": dim})
 
     def _matches(self, key: str, name: str) -> bool:
         found = [pattern for pattern in self._patterns(key) if re.match(pattern, name)]
@@ -126,7 +156,7 @@ class Rules:
             for pattern in sub_params.patterns:
                 if re.match(pattern, name):
                     self.unused.discard(pattern)
-                    return _with_widths(sub_params, pattern, self.info, self.traits)
+                    return _with_widths(sub_params, pattern, self.info)
         return None
 
 
@@ -135,12 +165,20 @@ def _sub_params(info: dict[str, Any]) -> Sequence[SubParams]:
     return [SubParams("", entry["patterns"], entry["shape"], entry["partition_dim"]) for entry in entries]
 
 
-def _with_widths(found: SubParams, pattern: str, info: dict[str, Any], traits: Traits) -> SubParams:
+def _with_widths(found: SubParams, pattern: str, info: dict[str, Any]) -> SubParams:
     """Add the width of each rank's part of a sub-parameter, which checkpoints record since format version 0.4."""
     widths = None
-    if traits.shard_widths and info.get("universal_checkpoint_version", 0.0) >= 0.4:
+    if info.get("universal_checkpoint_version", 0.0) >= 0.4:
         recorded = info.get(SHARD_WIDTHS, {}).get(pattern)
         if recorded is None:
             raise UserError(f"expected {SHARD_WIDTHS} of {pattern}, which has sub-parameters; the checkpoint has none")
         widths = tuple(tuple(shares) for shares in recorded)
     return SubParams(pattern, found.patterns, found.shape, found.partition_dim, widths)
+
+
+def _sub_param_shape(sub: SubParams, shape: Sequence[Any]) -> Instance:
+    """Upstream's own record of sub-parameters, which is pickled by its class."""
+    kind: Global = stub("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
+    record: Instance = kind.__new__(kind)  # type: ignore[call-overload]
+    record.state = {"patterns": sub.patterns, "shape": shape, "partition_dim": sub.partition_dim}
+    return record

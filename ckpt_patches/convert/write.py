@@ -2,15 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.convert.layout import Block
-from ckpt_patches.convert.new_file import PAGE, NewFile, pages
-from ckpt_patches.convert.output_files import Content, CopiedOutput, Output, Slice, TorchOutput
-from ckpt_patches.convert.sources import Sources, opened
+from ckpt_patches.convert.new_file import PAGE, NewFile, pages, writes_directly
+from ckpt_patches.convert.output_files import Content, CopiedOutput, Output, Records, TorchOutput
+from ckpt_patches.convert.reading import Reader, Seen, Shares, opened
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_writer import torch_file
@@ -19,39 +18,30 @@ from ckpt_patches.runtime.unfinished import TEMPORARY, reported
 
 SHORT = 65536  # bytes; rows up to this length are read in batches, longer ones directly to their targets
 COMPARED = 1 << 20  # bytes at a time
+BYTES_IN_FLIGHT = 16 << 20  # of all workers; larger buffers are not faster, and exceed a processor's cache
 # Limits of a batch of files to sync together: the disk then does common work only once.
 FILES_TOGETHER = 32
 BYTES_TOGETHER = 64 << 20
 
-Fill = Callable[["Sources", Content, int, memoryview, memoryview], None]
-
-
-@dataclass(frozen=True)
-class Job:
-    """The settings of all files of a conversion."""
-
-    folder: Path  # of the output
-    paths: list[Path]  # of the checkpoint's files
-    bytes_in_flight: int  # of all workers together
-    sync: bool = True  # sync a file before its rename
-    direct: bool = False  # bypass the page cache
+Fill = Callable[[Shares, Content, int, memoryview, memoryview], None]
 
 
 @contextmanager
-def writer(job: Job, workers: int, moved: Moved) -> Iterator["Writer"]:
-    """The writer of one of several workers."""
-    with opened(job.paths) as sources:
-        yield Writer(job, sources, job.bytes_in_flight // workers, moved)
+def writer(folder: Path, records: Mapping[str, Records], workers: int, moved: Moved) -> Iterator["Writer"]:
+    """The writer of one of several workers. `records` are those of the checkpoint's files."""
+    with opened(records) as reader:
+        yield Writer(folder, reader, BYTES_IN_FLIGHT // workers, moved)
 
 
 class Writer:
-    """Writes outputs of a job one by one; calls `moved` for every window of bytes.
+    """Writes outputs into a folder one by one; calls `moved` for every window of bytes.
 
     A file gets its final name when it is on disk, at the latest in `finish`.
     """
 
-    def __init__(self, job: Job, sources: Sources, nbytes: int, moved: Moved) -> None:
-        self.job, self.sources, self.moved = job, sources, moved
+    def __init__(self, folder: Path, reader: Reader, nbytes: int, moved: Moved) -> None:
+        self.folder, self.reader, self.moved = folder, reader, moved
+        self.direct = writes_directly(folder)
         # The second buffer is for rows before their copy, or for slices to average or compare.
         memory = pages(max(nbytes, 2 * PAGE))
         half = len(memory) // PAGE // 2 * PAGE
@@ -68,14 +58,14 @@ class Writer:
         Raises:
             UserError: the disk is full, or a file cannot be read.
         """
-        path = f"{self.job.folder}/{output.name}"  # building a `Path` takes as long as writing a small file
+        path = f"{self.folder}/{output.name}"  # building a `Path` takes as long as writing a small file
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/{self._temporary}{name}"
         with reported(path):
             if folder not in self._folders:
                 os.makedirs(folder, exist_ok=True)
                 self._folders.add(folder)
-            file = NewFile(temporary, self.buffer, direct=self.job.direct)
+            file = NewFile(temporary, self.buffer, direct=self.direct)
             try:
                 self._fill(file, output)
                 file.finish()
@@ -84,7 +74,7 @@ class Writer:
                 os.unlink(temporary)
                 raise
             if isinstance(output, CopiedOutput):
-                shutil.copystat(self.job.paths[output.file], temporary)
+                shutil.copystat(output.path, temporary)
         self._unnamed.append((file, temporary, path))
         self._unsynced += output.nbytes
         if len(self._unnamed) >= FILES_TOGETHER or self._unsynced >= BYTES_TOGETHER:
@@ -98,33 +88,33 @@ class Writer:
         else:
             self._copy(output, file)
 
-    def finish(self) -> None:
-        """Sync the written files, and give them their final names."""
+    def finish(self) -> Seen:
+        """Sync the written files, and give them their final names; return what was read."""
         self._unsynced = 0
         while self._unnamed:
             file, temporary, path = self._unnamed.pop(0)
             with reported(path):
-                if self.job.sync:
-                    file.sync()
+                file.sync()
                 file.close()
                 os.replace(temporary, path)
+        return self.reader.seen
 
     def _copy(self, output: CopiedOutput, file: NewFile) -> None:
         begin = 0
         while begin < output.nbytes:
             piece = file.room(output.nbytes - begin)
-            self.sources.read(output.file, begin, piece)
+            self.reader.read(str(output.path), begin, piece)
             begin += file.write(piece)
             self.moved(len(piece))
 
     def windows(self, file: NewFile, content: Content, name: str) -> Iterator[memoryview]:
         """Yield a storage's bytes in pieces of the file's buffer."""
-        fill = made_by(content.how)
+        fill, shares = made_by(content.how), Shares(self.reader, content)
         begin = 0
         while begin < content.nbytes:
             window = file.room(content.nbytes - begin)
-            fill(self.sources, content, begin, window, self.rows)
-            _check_copies(self.sources, content, begin, window, self.rows, name)
+            fill(shares, content, begin, window, self.rows)
+            _check_copies(shares, content, begin, window, self.rows, name)
             yield window
             begin += len(window)
             self.moved(len(window))
@@ -141,7 +131,7 @@ def made_by(how: str) -> Fill:
 
 
 def _check_copies(
-    sources: Sources, content: Content, begin: int, window: memoryview, rows: memoryview, name: str
+    shares: Shares, content: Content, begin: int, window: memoryview, rows: memoryview, name: str
 ) -> None:
     """Check that all slices agree where they overlap the window.
 
@@ -153,7 +143,7 @@ def _check_copies(
     for block in copies:
         for source, target, nbytes in _rows(block.scaled(size), begin, begin + len(window)):
             found, expected = rows[:nbytes], window[target - begin : target - begin + nbytes]
-            sources.read_slice(content.slices[block.slice], source, found)
+            shares.read(block.slice, source, found)
             if not _same(found, expected, content.dtype):
                 raise UserError(_differs(name, content, block.slice))
 
@@ -180,16 +170,15 @@ def _same(one: memoryview, other: memoryview, dtype: str) -> bool:
     return arithmetic.equal(one, other, dtype)
 
 
-def place(sources: Sources, content: Content, begin: int, window: memoryview, rows: memoryview) -> None:
+def place(shares: Shares, content: Content, begin: int, window: memoryview, rows: memoryview) -> None:
     """Fill a window of the full parameter, from byte `begin` on, from the slices."""
     size = ITEM_SIZE[content.dtype]
     for block in content.layout.blocks:
-        slice_ = content.slices[block.slice]
         if block.count > 1 and block.source_stride == block.length and block.length * size <= SHORT:
-            _place_short_rows(sources, slice_, block.scaled(size), begin, window, rows)
+            _place_short_rows(shares, block.scaled(size), begin, window, rows)
         else:
             for source, target, nbytes in _rows(block.scaled(size), begin, begin + len(window)):
-                sources.read_slice(slice_, source, window[target - begin : target - begin + nbytes])
+                shares.read(block.slice, source, window[target - begin : target - begin + nbytes])
 
 
 def _rows(block: Block, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -203,24 +192,22 @@ def _rows(block: Block, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
             yield block.source + row * block.source_stride + low - target, low, high - low
 
 
-def _place_short_rows(
-    sources: Sources, slice_: Slice, block: Block, begin: int, window: memoryview, rows: memoryview
-) -> None:
+def _place_short_rows(shares: Shares, block: Block, begin: int, window: memoryview, rows: memoryview) -> None:
     """Read many rows that are consecutive in the slice at once, then copy each to its target."""
     batch: list[tuple[int, int, int]] = []
     nbytes = 0
     for row in _rows(block, begin, begin + len(window)):
         if nbytes + row[2] > len(rows):
-            _scatter(sources, slice_, batch, begin, window, rows[:nbytes])
+            _scatter(shares, block.slice, batch, begin, window, rows[:nbytes])
             batch, nbytes = [], 0
         batch.append(row)
         nbytes += row[2]
-    _scatter(sources, slice_, batch, begin, window, rows[:nbytes])
+    _scatter(shares, block.slice, batch, begin, window, rows[:nbytes])
 
 
 def _scatter(
-    sources: Sources,
-    slice_: Slice,
+    shares: Shares,
+    number: int,
     batch: list[tuple[int, int, int]],
     begin: int,
     window: memoryview,
@@ -229,6 +216,6 @@ def _scatter(
     if not batch:
         return
     first = batch[0][0]
-    sources.read_slice(slice_, first, rows)
+    shares.read(number, first, rows)
     for source, target, nbytes in batch:
         window[target - begin : target - begin + nbytes] = rows[source - first : source - first + nbytes]

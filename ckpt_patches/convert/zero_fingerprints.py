@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_patches.convert import traits
 from ckpt_patches.convert.convert import Options, planned
 from ckpt_patches.convert.output_files import Content, TorchOutput
-from ckpt_patches.convert.sources import Sources, opened
+from ckpt_patches.convert.reading import Reader, Shares, opened
 from ckpt_patches.convert.write import made_by
 from ckpt_patches.fingerprint.states import BLOCK, Fingerprint, of_blocks, state_named
 from ckpt_patches.formats import universal
@@ -18,10 +17,10 @@ def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
     Raises:
         UserError: the checkpoint is damaged, or of an unsupported kind.
     """
-    plan = planned(path, traits.installed()[0], Options(trust_checkpoint=trust, inject_missing_state=True))
+    plan = planned(path, Options(trust_checkpoint=trust, inject_missing_state=True, drop_singles=True))
     outputs = {output.name: output for output in plan.outputs if isinstance(output, TorchOutput)}
     outputs.update({link.name: outputs[link.file] for link in plan.links if link.file in outputs})
-    with opened([file.path for file in plan.files]) as sources:
+    with opened({}) as reader:
         for name in sorted(outputs):
             folder, _, file = name.rpartition("/")
             state = file.removesuffix(".pt")
@@ -29,16 +28,16 @@ def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
                 tensor = universal.tensor_of(outputs[name].value)
                 assert tensor is not None, name  # each of these outputs has one
                 content = outputs[name].contents[tensor.storage.key]
-                value = of_blocks(_windows(sources, content), tensor.dtype)
+                value = of_blocks(_windows(reader, content), tensor.dtype)
                 parameter = folder.removeprefix(f"{universal.FOLDER}/")
                 yield Fingerprint(parameter, state_named(state), tensor.numel, value)
 
 
-def _windows(sources: Sources, content: Content) -> Iterator[memoryview]:
+def _windows(reader: Reader, content: Content) -> Iterator[memoryview]:
     """Yield all bytes of a parameter's state in order, block by block in one buffer."""
-    fill = made_by(content.how)
+    fill, shares = made_by(content.how), Shares(reader, content)
     memory, rows = (memoryview(bytearray(min(BLOCK, content.nbytes))) for _ in range(2))
     for begin in range(0, content.nbytes, BLOCK):
         window = memory[: min(BLOCK, content.nbytes - begin)]
-        fill(sources, content, begin, window, rows)
+        fill(shares, content, begin, window, rows)
         yield window

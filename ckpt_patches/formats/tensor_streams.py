@@ -22,6 +22,8 @@ PROBLEMS = {
     zero_inventory.OTHER_STEP: damages.MIXED_STEPS,
     zero_inventory.OTHER_DEGREE: damages.MIXED_RANKS,
     zero_inventory.CONTRADICTION: damages.CONTRADICTION,
+    zero_inventory.FRAGMENTS: damages.FRAGMENTS,
+    zero_inventory.NOT_JUDGED: damages.NOT_JUDGED,
     zero_inventory.UNUSUAL: damages.UNUSUAL,
     zero_inventory.RARE: damages.RARE,
 }

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader
@@ -49,10 +49,6 @@ class Folder:
     def prefixes(self) -> set[str]:
         """The prefixes of the optimizer files' names; several if the folder has files of several runs."""
         return {match[1] for match in map(OPTIMIZER.fullmatch, self.optimizer.values()) if match}
-
-    @property
-    def dp_degree(self) -> int:
-        return 1 + max(dp for dp, _ in self.optimizer)
 
     def starting_with(self, prefix: str) -> list[str]:
         return [name for name in self.names if name.startswith(prefix)]
@@ -94,7 +90,7 @@ class ElementType(NamedTuple):
 class Flat(NamedTuple):
     """A flattened tensor in a file."""
 
-    file: int  # index of the file
+    file: str  # its path
     offset: int  # bytes from the start of the file
     numel: int
     type: ElementType
@@ -106,7 +102,7 @@ class Step:
     """The optimizer's step as the file has it: a number, or a tensor without dimensions."""
 
     value: Any
-    file: int
+    file: str
     known: object  # to compare: the number, or the tensor's dtype and bytes
     group: int
 
@@ -125,8 +121,8 @@ class Partition:
     states: dict[str, Flat]  # the main parameter (MASTER), and the optimizer's states of the same elements
     step: Step | None
     fragments: dict[str, tuple[int, int]]  # stages 1 and 2: by parameter, start in the partition, elements
-    scalars: tuple[str, ...] = ()  # the group's single values, such as mu_product
-    others: tuple[str, ...] = ()  # tensors that are neither of these
+    others: tuple[str, ...] = ()  # what has no number for each of the main parameter's: codes, nested states
+    singles: tuple[str, ...] = ()  # the group's single values, such as mu_product
     momentum: Flat | None = None  # Muon's at stages 1 and 2; it can be of full parameters
     in_momentum: Mapping[str, int] = field(default_factory=dict)  # by parameter, start of its fragment in `momentum`
     wholes: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by parameter, start and elements of all of it
@@ -134,12 +130,6 @@ class Partition:
     def held(self) -> list[str]:
         """The states of each fragment, the main parameter first."""
         return [*self.states, *([MOMENTUM] if self.momentum else [])]
-
-    def place(self, name: str, key: str) -> tuple[Flat, int]:
-        """The tensor with a parameter's state, and the element at which the parameter's fragment begins in it."""
-        if key == MOMENTUM and self.momentum:
-            return self.momentum, self.in_momentum[name]
-        return self.states[key], self.fragments[name][0]
 
 
 @dataclass(frozen=True)
@@ -155,23 +145,14 @@ class RankState:
     sharing: tuple[tuple[int, ...], ...] = ()  # stage 3: by group, the ranks that share it, if stored
 
 
-@dataclass(frozen=True)
-class ModelFile:
-    """The relevant content of a model-states file."""
-
-    file: int
-    shapes: tuple[dict[str, Shape], ...]  # of the trained parameters, by group
-    module: dict[str, TensorHeader] = field(default_factory=dict)  # the weights
-
-
 def stage_of(optimizer: Mapping[str, Any]) -> int:
     """The ZeRO stage; BF16_Optimizer writes no stage. A stored enum has the number as its argument."""
     stage = optimizer.get("zero_stage", 1)
     return int(stage.args[0] if isinstance(stage, torch_file.Instance) else stage)
 
 
-def read_rank(path: Path, file: int, optimizer: dict[str, Any]) -> RankState:
-    """Parse a rank's optimizer file. `file` is the file index for its tensors.
+def read_rank(path: Path, optimizer: dict[str, Any]) -> RankState:
+    """Parse a rank's optimizer file.
 
     Raises:
         BadFileError: the content is not what DeepSpeed writes.
@@ -199,7 +180,7 @@ def read_rank(path: Path, file: int, optimizer: dict[str, Any]) -> RankState:
         padding = paddings[group] if group < len(paddings) and type(paddings[group]) is int else 0
         of_muon = stage < 3 and _is_of_muon(base, group)
         state = states.get(group) or {}
-        partitions.append(_partition(path, file, group, state, master, mapping, padding, is_of_muon=of_muon))
+        partitions.append(_partition(path, group, state, master, mapping, padding, is_of_muon=of_muon))
     counts = optimizer.get("partition_count") or ()
     return RankState(
         stage,
@@ -220,7 +201,6 @@ def _is_of_muon(base: Mapping[str, Any], group: int) -> bool:
 
 def _partition(
     path: Path,
-    file: int,
     group: int,
     state: dict[str, Any],
     master: Any,
@@ -229,32 +209,39 @@ def _partition(
     *,
     is_of_muon: bool,
 ) -> Partition:
-    states = {MASTER: _flat(path, file, MASTER, master)}
+    states = {MASTER: _flat(path, MASTER, master)}
     fragments = {name: _fragment(path, name, address) for name, address in mapping.items()}
     numel = states[MASTER].numel
     sizes = range(numel, max(states[MASTER].room, numel + padding) + 1)  # the main parameter can lack its padding
-    scalars, others, momentum = [], [], None
+    others, singles, momentum = [], [], None
     for key, value in state.items():
         if key in MOMENTS:
-            states[key] = _flat(path, file, key, value)
+            states[key] = _flat(path, key, value)
         elif key == "step" or value is None:
             continue
-        elif not isinstance(value, TensorHeader) or not value.shape or value.shape == (1,) != (numel,):
-            scalars.append(str(key))
+        elif _is_single(value, numel):
+            singles.append(str(key))
         elif not _is_flat(value) or not NAME.fullmatch(str(key)) or key in RESERVED:
             others.append(str(key))
         elif is_of_muon and key == MOMENTUM:
-            momentum = _flat(path, file, key, value)
+            momentum = _flat(path, key, value)
         elif value.numel in sizes:
-            states[key] = _flat(path, file, key, value)
+            states[key] = _flat(path, key, value)
         else:
             others.append(str(key))
-    step = _step(path, file, group, state)
-    return Partition(states, step, fragments, tuple(scalars), tuple(others), momentum)
+    step = _step(path, group, state)
+    return Partition(states, step, fragments, tuple(others), tuple(singles), momentum)
 
 
-def _is_flat(tensor: TensorHeader) -> bool:
-    return tensor.is_contiguous and len(tensor.shape) == 1 and tensor.dtype in NUMBERS
+def _is_single(value: Any, numel: int) -> bool:
+    """Whether a state is a number, or a tensor of one element in a group of `numel`."""
+    if isinstance(value, TensorHeader):
+        return not value.shape or value.shape == (1,) != (numel,)
+    return isinstance(value, (int, float))
+
+
+def _is_flat(value: Any) -> TypeGuard[TensorHeader]:
+    return isinstance(value, TensorHeader) and value.is_contiguous and len(value.shape) == 1 and value.dtype in NUMBERS
 
 
 def _fragment(path: Path, name: str, address: Any) -> tuple[int, int]:
@@ -266,33 +253,20 @@ def _fragment(path: Path, name: str, address: Any) -> tuple[int, int]:
     return start, numel
 
 
-def _flat(path: Path, file: int, key: str, tensor: Any) -> Flat:
+def _flat(path: Path, key: str, tensor: Any) -> Flat:
     if not isinstance(tensor, TensorHeader) or not tensor.is_contiguous or len(tensor.shape) != 1:
         raise BadFileError(f"{path}: expected {key} as one flattened tensor, found {shown(tensor)}")
     room = (tensor.storage.offset + tensor.storage.nbytes - tensor.offset) // tensor.item_size
-    return Flat(file, tensor.offset, tensor.numel, ElementType(tensor.dtype, tensor.requires_grad), room)
+    return Flat(str(path), tensor.offset, tensor.numel, ElementType(tensor.dtype, tensor.requires_grad), room)
 
 
-def _step(path: Path, file: int, group: int, state: Mapping[str, Any]) -> Step | None:
+def _step(path: Path, group: int, state: Mapping[str, Any]) -> Step | None:
     value = state.get("step")
     if value is None:
         return None
     if not isinstance(value, TensorHeader):
-        return Step(value, file, value if isinstance(value, (int, float)) else None, group)
-    return Step(value, file, (value.dtype, torch_file.data_of(path, value)), group)
-
-
-def read_model(path: Path, file: int, value: Any) -> ModelFile:
-    """Parse a model-states file.
-
-    Raises:
-        BadFileError: the file does not have the shapes of its parameters.
-    """
-    groups = required(value, "param_shapes", path)
-    shapes = tuple({name: tuple(shape) for name, shape in group.items()} for group in groups)
-    module = value.get("module")
-    weights = {k: v for k, v in module.items() if isinstance(v, TensorHeader)} if isinstance(module, dict) else {}
-    return ModelFile(file, shapes, weights)
+        return Step(value, str(path), value if isinstance(value, (int, float)) else None, group)
+    return Step(value, str(path), (value.dtype, torch_file.data_of(path, value)), group)
 
 
 def required(holder: Any, key: Any, path: Path) -> Any:

@@ -4,14 +4,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckpt_patches.formats import checksum, torch_file, zero, zero_inventory, zero_keys
+from ckpt_patches.formats import checksum, torch_file, zero, zero_experts, zero_inventory, zero_keys
 from ckpt_patches.formats.torch_file import BadFileError, TorchFile
 from ckpt_patches.formats.zero import Partition, RankState
 from ckpt_patches.formats.zero_inventory import ModelFacts, RankFacts
 from ckpt_patches.runtime.shown import shown
 
 # Keys of a model-states file that the inventory reads, and those of which it reads only the names.
-OF_A_MODEL = (*zero_keys.OF_THE_MODEL, "iteration", "param_shapes", "frozen_param_shapes", "buffer_names")
+OF_A_MODEL = (
+    *zero_keys.OF_THE_MODEL,
+    *("iteration", "param_shapes", "frozen_param_shapes", "buffer_names", "shared_params", "num_experts"),
+    *(zero_experts.KEY, zero_experts.LEGACY_KEY),
+)
 NAMED = ("module", "frozen_param_fragments")
 
 
@@ -77,7 +81,13 @@ def of_rank(file: TorchFile, optimizer: Mapping[str, Any], state: RankState) -> 
 
 
 def of_model(file: TorchFile) -> ModelFacts:
-    """The facts in a model-states file that holds a dict."""
+    """The facts in a model-states file.
+
+    Raises:
+        BadFileError: it does not hold a dict, or has no shapes as `param_shapes`.
+    """
+    if not isinstance(file.value, dict):
+        raise BadFileError(f"{file.path}: expected a dict in it, found {type(file.value).__name__}")
     check_shapes(file.path, file.value)
     return ModelFacts(file.path.name, file.value, file.root)
 

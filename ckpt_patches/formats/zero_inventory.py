@@ -19,8 +19,8 @@ from ckpt_patches.runtime.shown import shown
 # Kinds of problems. All but the last two are proven damage.
 ABSENT_RANK, ABSENT_STATE, ABSENT_WEIGHT = "absent rank", "absent state", "absent weight"
 FOREIGN, OTHER_STEP, OTHER_DEGREE = "foreign", "other step", "other degree"
-CONTRADICTION, UNUSUAL = "contradiction", "unusual"
-RARE = "rare"  # a run can save this: a note
+CONTRADICTION, FRAGMENTS, NOT_JUDGED = "contradiction", "fragments", "unknown addresses"
+UNUSUAL, RARE = "unusual", "rare"  # RARE: a run can save this: a note
 EXPERT = re.compile(r"\.deepspeed_experts\.|\.experts\.w[123]$")
 NAMED = re.compile(r"global_step(\d{1,15})")
 LEAST_DISTINCTIVE = 16  # elements

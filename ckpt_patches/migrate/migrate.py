@@ -157,7 +157,7 @@ def migrate(
         warn(warning)
     job = move.Job(folder.working, planned.shards, options.sync)
     task = Task(planned.files, partial(move.writer, job), partial(_count, workers), partial(_to_read, planned))
-    done = write_together(folder, task, ranks, lambda: _finish(found, planned, folder, options, workers))
+    done = write_together(folder, task, ranks, lambda _: _finish(found, planned, folder, options, workers))
     findings = done.result
     return Summary(
         output=str(folder.final),

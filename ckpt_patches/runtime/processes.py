@@ -225,12 +225,12 @@ def _share(function: Callable[[Item], Result], share: Sequence[Item]) -> Iterato
 
 
 def in_shares(
-    work: Callable[[Sequence[Item], Callable[[int], None]], Iterable[None]],
+    work: Callable[[Sequence[Item], Callable[[int], None]], Iterable[Result]],
     shares: Sequence[Sequence[Item]],
     show: Callable[[int], object],
     interval: float,
-) -> None:
-    """Run shares of the work, each in a worker that yields one value and reports the bytes that it has moved.
+) -> list[Result]:
+    """The results of shares of the work, each of a worker that yields one and reports the bytes that it has moved.
 
     Args:
         work: called with a share, and with the function to report bytes.
@@ -244,11 +244,13 @@ def in_shares(
     functions = [partial(work, share, moved.counter(index)) for index, share in enumerate(shares)]
     with started(functions) as running:
         left = list(running)
+        results = []
         while left:
             for worker in ready(left, interval):
                 left.remove(worker)
-                worker.receive()
+                results.append(worker.receive())
             show(moved.total)
+    return results
 
 
 class Counters:

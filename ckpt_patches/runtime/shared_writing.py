@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.processes import in_shares
@@ -48,6 +48,7 @@ class Written:
     files: int
     files_before: int  # of an interrupted run
     workers: int
+    results: Sequence[Any] = ()  # of the workers' `finish`
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,11 @@ class Done(Generic[Result]):
 
 
 def write_together(
-    folder: UnfinishedFolder, task: Task[Output], ranks: Ranks, finish: Callable[[], Result]
+    folder: UnfinishedFolder, task: Task[Output], ranks: Ranks, finish: Callable[[Sequence[Written]], Result]
 ) -> Done[Result]:
-    """Lock the folder, write the missing files, and call `finish` on rank 0. All ranks call this.
+    """Lock the folder, write the missing files, and call `finish` on rank 0, with what each rank wrote.
+
+    All ranks call this.
 
     Raises:
         UserError: another process writes the folder, a file cannot be written, or a rank is missing.
@@ -77,7 +80,7 @@ def write_together(
         ranks.first("making the output folder", take)
         began = time.monotonic()
         written = ranks.gather("writing", lambda: _write_share(folder, task, ranks))
-        result = ranks.first("finishing the output folder", finish)
+        result = ranks.first("finishing the output folder", lambda: finish(written))
     total = Written(
         bytes=sum(own.bytes for own in written),
         files=sum(own.files for own in written),
@@ -107,11 +110,12 @@ def _write_share(folder: UnfinishedFolder, task: Task[Output], ranks: Ranks) -> 
     own = shares(task.outputs, ranks.size)[ranks.rank]
     left = folder.missing(own)
     count = task.workers(left)
+    results: list[Any] = []
     with Progress(task.to_move(left)) as progress:
         if left:
             work = partial(_work, os.getpid(), partial(task.writer, count))
-            in_shares(work, shares(left, count), progress.show, Progress.INTERVAL)
-    return Written(sum(file.nbytes for file in left), len(left), len(own) - len(left), count)
+            results = in_shares(work, shares(left, count), progress.show, Progress.INTERVAL)
+    return Written(sum(file.nbytes for file in left), len(left), len(own) - len(left), count, results)
 
 
 def _work(
@@ -119,7 +123,7 @@ def _work(
     begin: Callable[[Moved], AbstractContextManager[Writer[Output]]],
     share: Sequence[Output],
     moved: Moved,
-) -> Iterator[None]:
+) -> Iterator[Any]:
     with begin(moved) as writer:
         try:
             for file in share:
@@ -127,5 +131,5 @@ def _work(
                     break
                 writer.write(file)
         finally:
-            writer.finish()  # rename the complete files, even if the next one failed
-    yield None
+            result = writer.finish()  # rename the complete files, even if the next one failed
+    yield result

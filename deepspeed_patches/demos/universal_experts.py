@@ -20,7 +20,7 @@ def save_and_load(rank: int, folder: Path) -> int:
     experts.train(run, rank, range(experts.STEPS))
     run.save_checkpoint(str(folder), tag=dt.TAG)
     saved = states(run)
-    dt.convert(folder, "--inject_missing_state")
+    dt.convert(folder)
     resumed = experts.engine(EXPERT_PARALLEL, 1, universal=True)
     resumed.load_checkpoint(str(folder), tag=dt.UNIVERSAL)
     return len(dt.differences(states(resumed), saved))

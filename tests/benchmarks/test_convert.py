@@ -33,7 +33,6 @@ OURS = {
     "read": [],
     "one worker": ["--num_extract_workers", "1"],
     "two workers": ["--num_extract_workers", "2"],
-    "no sync": ["--no_sync"],
 }
 MB = 1 << 20
 

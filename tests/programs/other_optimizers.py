@@ -43,7 +43,7 @@ def main() -> None:
     out, cases = Path(sys.argv[1]), sys.argv[2:]
     dt.results(optimizers.train_and_keep, SAVED, out, cases, SAVED)
     for case in cases:
-        convert(out / case / dt.TAG, out / case / dt.UNIVERSAL, Options(workers=1, sync=False))
+        convert(out / case / dt.TAG, out / case / dt.UNIVERSAL, Options(workers=1))
     loads = [dt.results(optimizers.load, ranks, out, cases, ranks, dt.UNIVERSAL)[0] for ranks in LOADED]
     resumed = dt.results(optimizers.load, SAVED, out, cases, SAVED, dt.TAG)[0]
     found = {

@@ -1,0 +1,378 @@
+"""The model of a ZeRO folder: the ranks' files, the facts of the model files, the slices of each parameter, problems.
+
+What contradicts the other files is a problem in the model, not an error: the audit reports all of them, and the
+converter refuses the first.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats import zero, zero_addresses, zero_experts, zero_facts, zero_inventory
+from ckpt_patches.formats.checkpoint import last_step
+from ckpt_patches.formats.torch_file import BadFileError, TorchFile
+from ckpt_patches.formats.zero import MASTER, MOMENTUM, ElementType, Flat, Folder, Partition, RankState, Shape, Shares
+from ckpt_patches.formats.zero_facts import numel_of
+from ckpt_patches.formats.zero_inventory import FRAGMENTS, NOT_JUDGED, OTHER_DEGREE, ModelFacts, Problem, RankFacts
+from ckpt_patches.runtime.shown import shown
+
+Wanted = TypeVar("Wanted")
+
+
+class ReadAll(Protocol):
+    """How a tool opens files: the results of `wanted` for these files, None for one that cannot be read."""
+
+    def __call__(self, names: Sequence[str], wanted: Callable[[TorchFile], Wanted], /) -> Sequence[Wanted | None]: ...
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """A rank's optimizer file and its contents."""
+
+    path: Path
+    rank: int  # data-parallel
+    model_rank: int
+    state: RankState
+
+    @property
+    def step(self) -> int | None:
+        own = [partition.step.number for partition in self.state.partitions if partition.step]
+        return last_step([*own, *(group.get("step") for group in self.state.settings if isinstance(group, dict))])
+
+
+@dataclass
+class Zero:
+    """The files of a ZeRO folder that could be read."""
+
+    folder: Folder
+    models: dict[tuple[int | None, int], ModelFacts]  # by data-parallel (before stage 3: None), model-parallel rank
+    ranks: dict[tuple[int, int], RankFile]  # by data-parallel and model-parallel rank, in the order of the latter
+    facts: dict[tuple[int, int], RankFacts] = field(default_factory=dict)  # by the same
+    problems: list[Problem] = field(default_factory=list)
+    _degrees: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> int:
+        return max((file.state.stage for file in self.ranks.values()), default=1)
+
+    def of(self, model_rank: int) -> list[RankFile]:
+        """The files of a model-parallel rank, in the order of the data-parallel ranks."""
+        return [file for (_, own), file in self.ranks.items() if own == model_rank]
+
+    def model(self, model_rank: int) -> Mapping[str, Any]:
+        """The content of a model-parallel rank's model file, at stage 3 of its first one; empty without one."""
+        found = self.models.get((None, model_rank)) or self.models.get((0, model_rank))
+        return found.value if found else {}
+
+    def data_parallel(self, model_rank: int) -> int:
+        """The number of data-parallel ranks."""
+        if model_rank not in self._degrees:
+            counts = (count for file in self.of(model_rank) for count in file.state.data_parallel)
+            ranks = [dp for dp, own in self.folder.optimizer if own == model_rank]
+            stated = self.model(model_rank).get("dp_world_size")
+            self._degrees[model_rank] = zero_inventory.degree(stated, counts, ranks)
+        return self._degrees[model_rank]
+
+
+def read(folder: Folder, read_all: ReadAll) -> Zero:
+    """The model of a folder."""
+    complete = {rank: name for rank, name in folder.models.items() if not rank[0]}
+    others = {rank: name for rank, name in folder.models.items() if rank[0]}
+    models = dict(zip(complete, read_all([*complete.values()], zero_facts.of_model), strict=True))
+    first = next((own.value for own in models.values() if own), {})
+    unlike = read_all([*others.values()], lambda file: zero_facts.unlike(zero_facts.of_model(file), first))
+    models |= {rank: own.facts(first) for rank, own in zip(others, unlike, strict=True) if own}
+    numbers = sorted(folder.optimizer, key=lambda rank: rank[::-1])
+    files = read_all([folder.optimizer[rank] for rank in numbers], _rank_file)
+    ranks = {rank: own for rank, own in zip(numbers, files, strict=True) if own}
+    in_order = {rank: own for rank in folder.models if (own := models.get(rank))}
+    facts = {rank: own for rank, (_, own) in ranks.items()}
+    found = Zero(folder, in_order, {rank: file for rank, (file, _) in ranks.items()}, facts)
+    for model_rank in dict.fromkeys(mp for _, mp in ranks):
+        _set_addresses(found, model_rank)
+    found.problems += zero_inventory.problems(facts, found.models, found.stage, folder.names, folder.optimizer)
+    return found
+
+
+def _rank_file(file: TorchFile) -> tuple[RankFile, RankFacts]:
+    match = zero.OPTIMIZER.fullmatch(file.path.name)
+    assert match  # `look` has found it by this name
+    try:
+        optimizer = zero.required(file.value, zero.OPTIMIZER_STATE, file.path)
+        state = zero.read_rank(file.path, optimizer)
+        facts = zero_facts.of_rank(file, optimizer, state)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise BadFileError(f"{file.path} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
+    return RankFile(file.path, int(match[2]), int(match[3]), state), facts
+
+
+def _set_addresses(found: Zero, model_rank: int) -> None:
+    """Set the real addresses in the flat buffers of stages 1 and 2, also in Muon's momentum."""
+    own, model = found.of(model_rank), found.model(model_rank)
+    partitions: list[tuple[Partition, ...]] = [file.state.partitions for file in own]
+    shapes = shapes_of(model)
+    try:
+        if found.stage < 3 and zero_addresses.is_round_robin(model.get("ds_config")):
+            partitions = zero_addresses.in_written_order(partitions, shapes, found.folder.path.name)
+        if any(partition.momentum for of_rank in partitions for partition in of_rank):
+            every = {name: shape for group in shapes for name, shape in group.items()}
+            all_share = not any(map(zero_inventory.is_expert, every))
+            partitions = zero_addresses.with_momentum(partitions, every, all_share=all_share)
+    except (UserError, ValueError, AttributeError, TypeError) as error:
+        found.problems.append(Problem(NOT_JUDGED, "all parameters", str(error)))
+        return
+    for file, fixed in zip(own, partitions, strict=True):
+        found.ranks[file.rank, model_rank] = replace(file, state=replace(file.state, partitions=fixed))
+
+
+def shapes_of(model: Mapping[str, Any]) -> list[dict[str, Shape]]:
+    """The shapes of the trained parameters in a model file, by group."""
+    return [{name: tuple(shape) for name, shape in group.items()} for group in model.get("param_shapes") or []]
+
+
+# Slices
+
+
+class Part(NamedTuple):
+    """The elements of a parameter on one data-parallel rank: their partition, the first element there, their number."""
+
+    file: RankFile
+    partition: Partition
+    name: str
+    start: int
+    numel: int
+
+    def place(self, state: str) -> tuple[Flat, int]:
+        """The flat tensor with a state, and the element at which this part begins in it."""
+        if state == MOMENTUM and self.partition.momentum:
+            return self.partition.momentum, self.partition.in_momentum[self.name]
+        return self.partition.states[state], self.start
+
+
+@dataclass
+class Slice:
+    """A parameter on one model-parallel rank, and if it is an expert's: on the ranks that share the expert."""
+
+    name: str
+    model_rank: int
+    sharing: tuple[int, ...]  # the data-parallel ranks that share it
+    shape: Shape | None  # None: no file states it
+    parts: Sequence[Part] = field(default_factory=list)  # in the order of the parameter's elements
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel for part in self.parts)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the ranks have equal parts, as at stage 3."""
+        return isinstance(self.parts, _EqualParts)
+
+    @property
+    def expert_rank(self) -> int:
+        """The expert-parallel rank: with 4 ranks, 2 of them per expert, it is 1 for 1 and 3, or for 2 and 3."""
+        first = self.sharing[0]
+        return first // len(self.sharing) if first + 1 in self.sharing else first
+
+    @property
+    def contradiction(self) -> str:
+        """Why the parts are not the parameter of this shape; empty if they are."""
+        if self.is_equal and len(self.parts) == len(self.sharing):
+            return ""
+        expected = 0 if self.shape is None else math.prod(self.shape)
+        if self.numel != expected:
+            why = "a fragment is missing" if self.numel < expected else "fragments overlap"
+            return f"{self.numel} elements in all fragments, {expected} in the model's shape: {why}"
+        for one, other in itertools.pairwise(part for part in self.parts if part.numel):
+            ends = one.start + one.numel >= one.partition.states[MASTER].numel
+            if other.start or not ends or other.file.rank != self._next(one):
+                ranks = f"{one.file.rank} and {other.file.rank}"
+                return f"the fragments of data-parallel ranks {ranks} do not follow on one another"
+        return ""
+
+    def _next(self, part: Part) -> int:
+        return next((rank for rank in self.sharing if rank > part.file.rank), -1)
+
+    def states(self) -> dict[str, ElementType]:
+        """The states that all parts have, the main parameter first, and the type of their elements when merged.
+
+        Raises:
+            BadFileError: a rank lacks a state that another one has, or has it in another type.
+        """
+        if isinstance(self.parts, _EqualParts):
+            return self.parts.group.states
+        return _states(self.name, [part for part in self.parts if part.numel] or self.parts)
+
+
+class _Group:
+    """Stage 3: a group's partitions on the ranks that share it."""
+
+    def __init__(self, number: int, sharing: tuple[int, ...], files: Sequence[RankFile]) -> None:
+        self.number, self.files = number, files
+        self.partitions = [file.state.partitions[number] for file in files]
+        self.places = [sharing.index(file.rank) for file in files]  # among those that share it
+
+    @cached_property
+    def states(self) -> dict[str, ElementType]:
+        parts = zip(self.files, self.partitions, strict=True)
+        return _states(f"parameter group {self.number}", [Part(*part, "", 0, 0) for part in parts])
+
+
+class _EqualParts(Sequence[Part]):
+    """Stage 3: the parts of a parameter, made when they are asked for: there is one for each of thousands of ranks."""
+
+    def __init__(self, group: _Group, name: str, share: Shares) -> None:
+        self.group, self.name, self.share = group, name, share
+
+    def __len__(self) -> int:
+        return len(self.group.files)
+
+    @overload
+    def __getitem__(self, index: int) -> Part: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Part]: ...
+    def __getitem__(self, index: int | slice) -> Part | Sequence[Part]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        numel = self.share.of(self.group.places[index])
+        return Part(self.group.files[index], self.group.partitions[index], self.name, self.share.start, numel)
+
+
+def _states(name: str, parts: Sequence[Part]) -> dict[str, ElementType]:
+    """The element type of each state. As with torch.cat, the result requires a gradient if one of the parts does."""
+    found = {}
+    for key in dict.fromkeys(key for part in parts for key in part.partition.held()):
+        flats = []
+        for part in parts:
+            flat = part.partition.momentum if key == MOMENTUM else None
+            flat = flat or part.partition.states.get(key)
+            if flat is None:
+                raise BadFileError(
+                    f"{part.file.path}: expected {shown(key)} of {name}, as other ranks have it, found none"
+                )
+            if flats and flat.type.dtype != flats[0].type.dtype:
+                one, other = parts[0].file.path, part.file.path
+                raise BadFileError(f"{one} has {flats[0].type.dtype} where {other} has {flat.type.dtype}")
+            flats.append(flat)
+        found[key] = ElementType(flats[0].type.dtype, any(flat.type.requires_grad for flat in flats))
+    return found
+
+
+def slices(found: Zero, model_rank: int, shapes: Sequence[Mapping[str, Shape]]) -> tuple[list[Slice], list[Problem]]:
+    """The slices of all parameters on one model-parallel rank, and the problems of their fragments.
+
+    Args:
+        found: the folder's model.
+        model_rank: tensor- and pipeline-parallel.
+        shapes: of its parameters, by group.
+    """
+    own = [file for file in found.of(model_rank) if file.rank < found.data_parallel(model_rank)]
+    if not own:
+        return [], []
+    groups = Counter(name for group in shapes for name in group)
+    if twice := [name for name, count in groups.items() if count > 1]:
+        return [], [Problem(FRAGMENTS, name, "it is in several groups of param_shapes") for name in twice]
+    return _stage_3(found, own, shapes) if found.stage > 2 else _stages_1_and_2(found, own, shapes)
+
+
+def _stages_1_and_2(
+    found: Zero, files: Sequence[RankFile], shapes: Sequence[Mapping[str, Shape]]
+) -> tuple[list[Slice], list[Problem]]:
+    model_rank = files[0].model_rank
+    ranks, neighbours = found.data_parallel(model_rank), zero_experts.shares_with_neighbours(found.model(model_rank))
+    every = tuple(range(ranks))
+    shape_of = {name: shape for group in shapes for name, shape in group.items()}
+    made: dict[tuple[str, tuple[int, ...]], Slice] = {}
+    problems: list[Problem] = []
+    for file in files:
+        for number, partition in enumerate(file.state.partitions):
+            problems += _of_fragments(file, partition)
+            sharing = _sharing(file, number, ranks, neighbours=neighbours) or every
+            for name, (start, numel) in partition.fragments.items():
+                unread = Slice(name, model_rank, sharing, shape_of.get(name))
+                parts = made.setdefault((name, sharing), unread).parts
+                assert isinstance(parts, list)
+                parts.append(Part(file, partition, name, start, numel))
+    with_fragments = {name for name, _ in made}
+    if with_fragments:
+        problems += [
+            Problem(FRAGMENTS, name, "no rank has a fragment of it: a fragment is missing")
+            for name, shape in shape_of.items()
+            if name not in with_fragments and 0 not in shape
+        ]
+    return list(made.values()), problems
+
+
+def _sharing(file: RankFile, group: int, ranks: int, *, neighbours: bool) -> tuple[int, ...]:
+    """The data-parallel ranks that share a group with this one, if not all do.
+
+    Neighboring ranks have different experts, unless `neighbours` is set: with 4 ranks, 2 of them per expert,
+    ranks 0 and 2 share one.
+    """
+    counts = file.state.data_parallel
+    if group >= len(counts) or counts[group] == ranks or counts[group] < 1 or ranks % counts[group]:
+        return ()
+    sharing = zero_experts.ranks_of(ranks, ranks // counts[group], neighbours)
+    return next((own for own in sharing if file.rank in own), ())
+
+
+def _of_fragments(file: RankFile, partition: Partition) -> Iterator[Problem]:
+    """Check that fragments lie within the partition and do not overlap."""
+    at, last = 0, ""
+    for name, (start, numel) in sorted(partition.fragments.items(), key=lambda item: item[1]):
+        if start < at:
+            detail = f"{file.path.name}: begins at {start}, before the end of {shown(last)} at {at}: fragments overlap"
+            yield Problem(FRAGMENTS, name, detail)
+        at, last = max(at, start + numel), name
+    if at > numel_of(partition):
+        yield Problem(FRAGMENTS, last, f"{file.path.name}: ends at {at}, the partition at {numel_of(partition)}")
+
+
+def _stage_3(
+    found: Zero, files: Sequence[RankFile], shapes: Sequence[Mapping[str, Shape]]
+) -> tuple[list[Slice], list[Problem]]:
+    """No slices if a file contradicts the model's. Ranks with other experts have a model file with other shapes."""
+    every = tuple(range(found.data_parallel(files[0].model_rank)))
+    made: dict[tuple[int, tuple[int, ...]], list[RankFile]] = {}
+    of_rank = {file.rank: _own_shapes(found, file, shapes) for file in files}
+    for file in files:
+        for number, group in enumerate(of_rank[file.rank]):
+            sharing = next(iter(file.state.sharing[number : number + 1]), ()) or every
+            if problem := _contradiction(file, number, group, sharing, len(of_rank[file.rank])):
+                return [], [problem]
+            made.setdefault((number, sharing), []).append(file)
+    result = []
+    for (number, sharing), own in made.items():
+        held, shape_of = _Group(number, sharing, own), of_rank[own[0].rank][number]
+        for name, share in zero.shares(shape_of, len(sharing)):
+            result.append(Slice(name, own[0].model_rank, sharing, shape_of[name], _EqualParts(held, name, share)))
+    return result, []
+
+
+def _own_shapes(found: Zero, file: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> Sequence[Mapping[str, Shape]]:
+    model = found.models.get((file.rank, file.model_rank))
+    return shapes_of(model.value) if model and model.value.get(zero_experts.KEY) else shapes
+
+
+def _contradiction(
+    file: RankFile, number: int, group: Mapping[str, Shape], sharing: tuple[int, ...], groups: int
+) -> Problem | None:
+    """The problem if a rank's partition of a group does not fit the shapes of the group's parameters."""
+    name, partitions = file.path.name, file.state.partitions
+    if len(partitions) != groups:
+        detail = f"{name}: {len(partitions)} groups, {groups} in the model's file"
+        return Problem(FRAGMENTS, "all parameters", detail)
+    if file.rank not in sharing:
+        detail = f"{name}: of group {number}, which ranks {', '.join(map(str, sharing))} share"
+        return Problem(OTHER_DEGREE, name, detail)
+    expected = sum(share.each for _, share in zero.shares(group, len(sharing)))
+    if numel_of(partitions[number]) != expected:
+        detail = f"{name}: {numel_of(partitions[number])} elements, {expected} by the model's shapes"
+        return Problem(FRAGMENTS, f"all parameters of group {number}", detail)
+    return None
