@@ -66,7 +66,8 @@ TOOLS = {
 }
 POINTS = [
     *(("convert", point) for point in range(0, 60, 1 if all_releases() else 4)),
-    *(("migrate", point) for point in range(0, 70, 1 if all_releases() else 6)),
+    # The last two: before the rename, and before the mark of the migration is removed.
+    *(("migrate", point) for point in sorted({*range(0, 84, 1 if all_releases() else 6), 77, 78})),
 ]
 
 

@@ -133,6 +133,7 @@ def migrate(
         warn(warning)
     folder.begin()
     with folder.held():
+        folder.clean()  # of a run that was killed, so that they take no room
         missing, began = folder.missing(planned.files), time.monotonic()
         _write(missing, folder.folder, workers, options)
         findings = [*report.findings, *_finish(old, report.checkpoint, planned, folder, workers, options)]

@@ -51,7 +51,7 @@ def source_type(source: Source) -> str:
     Raises:
         UserError: it has several types.
     """
-    found = settings.sharding_types(source.settings)
+    found = settings.sharding_types(source.common.value)
     if len(found) > 1:
         raise UserError(f"{source.found.path}: expected one sharding type of the optimizer, found {sorted(found)}")
     if found:
@@ -64,7 +64,7 @@ def needs_nothing(source: Source) -> bool:
     if source.is_zarr or source.mixed:
         return False
     kind = source_type(source)
-    return kind not in TARGETS or (kind == GATHERED and settings.is_described(source.settings))
+    return kind not in TARGETS or (kind == GATHERED and settings.is_described(source.common.value))
 
 
 def plan(source: Source, step: int | None = None) -> Plan:
@@ -75,10 +75,10 @@ def plan(source: Source, step: int | None = None) -> Plan:
     """
     kind = source_type(source)
     target = TARGETS.get(kind, kind)
-    settings.check_steps(source.settings, step)
+    settings.check_steps(source.common.value, step)
     arrays, objects = _arrays(source, kind), list(_objects(source, target, step))
     entries = [output.of_tensor(new, part) for new, own in arrays.values() for part in own]
-    renewed = settings.renewed(source.settings, target, step)
+    renewed = settings.renewed(source.common.value, target, step)
     common = settings.described(renewed, target) if target else renewed
     file = OutputFile(COMMON, (output.of_value(COMMON, common, source.common.extent.path),))
     rows = list(_rows({old: (new.name, own) for old, (new, own) in arrays.items()}))
@@ -100,12 +100,12 @@ def _warnings(source: Source, kind: str) -> Iterator[str]:
             f"rows of SwiGLU's W and V, which torch FSDP2 has mixed, are put in place in {len(source.mixed)} tensors: "
             "up to megatron-core 0.18 a run under FSDP2 loads them with the fix fsdp2_swiglu_rows only"
         )
-    if kind == MODEL_SPACE and settings.are_of_rank_0(source.settings):
+    if kind == MODEL_SPACE and settings.are_of_rank_0(source.common.value):
         yield (
             "the optimizer's parameter groups (learning rates, weight decay) are those of rank 0 alone, as releases up "
             "to 0.13.1 save them: where other pipeline ranks had other ones, set them anew"
         )
-    values = [source.settings, *(own.value for own in source.objects.values())]
+    values = [source.common.value, *(own.value for own in source.objects.values())]
     if lacking := sum(map(settings.without_step, values)):
         yield (
             f"{lacking} of the optimizer's parameter groups have no step, and get that of the others: releases up to "

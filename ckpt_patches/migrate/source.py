@@ -39,12 +39,6 @@ class Source:
         """Whether objects are not in a list of one, as in torch_dist."""
         return self.found.format.endswith(megatron_arrays.ZARR)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The unsharded state, without its place."""
-        found: dict[str, Any] = self.common.value
-        return found
-
 
 def read(path: Path, *, trust: bool = False) -> Source:
     """The structure of a checkpoint.
