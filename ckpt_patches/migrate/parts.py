@@ -26,8 +26,10 @@ class Part(NamedTuple):
     extents: tuple[Extent, ...]
 
 
-def check(array: Chunked, why_not: dict[str, str]) -> None:
-    """Check that the chunks of an array hold each element exactly once. `why_not`: why a chunk cannot be read.
+def check(array: Chunked, reasons: dict[tuple[str, str], str]) -> None:
+    """Check that the chunks of an array hold each element exactly once.
+
+    `reasons`: why chunks cannot be read, with the file's name, by array and chunk.
 
     Raises:
         UserError: they do not.
@@ -35,7 +37,7 @@ def check(array: Chunked, why_not: dict[str, str]) -> None:
     tensor = array.tensor
     for at in tensor.chunks:
         if at not in array.extents:
-            reason = why_not.get(str(at))
+            reason = reasons.get((tensor.name, str(at)))
             problem = f"cannot be read: {reason}" if reason else "is not there, or not all of it"
             raise UserError(f"{tensor.name}: its chunk at {list(at)} {problem}")
     if why := untiled(tensor):

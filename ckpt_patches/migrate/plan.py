@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.checkpoint import Checkpoint
 from ckpt_patches.formats.damages import BAD_FILE, NOT_READ
 from ckpt_patches.formats.megatron_arrays import parameter_and_role
 from ckpt_patches.formats.torch_dist import COMMON, Tensor
@@ -130,8 +129,8 @@ def _rows(arrays: dict[str, tuple[str, list[Part]]]) -> Iterator[Row]:
 def _arrays(source: Source, kind: str) -> dict[str, tuple[Tensor, list[Part]]]:
     """The new tensors and their parts, by the arrays' names."""
     path, unpadded = source.found.path, _unpadded(source) if kind == BUCKETS else {}
-    why_not, names = _why_not_read(source.found), set[str]()
-    found = {}
+    reasons = {(own.array, own.shard): own.detail for own in source.found.findings if own.kind in (BAD_FILE, NOT_READ)}
+    found, names = {}, set[str]()
     for name, array in source.arrays.items():
         bucket = parameter_and_role(name)[0]
         new = keys.in_model_space(name) if kind == MODEL_SPACE else name
@@ -143,7 +142,7 @@ def _arrays(source: Source, kind: str) -> dict[str, tuple[Tensor, list[Part]]]:
         if new in names:
             raise UserError(f"{path}: several arrays would become {new}, one of them {name}")
         names.add(new)
-        parts.check(array, why_not.get(name, {}))
+        parts.check(array, reasons)
         if bucket in unpadded:
             own = [parts.without_padding(array, unpadded[bucket])]
             size = own[0].shape
@@ -152,15 +151,6 @@ def _arrays(source: Source, kind: str) -> dict[str, tuple[Tensor, list[Part]]]:
         chunks = {part.offsets: part.shape for part in own}
         found[name] = Tensor(new, array.tensor.dtype, size, None, chunks), own
     return found
-
-
-def _why_not_read(found: Checkpoint) -> dict[str, dict[str, str]]:
-    """Why chunks cannot be read, with the file's name, by array and chunk."""
-    reasons: dict[str, dict[str, str]] = {}
-    for finding in found.findings:
-        if finding.kind in (BAD_FILE, NOT_READ):
-            reasons.setdefault(finding.array, {})[finding.shard] = finding.detail
-    return reasons
 
 
 def _parts(source: Source, array: Chunked, kind: str) -> tuple[Shape, list[Part]]:
