@@ -136,8 +136,8 @@ def migrate(
         folder.clean()  # of a run that was killed, so that they take no room
         missing, began = folder.missing(planned.files), time.monotonic()
         _write(missing, folder.folder, workers, options)
-        findings = [*report.findings, *_finish(old, report.checkpoint, planned, folder, workers, options)]
-    known = tuple(own for own in findings if own.kind is not MIXED_ROWS)
+        recorded = _finish(old, report.checkpoint, planned, folder, workers, options)
+    known = tuple(own for own in report.findings if own.kind is not MIXED_ROWS)
     return Summary(
         output=str(folder.final),
         source_type=planned.source_type,
@@ -148,8 +148,8 @@ def migrate(
         seconds=time.monotonic() - begin,
         plan_seconds=began - begin,
         workers=min(workers, max(1, len(missing))),
-        verdict=Report(report.checkpoint, known).verdict,
-        findings=tuple(own for own in known if own.kind.severity != NOTE),
+        verdict=Report(report.checkpoint, (*known, *recorded)).verdict,
+        findings=(*(own for own in known if own.kind.severity != NOTE), *recorded),
     )
 
 

@@ -21,7 +21,7 @@ from ckpt_patches.formats.torch_writer import STORAGE_OF, Outline, outline, pick
 from ckpt_patches.migrate.parts import Part
 from ckpt_patches.runtime.unfinished import TEMPORARY, reported
 
-FILE = 256 << 20  # bytes of each file but the last, at least: large enough to be read quickly
+FILE = 256 << 20  # bytes of a file, about: large enough to be read quickly
 BLOCK = 1 << 20  # bytes that are copied at a time
 
 

@@ -165,7 +165,7 @@ def _parts(source: Source, array: Chunked, kind: str) -> tuple[Shape, list[Part]
     weight = None if model is None else source.arrays[model].tensor
     if weight and kind == MODEL_SPACE:
         array = parts.with_full_shape(array, weight)
-    size = array.tensor.whole or array.tensor.size
+    size = array.tensor.size if array.tensor.whole is None else array.tensor.whole
     if name in source.mixed:
         grid, why_not = source.mixed[name]
         if grid is None:
@@ -175,7 +175,8 @@ def _parts(source: Source, array: Chunked, kind: str) -> tuple[Shape, list[Part]
             )
         own = parts.with_rows_in_place(array, grid)
     else:
-        own = [parts.joined(array)] if weight and len(array.tensor.size) == 1 else parts.of_array(array)
+        is_line = weight is not None and array.tensor.whole is None and len(size) == 1  # slices of a bias's state
+        own = [parts.joined(array)] if is_line else parts.of_array(array)
     if weight and weight.size != size:
         raise UserError(f"{path}: expected {name} of its parameter's shape {list(weight.size)}, found {list(size)}")
     return size, own
