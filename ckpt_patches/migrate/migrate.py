@@ -94,21 +94,24 @@ def _nothing_to_do(path: Path, kind: str) -> UserError:
     return UserError(f"{path} needs nothing: megatron-core 0.16 and later load it as it is{more}")
 
 
-def _check_damage(
-    path: Path, findings: Iterable[Finding], options: Options, so_far: str = "nothing was written"
-) -> None:
-    """Refuse a damaged checkpoint, unless `damaged_as_is` is set; mixed rows are what a migration puts in place."""
+def _check_damage(path: Path, findings: Iterable[Finding], options: Options) -> None:
+    """Refuse a damaged checkpoint, unless `damaged_as_is` is set."""
+    if (damage := _damage(findings)) and not options.damaged_as_is:
+        raise DamagedError(
+            f"{path} is damaged or incomplete, and nothing was written: {damage}; repair it (ckpt-patches repair), "
+            "take an older one, or migrate it as it is with --damaged-as-is"
+        )
+
+
+def _damage(findings: Iterable[Finding]) -> str:
+    """The first finding that stops a migration, which puts mixed rows in place; empty if none does."""
     damage = [
         " ".join(filter(None, (own.kind.name, own.array, own.shard, own.detail)))
         for own in findings
         if (own.kind.severity in (DAMAGE, INCOMPLETE) or own.kind is UNREADABLE) and own.kind is not MIXED_ROWS
     ]
-    if damage and not options.damaged_as_is:
-        more = f", and {len(damage) - 1} more (ckpt-patches audit)" if len(damage) > 1 else ""
-        raise DamagedError(
-            f"{path} is damaged or incomplete, and {so_far}: {damage[0]}{more}; repair it (ckpt-patches repair), take "
-            "an older one, or migrate it as it is with --damaged-as-is"
-        )
+    more = f", and {len(damage) - 1} more (ckpt-patches audit)" if len(damage) > 1 else ""
+    return damage[0] + more if damage else ""
 
 
 def migrate(
@@ -184,7 +187,8 @@ def _finish(
         write_at_once(working / INDEX, _index(planned))
         repairs.write_list(audited, planned.files, working)
         findings += recorded_states.findings(audited, working, workers)
-        _check_damage(audited.path, findings, options, f"{working} did not get its name")
+        if (wrong := _damage(findings)) and not options.damaged_as_is:
+            raise DamagedError(f"{working} is not what was recorded: {wrong}; remove it, and begin anew")
         if source.files_in(audited.path) != old.files:
             raise UserError(f"{audited.path} has changed while it was migrated: remove {working}, and begin anew")
         folder.rename(folders, sync=options.sync)
