@@ -1,8 +1,9 @@
 """The record of a run equals its files, survives a migration, and is proven in the run that loads."""
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from ckpt_patches.cli import command_line
 from ckpt_patches.fingerprint import megatron_files, offline, record_files
 from ckpt_patches.formats import torch_dist_reader
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
+from ckpt_patches.migrate import migrate
+from ckpt_patches.migrate.output import OutputFile
+from ckpt_patches.runtime.processes import in_order
 from every_checkpoint import EVERY
 from upstream import all_releases, checkpoint_formats, newest, releases, run, tree
 
@@ -242,6 +246,28 @@ def test_a_migration_carries_the_list_of_what_was_repaired(tmp_path: Path, capsy
     assert line.split()[:2] == ["repaired", "embedding.word_embeddings.weight"]
     (new / "ckpt-patches-repaired.json").unlink()
     assert command_line.main(["audit", str(new)]) == 1
+
+
+def test_a_migration_that_writes_another_value_does_not_get_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (gpt,) = [gpt for gpt in GPTS if gpt == Gpt("0.14.0", "--tp 2 --dp 2", default=True)]
+
+    def spoiling(write: Any, files: Sequence[OutputFile], workers: int) -> Iterator[int]:
+        yield from in_order(write, files, workers)
+        begin, entry = next(own for own in files[0].placed() if ".exp_avg." in own[1].key)
+        with open(write.keywords["folder"] / files[0].name, "r+b") as file:
+            file.seek(begin + entry.layout.places["0"])
+            (byte,) = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+
+    monkeypatch.setattr(migrate, "in_order", spoiling)
+    assert command_line.main(["migrate", str(saved(gpt)), "--output", str(tmp_path / "new"), "--no-sync"]) == 1
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/new.unfinished is not what was recorded: not_as_recorded " in said
+    assert "; remove it, and begin anew" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["new.unfinished"]
 
 
 def test_what_a_record_has_and_no_file_is_said() -> None:

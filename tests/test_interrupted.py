@@ -21,7 +21,6 @@ from ckpt_patches.convert.output_files import CopiedOutput
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist
 from ckpt_patches.migrate import migrate
-from ckpt_patches.migrate.move import JUDGED
 from ckpt_patches.runtime.unfinished import UnfinishedFolder
 from old_checkpoints import flattened, settings
 from universal import command, distinct, environment, files, ours, parallel, summary
@@ -58,18 +57,17 @@ class Tool:
 
     def is_kept(self, name: str) -> bool:
         """Whether a file of the folder is only for the next run."""
-        return name == self.mark or name.startswith(JUDGED)
+        return name == self.mark
 
 
 TOOLS = {
     "convert": Tool("convert", "conversion", write_zero, convert.MARK, (LATEST,), frozenset(), 30),
-    "migrate": Tool(
-        "migrate", "migration", write_old, migrate.MARK, (), frozenset({"common.pt", "metadata.json", ".metadata"}), 20
-    ),
+    "migrate": Tool("migrate", "migration", write_old, migrate.MARK, (), frozenset({"metadata.json", ".metadata"}), 10),
 }
 POINTS = [
     *(("convert", point) for point in range(0, 60, 1 if all_releases() else 4)),
-    *(("migrate", point) for point in range(0, 70, 1 if all_releases() else 6)),
+    # The last two: before the rename, and before the mark of the migration is removed.
+    *(("migrate", point) for point in sorted({*range(0, 84, 1 if all_releases() else 6), 77, 78})),
 ]
 
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from ckpt_patches.audit.audit import WHOLE, audit
+from ckpt_patches.errors import UserError
 from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.swiglu_rows import Grid
-from ckpt_patches.migrate import swiglu_parts
-from ckpt_patches.migrate.chunk_cover import CoverError
-from ckpt_patches.migrate.old_checkpoint import Array, Chunk
+from ckpt_patches.formats.torch_dist import Tensor
+from ckpt_patches.formats.torch_dist_reader import Chunked
+from ckpt_patches.migrate import parts
 from swiglu_checkpoints import FC1, FC2, MIXED, ONE_CHUNK, TWO_CHUNKS, saved
 from test_audit_mixed_rows import FSDP2
 from test_audit_repair import contents
@@ -73,7 +74,8 @@ def test_other_damage_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_uneven_chunks_are_refused() -> None:
-    rows: dict[tuple[int, ...], int] = {(0,): 1, (1,): 2, (3,): 2, (5,): 1}
-    chunks = {at: Chunk((number,), Extent("", at[0], number)) for at, number in rows.items()}
-    with pytest.raises(CoverError, match="expected chunks of one shape, each of one layer"):
-        swiglu_parts.parts(Array(f"{FC1}.bias", "uint8", (6,), None, chunks), Grid(1, 2))
+    rows: dict[tuple[int, ...], tuple[int, ...]] = {(0,): (1,), (1,): (2,), (3,): (2,), (5,): (1,)}
+    extents = {at: Extent("", at[0], number) for at, (number,) in rows.items()}
+    array = Chunked(Tensor(f"{FC1}.bias", "uint8", (6,), None, rows), extents)
+    with pytest.raises(UserError, match="expected chunks of one shape, each of one layer"):
+        parts.with_rows_in_place(array, Grid(1, 2))

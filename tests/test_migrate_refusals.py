@@ -18,8 +18,14 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ckpt_patches.audit.audit import audit
+from ckpt_patches.audit.judging import scan
 from ckpt_patches.cli import command_line
+from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist
+from ckpt_patches.migrate import migrate as migrate_module
+from ckpt_patches.migrate import output
+from ckpt_patches.migrate.migrate import Options, prepare
+from ckpt_patches.runtime.processes import in_order
 from old_checkpoints import Old, flattened, settings
 from test_migrate import elements
 from torch_dist_indexes import loaded_by_torch
@@ -115,6 +121,13 @@ def lap(old: Old) -> None:
     old.chunk(STATE, (0, 0, 2), torch.zeros(1, 1, 4))
 
 
+def slid(old: Old) -> None:
+    """Move the second of two chunks, so that it overlaps the first one."""
+    (before,) = [key for key in old.metadata.storage_data if (key.fqn, key.offset) == ("embedding.weight", (4, 0))]
+    old.metadata.storage_data[replace(before, offset=torch.Size((2, 0)))] = old.metadata.storage_data.pop(before)
+    old.metadata.state_dict_metadata["embedding.weight"].chunks[1].offsets = torch.Size((2, 0))
+
+
 def lap_weight(old: Old) -> None:
     old.chunk("layer.weight", (0, 1), torch.zeros(6, 1, dtype=torch.bfloat16))
 
@@ -147,15 +160,22 @@ def elsewhere(old: Old) -> None:
 
 
 REFUSED = {
-    "a slice is missing in the middle": (without(STATE, 1), "elements from 4 on are in no chunk"),
-    "the last slice is missing": (without(STATE, 5), "elements from 8 on are in no chunk"),
+    "a slice is missing in the middle": (
+        without(STATE, 1),
+        f"{STATE}: its chunks have 20 elements, its shape (1, 2, 12) has 24",
+    ),
+    "the last slice is missing": (
+        without(STATE, 5),
+        f"{STATE}: its chunks have 20 elements, its shape (1, 2, 12) has 24",
+    ),
     "a slice lies nowhere": (without(STATE, 2, listed=True), "its chunk at [0, 0, 8] is not there"),
     "a shard of the weight is missing": (
         without("embedding.weight", 1),
-        "embedding.weight: element [4, 0] is in no chunk",
+        "embedding.weight: its chunks have 24 elements, its shape (8, 6) has 48",
     ),
-    "slices overlap": (lap, "element 2 is there twice"),
-    "shards of the weight overlap": (lap_weight, "layer.weight: element [0, 1] is there twice"),
+    "slices overlap": (lap, f"{STATE}: its chunks have 28 elements, its shape (1, 2, 12) has 24"),
+    "shards of the weight overlap": (lap_weight, "layer.weight: its chunks have 30 elements, its shape (6, 4) has 24"),
+    "shards overlap, and leave a gap": (slid, "embedding.weight: the chunk at (2, 0) overlaps another one"),
     "another shape than the weight": (other_shape, "expected"),
     "a shape that does not divide": (uneven, "even parts of [8, 3]"),
     "a state that is not known": (unknown_state, "optimizer.state.momentum.layer.weight is not a known state"),
@@ -376,19 +396,30 @@ def test_optimizers_in_a_list_and_other_names_of_multipliers_stay_as_nemo_has_th
 
 def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """The error names the source, not the output."""
-    from ckpt_patches.errors import UserError
-    from ckpt_patches.migrate import migrate as module
-    from ckpt_patches.migrate import move
-
     old, _ = checkpoint(tmp_path / "old")
-    _, planned = module.prepare(old, None)
+    _, planned = prepare(old, Options())
     with open(old / "__1_0.distcp", "r+b") as file:
         file.truncate(100)
     (tmp_path / "new").mkdir()
-    writer = move.Writer(move.Job(tmp_path / "new", planned.shards), lambda _: None)
     with pytest.raises(UserError, match=r"old/__1_0\.distcp cannot be read: ends before"):
-        writer.write(planned.files[0])
+        output.write(planned.files[0], tmp_path / "new", sync=True)
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_source_that_changes_during_the_migration_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was audited is not what was copied then."""
+    old, _ = checkpoint(tmp_path / "old")
+
+    def changing(*arguments: Any, **options: Any) -> Any:
+        os.utime(old / "__1_0.distcp", ns=(0, 0))
+        return in_order(*arguments, **options)
+
+    monkeypatch.setattr(migrate_module, "in_order", changing)
+    migrate(old, tmp_path / "new", status=2)
+    assert f"{old} has changed while it was migrated: remove {tmp_path}/new.unfinished" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 # Damage
@@ -403,19 +434,21 @@ def change_element(old: Path, name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0.5])
-def test_damage_is_found_on_the_way(value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_found_before_a_byte_is_written(
+    value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     old, _ = checkpoint(tmp_path / "old")
     change_element(old, STATE, value)
+    kind = "unrounded_master" if value == 0.5 else "not_finite"
     migrate(old, tmp_path / "new", status=1)
     said = capsys.readouterr().err
-    assert f"{'unrounded_master' if value == 0.5 else 'not_finite'} {STATE}" in said
+    assert f"{old} is damaged or incomplete, and nothing was written: {kind} {STATE}" in said
     assert "--damaged-as-is" in said
-    assert not (tmp_path / "new").exists()
-    written = {path.name: path.stat().st_ino for path in (tmp_path / "new.unfinished").glob("*.distcp")}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
     new = migrate(old, tmp_path / "new", "--damaged-as-is")
-    assert {path.name: path.stat().st_ino for path in new.glob("*.distcp")} == written  # not written again
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
-    assert not (new / ".judged").exists()
+    said = capsys.readouterr().out
+    assert f"damage: {kind} {STATE}" in said
+    assert "DAMAGED" in said
     assert elements(new)[STATE.replace("fp32_param", "param")][:4] == struct.pack("<f", value)
 
 
@@ -430,8 +463,21 @@ def test_bytes_that_are_not_what_was_saved_are_damage(tmp_path: Path, capsys: py
     begin += sum(struct.unpack("<2H", data[begin - 4 : begin]))
     data[begin] ^= 1
     (old / place.file).write_bytes(data)
-    migrate(old, tmp_path / "new", status=1)
-    assert "bad_file" in capsys.readouterr().err
+    assert "bad_file" in refused(capsys, old, tmp_path, status=1)
+
+
+def test_what_the_audit_cannot_read_to_its_end_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An UNKNOWN of the audit is a suspicion, but these bytes were not judged."""
+    old, _ = checkpoint(tmp_path / "old")
+
+    def not_read(*_: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(old / "__1_0.distcp"))
+
+    monkeypatch.setattr(scan, "scan", not_read)
+    line = refused(capsys, old, tmp_path, status=1)
+    assert f"nothing was written: unreadable {old}/__1_0.distcp Input/output error" in line
 
 
 # Names, files and classes in malicious checkpoints

@@ -69,7 +69,8 @@ def model_name(data_parallel: int, model_parallel: int) -> str:
 
 def look(path: Path) -> Folder:
     """Index the file names of a folder by kind and rank."""
-    names = sorted((entry.name for entry in path.iterdir() if entry.is_file()), key=_natural)
+    listed = (entry.name for entry in path.iterdir() if not entry.name.startswith("."))  # as macOS leaves beside files
+    names = sorted((name for name in listed if (path / name).is_file()), key=_natural)
     optimizer = {(int(m[2]), int(m[3])): m[0] for m in map(OPTIMIZER.fullmatch, names) if m}
     models = {(None if m[1] is None else int(m[1]), int(m[2])): m[0] for m in map(MODEL.fullmatch, names) if m}
     return Folder(path, tuple(names), optimizer, models)

@@ -1,5 +1,5 @@
 """Convert an old Megatron checkpoint to one that current releases load.
 
-`old_checkpoint` reads the structure. `keys`, `settings`, `chunk_cover` and `migration_plan` are pure: they decide where
-each byte goes before any is written. `move` copies and judges the bytes in one pass. `migrate` runs all steps.
+`source` reads the structure. `keys`, `settings`, `parts` and `plan` are pure: they decide where each byte goes before
+any is written. `output` copies the bytes. `migrate` plans, audits, copies, and renames the complete output.
 """

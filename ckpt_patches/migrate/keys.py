@@ -1,10 +1,9 @@
-"""Parse and convert the names in a checkpoint. Pure.
+"""The names in an old checkpoint, and their new names. Pure.
 
 Up to megatron-core 0.13 chained optimizers, such as those of a model with experts, add the prefix `chained_<number>.`.
 """
 
 import re
-from typing import NamedTuple
 
 # Megatron's names for the sharding types of the distributed optimizer's state.
 MODEL_SPACE, BUCKETS = "fully_sharded_model_space", "fully_sharded_bucket_space"
@@ -15,19 +14,9 @@ TARGETS = {MODEL_SPACE: RESHARDABLE, BUCKETS: DP_RESHARDABLE, GATHERED: GATHERED
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
-_BUCKET = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.(.+)", re.DOTALL)
-_IN_BUCKET = re.compile(r"gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)", re.DOTALL)
+_SHARD = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)(?:_(\d+(?:\.\d+)*))?", re.DOTALL)
 # New names of model-space states, by old name.
 _STATES = {"fp32_param": "param", "param": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-
-
-class Bucket(NamedTuple):
-    """The bucket of a rank's buffers that an array belongs to."""
-
-    group: str  # name of its data-parallel group, the prefix of the group's arrays
-    buffer: int
-    dtype: str  # of parameters and gradients, as a pair
-    number: int
 
 
 def model_key(name: str) -> str | None:
@@ -49,13 +38,6 @@ def in_model_space(name: str) -> str | None:
     return None if is_of_optimizer(name) else name
 
 
-def bucket_of(name: str) -> Bucket | None:
-    """The bucket of an array; None if the array is not a bucket's state."""
-    found = _BUCKET.fullmatch(name)
-    inner = _IN_BUCKET.fullmatch(found[2]) if found else None
-    return Bucket(found[1], int(inner[1]), inner[2], int(inner[3])) if found and inner else None
-
-
 def object_keys(names: list[str]) -> dict[str, str]:
     """The new name of each object. It includes the count on the last axis, which old releases left out.
 
@@ -68,12 +50,8 @@ def object_keys(names: list[str]) -> dict[str, str]:
     return {name: _with_count(found, last[found[1]] + 1) if found else name for name, found in parts.items()}
 
 
-_SHARD = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)(?:_(\d+(?:\.\d+)*))?", re.DOTALL)
-
-
 def _with_count(found: re.Match[str], count: int) -> str:
-    name, offset, shape = found[1], found[2], found[3]
-    if shape is not None and shape.count(".") == offset.count("."):
+    name, index, counts = found.groups()
+    if counts is not None and counts.count(".") == index.count("."):
         return found[0]
-    known = [shape] if shape is not None else []
-    return f"{name}/shard_{offset}_{'.'.join([*known, str(count)])}"
+    return f"{name}/shard_{index}_{'.'.join([*filter(None, [counts]), str(count)])}"

@@ -14,7 +14,7 @@ from ckpt_patches.runtime.units import in_bytes
 
 if TYPE_CHECKING:
     from ckpt_patches.migrate.migrate import Summary
-    from ckpt_patches.migrate.migration_plan import Plan
+    from ckpt_patches.migrate.plan import Plan
 
 MOST_SHOWN = 10  # findings
 SCHEMA = 1  # JSON version; raised when a key is renamed, removed or changes its meaning
@@ -36,7 +36,6 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
             "0.18 are put in place.",
             "ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000 --dry-run",
             "ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000",
-            "torchrun --nproc-per-node 4 -m ckpt_patches migrate OLD --output NEW",
             after=AFTER,
         ),
     )
@@ -64,20 +63,18 @@ def _step(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """Migrate, or print the plan. Returns the exit status."""
     with commands.needed_by("migrate"):
-        from ckpt_patches.migrate import migrate, old_checkpoint
+        from ckpt_patches.migrate import migrate
+    say, chosen = partial(commands.say, "ckpt-patches"), commands.chosen(migrate.Options, options)
     if options.dry_run:
-        _, planned = migrate.prepare(
-            options.path, options.step, trust=options.trust_checkpoint, damaged_as_is=options.damaged_as_is
-        )
+        _, planned = migrate.prepare(options.path, chosen)
         print(_plan_as_json(planned) if options.json else printable_lines(_plan_as_text(planned)))
         return 0
     from ckpt_patches.runtime.distributed import joined
 
-    old_checkpoint.check(options.path)  # before importing torch and waiting for other ranks
-    say, chosen = partial(commands.say, "ckpt-patches"), commands.chosen(migrate.Options, options)
-    with joined(options.distributed, say) as ranks:
-        summary = migrate.migrate(options.path, options.output, chosen, ranks=ranks, warn=say)
-    if ranks.rank == 0:
+    with joined(options.distributed, say) as ranks:  # the first one works; the others wait for it
+        work = partial(migrate.migrate, options.path, options.output, chosen, warn=say)
+        summary = ranks.first("migrating", work)
+    if summary is not None:
         print(_summary_as_json(summary) if options.json else printable_lines(_summary_as_text(summary)))
     return 0
 
@@ -100,7 +97,7 @@ def _plan_as_json(planned: "Plan") -> str:
         "target_type": planned.target_type,
         "bytes": planned.nbytes,
         "files": [file.name for file in planned.files],
-        "rows": [dataclasses.asdict(row) for row in planned.rows],
+        "rows": [row._asdict() for row in planned.rows],
         "notes": list(planned.warnings),
     }
     return json.dumps(content, indent=1)
@@ -116,9 +113,8 @@ def _summary_as_text(summary: "Summary") -> str:
     ]
     more = len(summary.findings) - MOST_SHOWN
     lines += [f"and {more} more findings: ckpt-patches audit lists them"] if more > 0 else []
-    verdict = f", {summary.verdict}" if summary.verdict else ""
-    times = f"{summary.seconds:.1f} s ({summary.plan_seconds:.1f} s of it planning)"
-    return "\n".join([*lines, f"{summary.output}: {kind}{verdict}, {written}, {times}"])
+    times = f"{summary.seconds:.1f} s ({summary.plan_seconds:.1f} s of it plan and audit)"
+    return "\n".join([*lines, f"{summary.output}: {kind}, {summary.verdict}, {written}, {times}"])
 
 
 def _summary_as_json(summary: "Summary") -> str:

@@ -12,19 +12,15 @@ TYPE_OF_CONTENT = "distrib_optim_sharding_type"
 
 def sharding_types(value: Any) -> set[str]:
     """The sharding types of all optimizers. One that is not distributed states none."""
-    found = set()
-    if isinstance(value, dict):
-        if isinstance(value.get(TYPE), str):
-            found.add(value[TYPE])
-        found |= {kind for inner in value.values() for kind in sharding_types(inner)}
-    elif isinstance(value, list):
-        found |= {kind for inner in value for kind in sharding_types(inner)}
-    return found
+    own = {value[TYPE]} if isinstance(value, dict) and isinstance(value.get(TYPE), str) else set()
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return own.union(*map(sharding_types, inner))
 
 
 def steps(value: Any) -> set[Any]:
     """The steps of the param groups, if they are numbers."""
-    return {group["step"] for group in _groups(value) if isinstance(group.get("step"), int | float)}
+    groups = [group for own in _lists(value) for group in own if isinstance(group, dict)]
+    return {group["step"] for group in groups if isinstance(group.get("step"), int | float)}
 
 
 def without_step(value: Any) -> int:
@@ -42,10 +38,6 @@ def _lists(value: Any) -> list[list[Any]]:
 
 def _lacks_step(group: Any) -> bool:
     return isinstance(group, dict) and group.get("step") is None
-
-
-def _groups(value: Any) -> list[dict[str, Any]]:
-    return [group for groups in _lists(value) for group in groups if isinstance(group, dict)]
 
 
 def check_steps(value: Any, step: int | None) -> None:

@@ -24,10 +24,10 @@ def convert(source: str, output: str) -> None:
 
 
 def migrate(source: str, output: str) -> None:
-    from ckpt_patches.migrate import migration_plan
+    from ckpt_patches.migrate import output as files
     from ckpt_patches.migrate.migrate import Options, migrate
 
-    migration_plan.FILE = 1000  # bytes: for several files
+    files.FILE = 1000  # bytes: for several files
     before_each_change(kill_in_time)
     migrate(Path(source), Path(output), Options(workers=1), warn=lambda _: None)
 
