@@ -146,7 +146,8 @@ def _data_parallel_ranks(
                 if size != count and not (has_experts and count_of(size) and count % size == 0)
             ]
             if others:
-                yield Problem(OTHER_DEGREE, facts.name, f"of {', '.join(map(shown, others))} ranks, expected {count}")
+                sizes = ", ".join(map(shown, dict.fromkeys(others)))
+                yield Problem(OTHER_DEGREE, facts.name, f"of {sizes} ranks, expected {count}")
             elif dp >= count:
                 yield Problem(OTHER_DEGREE, facts.name, f"of rank {dp}, and the save has {count} ranks")
 
