@@ -61,7 +61,6 @@ def test_against_upstream_and_cp(source: Path, tmp_path: Path) -> None:
     theirs, single, cp, own = medians["upstream"], medians["single"], medians["cp"], {n: medians[n] for n in OURS}
     copy = cp["seconds"]
     plan, moving = own["read"]["plan_seconds"], own["read"]["seconds"] - own["read"]["plan_seconds"]
-    unsynced = own["no sync"]["seconds"] - own["no sync"]["plan_seconds"]
     peaks = {"upstream": theirs["peak"], "one pass": own["read"]["peak"]}
     created = {"upstream": distinct(tmp_path / "upstream"), "one pass": distinct(tmp_path / "ours")}
     names = len(files_of(tmp_path / "ours"))
@@ -71,11 +70,10 @@ def test_against_upstream_and_cp(source: Path, tmp_path: Path) -> None:
     print(f"  upstream, best of the workers {WORKER_COUNTS}, {best}: {told(theirs)}: {theirs['phases']}")
     faster = {name: theirs["seconds"] / found["seconds"] for name, found in own.items()}
     print(f"    with OMP_NUM_THREADS=1, which it does not set, {SINGLE}: {told(single)}")
-    print(f"  one pass: {told(own['read'])}, {faster['read']:.1f} times as fast (figure to reach: 10)")
-    print(f"    without waiting for the disk, as upstream and cp -r: {faster['no sync']:.1f} times as fast")
+    print(f"  one pass: {told(own['read'])}, {faster['read']:.1f} times as fast (figure to reach: 12)")
     print(f"    than upstream with OMP_NUM_THREADS=1: {single['seconds'] / own['read']['seconds']:.1f} times as fast")
     print(f"    start-up and plan {plan:.2f} s (figure to reach: 1.5), moving {moving:.2f} s; cp -r {told(cp)}: ")
-    print(f"    moving / cp -r: {moving / copy:.1f}, without waiting {unsynced / copy:.1f} (figure to reach: 3)")
+    print(f"    moving / cp -r: {moving / copy:.1f} (figure to reach: 3)")
     print("    " + ", ".join(f"{name} {told(found)}" for name, found in own.items()))
     print(f"  files created: {created}, under {names} names (figure to reach: a tenth)")
     print(f"  peak private memory, MB: { {name: round(peak / MB) for name, peak in peaks.items()} }")
@@ -86,7 +84,7 @@ def test_against_upstream_and_cp(source: Path, tmp_path: Path) -> None:
     assert created["one pass"] <= created["upstream"] / 10
     assert moving <= 3 * copy
     assert own["read"]["seconds"] <= 1.1 * own["one worker"]["seconds"]
-    assert theirs["seconds"] >= 10 * own["read"]["seconds"]
+    assert theirs["seconds"] >= 12 * own["read"]["seconds"]
 
 
 def told(found: dict[str, Any]) -> str:
