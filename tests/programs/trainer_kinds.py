@@ -90,6 +90,7 @@ def with_accelerate(case: dict[str, Any]) -> None:
     package, _, name = case["accelerate"].rpartition(".")
     model = token_model.Model(case.get("width", token_model.WIDTH))
     made = getattr(importlib.import_module(package), name)(model.parameters(), **case.get("settings", {}))
+    getattr(made, "train", lambda: None)()  # of schedule-free optimizers
     scheduler = torch.optim.lr_scheduler.LambdaLR(made, lambda _: 1.0)
     accelerator = Accelerator(cpu=True)
     model, optimizer, scheduler = accelerator.prepare(model, made, scheduler)

@@ -54,6 +54,7 @@ UNDETECTABLE = {
     "*: moments of another parameter": "the same",
     "dcp: *: a weight initialized again": "no main parameter is beside the weight",
     "trainer: *: the model of an earlier step": "safetensors name no step",
+    "accelerate: *: scheduler.bin missing": "a run without a scheduler writes none; the load of one with it fails",
     "*: both moments in a part of a bucket": "frozen and unused parameters have the same",
 }
 
@@ -343,7 +344,7 @@ def emptied(folder: Path, choose: random.Random, _: Source) -> bool:
 
 
 def missing(folder: Path, choose: random.Random, _: Source) -> bool:
-    choose.choice(files_of(folder)).unlink()
+    choose.choice([file for file in files_of(folder) if file.name != "scheduler.bin"]).unlink()
     return True
 
 
@@ -609,6 +610,7 @@ DAMAGES = [
     Damage("an empty file", (*EVERY, *FILES, LORA), emptied),
     Damage("a missing file", (*EVERY, *FILES, LORA, WITH_ZERO), missing),
     Damage("a flipped bit", (*EVERY, *FILES), flipped),
+    Damage("scheduler.bin missing", ("accelerate: AdamW",), without_file("scheduler.bin")),
     Damage("scheduler.pt missing", (TRAINER, LORA), without_file("scheduler.pt")),
     Damage("optimizer.pt missing", (TRAINER, LORA), without_file("optimizer.pt")),
     Damage("trainer_state.json missing", (TRAINER, LORA, WITH_ZERO), without_file("trainer_state.json")),

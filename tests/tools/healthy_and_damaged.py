@@ -17,8 +17,9 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "programs"), str(TESTS.parent)]
@@ -28,6 +29,7 @@ from healthy_kinds import Job, kinds  # noqa: E402
 
 from ckpt_patches.audit.audit import Report, audit  # noqa: E402
 
+AT_ONCE = 50  # checkpoints that one run of a program writes: it has a limit of time
 Table = dict[str, tuple[Counter[str], set[str]]]  # verdicts, and the names of the findings, by kind
 
 
@@ -47,17 +49,22 @@ def write(jobs: Sequence[Job]) -> dict[str, list[Path]]:
             continue
         for job, _ in own:
             job.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            for refused in writer(own):
-                print(f"skipped: {refused}", flush=True)
-        except Exception as error:
-            names = ", ".join(sorted({job.kind for job, _ in own}))
-            print(f"skipped: {names}: {type(error).__name__}: {str(error)[-1500:]}", flush=True)
+        for first in range(0, len(own), AT_ONCE):
+            _write(writer, own[first : first + AT_ONCE])
     made: dict[str, list[Path]] = {}
     for job in jobs:
         if (job.folder / "judged").is_dir():
             made.setdefault(job.kind, []).append(job.folder)
     return made
+
+
+def _write(writer: Callable[[Sequence[tuple[Job, Any]]], list[str]], jobs: Sequence[tuple[Job, Any]]) -> None:
+    try:
+        for refused in writer(jobs):
+            print(f"skipped: {refused}", flush=True)
+    except Exception as error:
+        names = ", ".join(sorted({job.kind for job, _ in jobs}))
+        print(f"skipped: {names}: {type(error).__name__}: {str(error)[-1500:]}", flush=True)
 
 
 def judge(folder: Path, kind: str, table: Table) -> None:

@@ -89,7 +89,7 @@ WITHOUT_RATE = ("Prodigy", "DAdaptAdam", "AliG")
 OF_PYTORCH_OPTIMIZER = (
     *("SOAP", "Kron", "SM3", "SPAM", "Amos", "AdaPNM", "Prodigy", "Lion", "StableAdamW", "Shampoo", "ScalableShampoo"),
     *("Lamb", "AdEMAMix", "Adan", "MARS", "Tiger", "AdaBelief", "CAME", "ADOPT", "LaProp"),
-    *("ScheduleFreeAdamW", "DAdaptAdam", "Yogi", "NovoGrad", "AdaFactor", "GaLore"),
+    *("ScheduleFreeAdamW", "DAdaptAdam", "Yogi", "NovoGrad", "AdaFactor", "GaLore", "Muon", "AdamMini", "MADGRAD"),
 )
 OPTIMIZERS: dict[str, Make] = {
     "AdamW, beta1 0": from_package("torch.optim", "AdamW", lr=1e-2, betas=(0.0, 0.99)),
@@ -111,6 +111,7 @@ OPTIMIZERS: dict[str, Make] = {
         name: from_package("pytorch_optimizer", name, **({} if name in WITHOUT_RATE else {"lr": 1e-3}))
         for name in OF_PYTORCH_OPTIMIZER
     },
+    "Ranger21": from_package("pytorch_optimizer", "Ranger21", lr=1e-3, num_iterations=100),
 }
 
 
@@ -572,7 +573,7 @@ ACCELERATE = {
     "AdamW": ("torch.optim.AdamW", {"lr": 1e-2}),
     "beta1 0": ("torch.optim.AdamW", {"lr": 1e-2, "betas": (0.0, 0.99)}),
     "SGD": ("torch.optim.SGD", {"lr": 1e-2, "momentum": 0.9}),
-    "Adafactor of transformers": ("transformers.optimization.Adafactor", {}),
+    "Adafactor of transformers": ("transformers.optimization.Adafactor", {"lr": 1e-3, "relative_step": False}),
     "schedule-free": ("schedulefree.AdamWScheduleFree", {"lr": 1e-2}),
     **{f"{name} of bitsandbytes": (f"bitsandbytes.optim.{name}", {"min_8bit_size": 256}) for name in OF_BITSANDBYTES},
     **{f"{name} of torchao": (f"torchao.optim.{name}", {"lr": 1e-2}) for name in OF_TORCHAO},
