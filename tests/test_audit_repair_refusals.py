@@ -273,6 +273,15 @@ POINTS = {
 }
 
 
+def test_a_weight_has_no_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copied(written(ZARR).whole[-1], tmp_path)
+    (shard, *_) = [own for own in audit(folder, 1).checkpoint.shards if "weight" in own.streams and own.has_rows]
+    Path(shard.streams["weight"].extents[0].path).unlink()
+    assert audit(folder, 1).verdict == DAMAGED
+    assert main(["repair", str(folder), "--output", str(tmp_path / "out")]) == 2
+    assert "the checkpoint has nothing to take it from" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("change", POINTS.values(), ids=POINTS)
 def test_the_next_repair_removes_what_a_killed_one_left(change: str, tmp_path: Path) -> None:
     path, new = copied(written(ZARR).whole[-1], tmp_path), tmp_path / "out" / "new"

@@ -122,7 +122,7 @@ def _why_not(finding: Finding, shift: Shift | None, shard: Shard | None, role: s
     """Why a finding cannot be repaired; empty if it can."""
     if shard and finding.begin is not None and (reason := unshift.why_not(finding, shift)):
         return reason
-    if shard and finding.begin is not None and finding.kind in (*REPAIRED.get(role, ()), *COMPLETELY):
+    if shard and role in REPAIRED and finding.begin is not None and finding.kind in (*REPAIRED[role], *COMPLETELY):
         if role == MASTER and WEIGHT not in shard.streams:
             return "the checkpoint does not have the model's own weights of these elements"
         if role in MOMENTS and source == RESET and not {*MOMENTS} <= shard.streams.keys() | shard.lost.keys():
