@@ -199,7 +199,7 @@ DAMAGES: dict[str, tuple[int, Callable[[Path], object], str]] = {
         layers(lambda layer: layer["expert_placement"]["ranks"][1].update(experts=[3, 2]), SECOND),
         "contradict each other about the experts",
     ),
-    "tensor-parallel ranks": (3, with_a_tensor_parallel_rank, "AutoEP's experts on 2 tensor-parallel ranks"),
+    "tensor-parallel ranks": (3, with_a_tensor_parallel_rank, "it is another rank's"),
     "a rank in another format": (
         3,
         layers(lambda layer: layer.update(checkpoint_format="per_expert_files"), SECOND),

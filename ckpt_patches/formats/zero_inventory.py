@@ -94,7 +94,7 @@ def problems(
         files: the ranks that have a file, readable or not.
     """
     layers = zero_pipeline.layer_files(names)
-    has_experts = any(map(EXPERT_FILE.fullmatch, names))
+    has_experts = any(map(EXPERT_FILE.fullmatch, names)) or any(own.value.get("num_experts") for own in models.values())
     yield from _model_parallel_ranks({*ranks, *files}, models)
     yield from _data_parallel_ranks(ranks, models, {*ranks, *files}, has_experts=has_experts)
     yield from _roots(ranks)
