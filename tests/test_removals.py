@@ -189,7 +189,7 @@ MEGATRON = {
 }
 
 
-ALIKE_OF_MEGATRON = ("torch_dist, 0.14, TP 2, PP 2", "zarr, 0.14, TP 2, PP 2")
+ALIKE_OF_MEGATRON = ("fully_reshardable, fp16", "torch_dist, 0.14, TP 2, PP 2", "zarr, 0.14, TP 2, PP 2")
 CASES = [case for case in MEGATRON if all_releases() or case not in ALIKE_OF_MEGATRON]
 
 
