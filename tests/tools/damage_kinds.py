@@ -91,7 +91,11 @@ def zeros(values: Any) -> Any:
 
 
 def with_moments(found: Checkpoint, least: int = 1) -> list[Shard]:
-    own = [shard for shard in found.shards if {*MOMENTS} <= shard.streams.keys() and shard.numel >= least]
+    own = [
+        shard
+        for shard in found.shards
+        if not shard.is_padding and {*MOMENTS} <= shard.streams.keys() and shard.numel >= least
+    ]
     return [shard for shard in own if all(np.any(part) for part in values_of(shard, "exp_avg_sq"))]
 
 
