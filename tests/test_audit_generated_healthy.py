@@ -17,9 +17,10 @@ from zero_checkpoints import convert
 
 pytestmark = pytest.mark.long
 
-# Reasons for UNKNOWN. docs/audit.md, "Detection coverage", has these and the numbers below.
+# Reasons for UNKNOWN.
 REASONS = {"unusual", "not_read", "no_optimizer_state"}
 COUNT = 108
+LEAST_WHOLE = 0.97
 RACE = fix_files.load("zarr_create_synchronizer")
 # Megatron releases and numbers of runs. Each release writes formats that the other does not.
 MEGATRON = ((newest("megatron-core"), 60), ("0.14.0", 44))
@@ -70,13 +71,15 @@ def test_a_few_of_megatron() -> None:
 @pytest.mark.slow
 def test_two_hundred() -> None:
     found = verdicts(written(2, COUNT)) + verdicts(written(3, COUNT))
-    assert found == {WHOLE: 155, UNKNOWN: 48}
+    assert found.total() > 200
+    assert found[WHOLE] >= LEAST_WHOLE * found.total(), found
 
 
 @pytest.mark.slow
 def test_a_hundred_of_megatron() -> None:
     found = sum((verdicts(written_by_megatron(*runs)) for runs in MEGATRON), Counter[str]())
-    assert found == {WHOLE: 64, UNKNOWN: 40}
+    assert found.total() == sum(count for _, count in MEGATRON)
+    assert found[WHOLE] >= LEAST_WHOLE * found.total(), found
 
 
 def test_what_upstreams_converter_takes_ours_takes(tmp_path: Path) -> None:
