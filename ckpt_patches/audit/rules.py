@@ -49,7 +49,7 @@ class Seen:
     @property
     def least(self) -> int:
         """The fewest elements of a lost slice: in a bucket, more than any padding."""
-        return max(PADDING, ALIGNMENT * (self.found.data_parallel or 1)) if self.shard.has_odd_padding else LEAST
+        return LEAST if self.shard.has_rows else max(PADDING, ALIGNMENT * (self.found.data_parallel or 1))
 
     @property
     def has_moments(self) -> bool:
@@ -137,7 +137,7 @@ def lost_master(seen: Seen) -> Iterator[Finding]:
         return
     ranges = holes(seen.runs, blocks.NO_MASTER, seen.runs.code & blocks.CONTRADICTED > 0)
     if WEIGHT in seen.shard.streams and MASTER in seen.shard.streams:
-        least = seen.least if seen.shard.has_odd_padding else 1
+        least = 1 if seen.shard.has_rows else seen.least
         lost = [(begin, end) for begin, end in ranges if end - begin >= least]
     else:
         lost = few(seen, ranges)
@@ -275,7 +275,7 @@ RULES: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
 
 def _wrong(seen: Seen, kind: damages.FindingKind, role: str, bit: int) -> Iterator[Finding]:
     """Findings for the elements with a bit; nearby elements form one range."""
-    if seen.shard.has_odd_padding:
+    if not seen.shard.has_rows:
         kind = damages.ODD_IN_BUCKET
     chosen = seen.runs.code & bit > 0
     begin, end = seen.runs.begin[chosen], seen.runs.end[chosen]

@@ -80,18 +80,13 @@ class Shard:
     shape: tuple[int, ...]
     streams: dict[str, Stream]  # by role
     lost: dict[str, Stream] = field(default_factory=dict)  # streams with missing bytes
-    has_rows: bool = True  # False for a buffer of many parameters with unknown layout
+    has_rows: bool = True  # False for a buffer of many parameters with unknown layout, and padding of any value
     is_padding: bool = False  # for such a buffer: a gap between two parameters, which can hold any value
     begin: tuple[int, ...] = ()  # of its first element in the array, on each axis; empty if it is no part of one
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def has_odd_padding(self) -> bool:
-        """Whether the padding between parameters can hold any value."""
-        return not self.has_rows
 
     @property
     def owners(self) -> list[Owner]:
