@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "quick: runs no upstream package; put on all tests of the files in QUICK")
     config.addinivalue_line("markers", "long: not part of `make test`: `make rest` runs it, or `make fixes`")
     config.addinivalue_line("markers", "slow: only `make older` runs it")
+    config.addinivalue_line("markers", "exhaustive: only `make test-all` runs it")
 
 
 def pytest_report_header() -> list[str]:
@@ -102,15 +103,15 @@ TEST, RUNS, REST, OLDER = "test", "fixes", "rest", "older"
 def parts(items: list[pytest.Item]) -> dict[pytest.Item, str]:
     """The target of each test; "" if only `make test-all` runs it.
 
-    older: all releases but a case's newest, and tests marked slow. fixes: the contract of the fixes, and their own
-    tests, also those of the switched ones. rest: others marked long. test: all others. In-place tests of a release run
-    only if they are marked slow: test_fix_contract.py checks that in-place files equal the hook's text on each release
-    that is a fix's newest.
+    older: the oldest release of a case, and tests marked slow. fixes: the contract of the fixes, and their own tests,
+    also those of the switched ones. rest: others marked long. test: all others. Releases between, tests marked
+    exhaustive, and in-place tests of a release that are not marked slow are only in test-all: test_fix_contract.py
+    checks that in-place files equal the hook's text on each release that is a fix's newest.
     """
-    newest: dict[str, tuple[int, ...]] = {}
+    releases: dict[str, set[tuple[int, ...]]] = {}
     for item in items:
-        newest[_case(item)] = max(newest.get(_case(item), ()), _release(item))
-    return {item: _part(item, is_newest=_release(item) == newest[_case(item)]) for item in items}
+        releases.setdefault(_case(item), set()).add(_release(item))
+    return {item: _part(item, releases[_case(item)]) for item in items}
 
 
 def longest_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
@@ -127,14 +128,16 @@ def _processes(config: pytest.Config) -> int:
     return count
 
 
-def _part(item: pytest.Item, *, is_newest: bool) -> str:
+def _part(item: pytest.Item, releases: set[tuple[int, ...]]) -> str:
     delivery = _parameters(item).get("delivery")
+    if item.get_closest_marker("exhaustive"):
+        return ""
     if item.get_closest_marker("slow"):
         return OLDER
     if delivery == "in place" and _parameters(item).get("version") != MAIN:
         return "" if _release(item) else OLDER
-    if not is_newest:
-        return OLDER
+    if _release(item) != max(releases):
+        return OLDER if _release(item) == min(releases) else ""
     if _is_of_a_fix(item):
         return RUNS
     return REST if item.get_closest_marker("long") else TEST

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckpt_patches.convert import arithmetic, layout
 from ckpt_patches.convert.conversion_plan import plan
 from ckpt_patches.convert.layout import Layout, SubParams
-from ckpt_patches.convert.output_files import Content, CopiedOutput, Link, Pieces, Plan, Run, TorchOutput
+from ckpt_patches.convert.output_files import Content, Link, Pieces, Plan, Run, TorchOutput
 from ckpt_patches.convert.source import Source
 from ckpt_patches.convert.write import place
 from ckpt_patches.errors import UserError
@@ -24,7 +24,6 @@ from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 from ckpt_patches.formats.zero import ElementType, Flat, Folder, Partition, RankState, Step
 from ckpt_patches.formats.zero_folder import RankFile, Zero, shapes_of, slices
 from ckpt_patches.formats.zero_inventory import ModelFacts
-from ckpt_patches.runtime.shared_writing import shares
 
 SMALL = settings(max_examples=150, deadline=None)
 FLOAT32 = ElementType("float32")
@@ -401,16 +400,6 @@ def test_a_pattern_without_a_parameter_is_refused() -> None:
 
 
 # Division, and arithmetic
-
-
-@SMALL
-@given(st.lists(st.integers(0, 1 << 30), max_size=30), st.integers(1, 6))
-def test_shares_are_all_outputs_and_even(sizes: list[int], count: int) -> None:
-    outputs = [CopiedOutput(f"{i}", Path(), nbytes) for i, nbytes in enumerate(sizes)]
-    divided = shares(outputs, count)
-    assert sorted(o.name for share in divided for o in share) == sorted(o.name for o in outputs)
-    loads = [sum(o.nbytes for o in share) for share in divided]
-    assert max(loads) - min(loads) <= max(sizes, default=0) + (1 << 18) * len(sizes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "bfloat16"])

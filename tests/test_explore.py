@@ -32,6 +32,7 @@ NEWEST = {package: Stack(package, newest(space.distribution)) for package, space
 # The numbers of drawn cases that a run can resume.
 SAMPLE = {"deepspeed": (3, 6, 9, 12, 14, 15, 18, 19, 20, 22, 31, 32, 38, 41, 42), "megatron": (1, 2, 4, 8, 10)}
 TOOLS = ("audit", "fingerprint")
+IN_CI = pytest.mark.slow  # of the corpus, each eighth
 MORE = 10  # cases per package: right, or loud
 SMALL = {
     "deepspeed": complete(
@@ -52,7 +53,7 @@ def test_a_drawn_case_is_right(package: str, number: int) -> None:
     assert found.kind == RIGHT, f"{found}: {found.detail}\n{space_of(case).described(case)}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(MORE))
 @pytest.mark.parametrize("package", SPACES)
 def test_no_drawn_case_is_silent(package: str, number: int) -> None:
@@ -61,8 +62,9 @@ def test_no_drawn_case_is_silent(package: str, number: int) -> None:
     assert found.kind != SILENT, f"{found}: {found.detail}\n{space_of(case).described(case)}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CORPUS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=IN_CI if n % 8 == 0 else pytest.mark.exhaustive) for n, name in enumerate(CORPUS)]
+)
 def test_what_was_found_is_right_with_the_fixes_and_silent_or_loud_without_one(name: str) -> None:
     """Each case needs the fix in its name. A case with a tool in its name is right."""
     known, fix = CORPUS[name], name.partition("-")[0]

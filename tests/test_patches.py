@@ -81,7 +81,7 @@ def chosen_releases() -> list[Any]:
 
 def _marks(version: str) -> list[pytest.MarkDecorator]:
     newest = any(version == pinned[-1] for pinned in PINNED.values()) or version == MAIN
-    return [] if newest else [pytest.mark.slow]
+    return [] if newest else [pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize(("distribution", "version", "only"), chosen_releases())

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt_patches.errors import UserError, WorkerDefect
-from ckpt_patches.runtime.processes import Worker, WorkerDied, in_order, mapped, ready, started
+from ckpt_patches.runtime.processes import Worker, WorkerDied, in_order, mapped, started
 from universal import command, environment, parallel
 from upstream import TIMEOUT
 
@@ -47,13 +48,13 @@ def children() -> list[str]:
 def test_each_processor_does_a_share() -> None:
     found = mapped(lambda item: (item, os.getpid()), ITEMS, 1)
     assert [item for item, _ in found] == ITEMS
-    assert len({pid for _, pid in found}) == 3
-    assert found[0][1] == os.getpid()
+    assert len({pid for _, pid in found} - {os.getpid()}) == 3
 
 
 @pytest.mark.parametrize(("items", "processes"), [(0, 1), (7, 1), (8, 2), (11, 2), (12, 3), (1000, 3)])
 def test_few_items_are_not_worth_a_process(items: int, processes: int) -> None:
-    assert len({os.getpid(), *mapped(lambda _: os.getpid(), range(items), 4)}) == processes
+    found = set(mapped(lambda _: os.getpid(), range(items), 4))
+    assert len(found | {os.getpid()}) == 1 if processes == 1 else len(found - {os.getpid()}) == processes
 
 
 def test_results_larger_than_a_pipe() -> None:
@@ -71,16 +72,6 @@ def test_the_error_of_the_first_item_is_raised_here() -> None:
             raise UserError(f"rank {item} is damaged")
 
     with pytest.raises(UserError, match="rank 6 is damaged"):
-        mapped(fail, ITEMS, 1)
-
-
-def test_an_error_here_stops_the_others() -> None:
-    def fail(item: int) -> None:
-        if not item:
-            raise UserError("rank 0 is damaged")
-        signal.pause()
-
-    with pytest.raises(UserError, match="rank 0"):
         mapped(fail, ITEMS, 1)
 
 
@@ -117,10 +108,9 @@ def failing(error: BaseException) -> Run:
 
 
 def test_a_worker_that_is_killed_is_told() -> None:
-    with started([killed]) as workers:
-        assert ready(workers, 10) == workers
-        with pytest.raises(WorkerDied, match=r"was killed \(SIGKILL\) before it was done; is there enough memory"):
-            workers[0].receive()
+    text = r"was killed \(SIGKILL\) before it was done; is there enough memory"
+    with started([killed]) as (worker,), pytest.raises(WorkerDied, match=text):
+        worker.receive()
 
 
 @pytest.mark.parametrize("error", [UserError("rank 3 is damaged"), FileNotFoundError(2, "No such file", "/a")])
@@ -189,11 +179,11 @@ with started([tests.killed, tests.paused]) as workers:
 def test_no_process_outlives_one_that_is_killed() -> None:
     """No worker outlives a killed parent: their shared output closes. All have more to send than a pipe holds."""
     program = """
-import signal
-from ckpt_patches.runtime.processes import ready, started
+import select, signal
+from ckpt_patches.runtime.processes import started
 with started([lambda: [bytes(1 << 20)]] * 2) as workers:
     for worker in workers:
-        ready([worker], 60)
+        assert select.select([worker], [], [], 60)[0]
     print("full", flush=True)
     signal.pause()
 """
@@ -204,15 +194,16 @@ with started([lambda: [bytes(1 << 20)]] * 2) as workers:
     parent.communicate(timeout=TIMEOUT)
 
 
-def test_nobody_is_ready_before_it_answers() -> None:
-    with started([paused]) as workers:
-        assert ready(workers, 0.01) == []
-
-
 def test_an_interrupt_is_not_the_workers() -> None:
-    with started([paused]) as workers:
-        os.kill(pid_of(workers[0]), signal.SIGINT)
-        assert ready(workers, 0.1) == []
+    def told() -> Iterator[str]:
+        yield "begun"
+        time.sleep(0.1)
+        yield "not interrupted"
+
+    with started([told]) as (worker,):
+        assert worker.receive() == "begun"
+        os.kill(pid_of(worker), signal.SIGINT)
+        assert worker.receive() == "not interrupted"
 
 
 def pid_of(worker: Worker) -> int:

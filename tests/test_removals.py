@@ -21,17 +21,12 @@ from ckpt_patches.audit.audit import WHOLE, audit
 from megatron_checkpoints import Configuration
 from megatron_checkpoints import written as written_by_megatron
 from removals import DELETED, Change, changes, make
-from upstream import all_releases, newest, run, run_json, tree
+from upstream import newest, run, run_json, tree
 
 pytestmark = pytest.mark.long
 
 NEWEST = newest("megatron-core")
-# Kinds that differ from others only in dtype, optimizer or layout, which other kinds cover: only `make test-all` has
-# them, and cases below that take minutes.
-ALIKE = (
-    *("stage0_fp16", "stage1", "stage1_fp16", "bf16_optimizer", "stage3_fp16", "pipeline", "autotp"),
-    *("stage1, NAdam", "stage2, RMSprop"),
-)
+# Most kinds take minutes: only `make test-all` has them.
 OF_ZERO = (
     *("stage2", "stage0", "stage0_fp16", "stage1", "stage1_fp16", "bf16_optimizer", "stage2_round_robin", "stage3"),
     *("stage3_fp16", "stage3_frozen", "stage3_groups", "pipeline", "pipeline, tensor parallel", "autotp"),
@@ -40,11 +35,8 @@ OF_ZERO = (
 )
 # Of DeepSpeed without ZeRO: a parameter that never had a gradient has no state either.
 UNTOLD_OF_ZERO = r"\['state'\]\[\d+\] deleted"
-KINDS = [
-    pytest.param(kind, marks=[pytest.mark.slow] * (kind != "stage2"))
-    for kind in OF_ZERO
-    if all_releases() or kind not in ALIKE
-]
+OF_ZERO_IN_CI = {"stage2": [], "stage0": [pytest.mark.slow], "pipeline, tensor parallel": [pytest.mark.slow]}
+KINDS = [pytest.param(kind, marks=OF_ZERO_IN_CI.get(kind, pytest.mark.exhaustive)) for kind in OF_ZERO]
 
 
 class Found(NamedTuple):
@@ -128,8 +120,8 @@ def test_nothing_is_missed_but_a_value_that_could_be(kind: str, tmp_path: Path) 
     assert [text for text in missed if not (kind.startswith("stage0") and re.search(UNTOLD_OF_ZERO, text))] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["stage2", *(["stage3"] if all_releases() else [])])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["stage2", "stage3"])
 def test_with_a_record_no_state_is_missed(kind: str, tmp_path: Path) -> None:
     found = of_zero(kind, tmp_path, recorded="1")
     # A weight of the next step can be within a unit of rounding of its main parameter; the record is of the states.
@@ -143,10 +135,8 @@ def is_counter(change: Change) -> bool:
     return re.search("model_states", change.file) is not None and len(change.key) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["stage3", "autotp", "experts", *(["stage1", "pipeline", "autotp, stage 3"] if all_releases() else [])]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["stage3", "autotp", "experts", "stage1", "pipeline", "autotp, stage 3"])
 def test_nothing_of_a_universal_checkpoint_is_missed_but_a_value_that_could_be(kind: str, tmp_path: Path) -> None:
     found = of_universal(kind, tmp_path)
     missed = [str(change) for change in found.missed if change.how == DELETED]
@@ -191,11 +181,11 @@ MEGATRON = {
 }
 
 
-ALIKE_OF_MEGATRON = ("fully_reshardable, fp16", "torch_dist, 0.14, TP 2, PP 2", "zarr, 0.14, TP 2, PP 2")
-CASES = [case for case in MEGATRON if all_releases() or case not in ALIKE_OF_MEGATRON]
+OF_MEGATRON_IN_CI = {"fully_reshardable": [], "torch": [pytest.mark.slow]}
+CASES = [pytest.param(case, marks=OF_MEGATRON_IN_CI.get(case, pytest.mark.exhaustive)) for case in MEGATRON]
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (n > 0)) for n, c in enumerate(CASES)])
+@pytest.mark.parametrize("case", CASES)
 def test_nothing_of_megatron_is_missed_but_a_value_that_could_be(case: str, tmp_path: Path) -> None:
     found = of_megatron(MEGATRON[case], tmp_path)
     # A replacement is a plausible value, except for a file that holds more than one array.
@@ -204,7 +194,7 @@ def test_nothing_of_megatron_is_missed_but_a_value_that_could_be(case: str, tmp_
     assert [text for text in texts if not any(re.search(pattern, text) for pattern in UNTOLD)] == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nothing_of_experts_of_megatron_is_missed_but_a_value_that_could_be(tmp_path: Path) -> None:
     """Megatron's experts on two expert-parallel ranks: only replacements with a plausible value are missed."""
     release = tree("megatron-core", NEWEST)
@@ -223,8 +213,8 @@ def is_file_of_many(change: Change) -> bool:
     return not change.key and change.file.endswith((".pt", ".distcp", ".metadata", ".json"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["dp_reshardable", *(["fully_reshardable", "zarr, 0.14"] if all_releases() else [])])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["dp_reshardable", "fully_reshardable", "zarr, 0.14"])
 def test_with_a_record_no_state_of_megatron_is_missed(case: str, tmp_path: Path) -> None:
     found = of_megatron(replace(MEGATRON[case], recorded=True), tmp_path)
     texts = [str(change) for change in found.missed]

@@ -1,15 +1,13 @@
 """Audit one checkpoint: read it, with one rank or several, and judge it."""
 
-import hashlib
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.audit import repair_list, rules, rules_across
 from ckpt_patches.audit.judging import blocks, coverage, record_checksums, recorded_states, scan, shifted
 from ckpt_patches.audit.run_folder import UNFINISHED, is_other_save, why_incomplete
-from ckpt_patches.audit.shares import shares
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages
 from ckpt_patches.formats.checkpoint import Checkpoint, Shard
@@ -66,14 +64,18 @@ class _Structure:
     shards: list[Shard]
     unreadable: Finding | None = None
 
+    @property
+    def spans(self) -> list[scan.Span]:
+        """What is to be read."""
+        return list(scan.spans(self.shards, frozenset(record.path for record in self.found.records)))
+
 
 @dataclass(frozen=True)
 class Share:
     """One rank's results for its share of a checkpoint."""
 
-    files: str  # fingerprint of all shards of the checkpoint
     parts: list[scan.Part]  # in order
-    unreadable: Finding | None = None  # why the checkpoint could not be read completely
+    unreadable: Finding | None = None  # why the share could not be read completely
 
 
 def audit(path: Path, workers: int | None = None) -> Report:
@@ -84,14 +86,13 @@ def audit(path: Path, workers: int | None = None) -> Report:
     Raises:
         UserError: the path is not a checkpoint in a known format.
     """
-    ranks = Ranks()
-    workers = workers or ranks.workers
+    workers = workers or Ranks().workers
     structure = _structure(path)
-    return _judge(structure, _scan(structure, workers, ranks), workers)
+    return _judge(structure, _scan(path, structure.spans, workers), workers)
 
 
 def audit_together(path: Path, workers: int, ranks: Ranks) -> Report | None:
-    """Like `audit`, for several ranks: each rank reads its share, and rank 0 judges. Returns None on other ranks.
+    """Like `audit`, for several ranks: rank 0 reads the structure and judges. Returns None on other ranks.
 
     Raises:
         UserError: the path is not a checkpoint in a known format, or a rank is missing.
@@ -100,12 +101,13 @@ def audit_together(path: Path, workers: int, ranks: Ranks) -> Report | None:
         return audit(path, workers)
     own: list[_Structure] = []
 
-    def read() -> Share:
+    def read() -> list[scan.Span]:
         own.append(_structure(path))
-        return _share(own[0], workers, ranks)
+        return own[0].spans
 
-    found = ranks.gather(f"reading {path}", read)
-    return None if ranks.rank else _judge(own[0], _of_all(found), workers)
+    spans = ranks.first(f"reading the headers of {path}", read)
+    found = ranks.gather(f"reading {path}", lambda: _share(path, ranks.share(spans), workers))
+    return None if ranks.rank else _judge(own[0], _in_order(found, len(spans)), workers)
 
 
 def _structure(path: Path) -> _Structure:
@@ -145,40 +147,32 @@ def _unreadable(path: Path, error: Exception) -> Finding:
     return Finding(damages.UNREADABLE, str(path), detail=detail)
 
 
-def _scan(structure: _Structure, workers: int, ranks: Ranks) -> Iterator[scan.Part]:
-    """Scan this rank's share."""
-    every = list(scan.spans(structure.shards, frozenset(record.path for record in structure.found.records)))
-    share = shares([span.nbytes for span in every], ranks.size)[ranks.rank]
-    own = every[share.start : share.stop]
-    whose = f" (rank {ranks.rank} of {ranks.size})" if ranks.size > 1 else ""
-    with Progress(sum(span.nbytes for span in own), label=f"{structure.found.path.name}{whose}:") as progress:
-        yield from scan.scan(own, workers, progress.show)
+def _scan(path: Path, spans: Sequence[scan.Span], workers: int) -> Iterator[scan.Part]:
+    with Progress(sum(span.nbytes for span in spans), label=f"{path.name}:") as progress:
+        yield from scan.scan(spans, workers, progress.show)
 
 
-def _share(structure: _Structure, workers: int, ranks: Ranks) -> Share:
-    """Scan this rank's share for rank 0, up to the first read error."""
-    files, parts = fingerprint(structure.shards), list[scan.Part]()
+def _share(path: Path, spans: Sequence[scan.Span], workers: int) -> Share:
+    """Scan one rank's spans for rank 0, up to the first read error."""
+    parts: list[scan.Part] = []
     try:
-        for part in _scan(structure, workers, ranks):
-            scan.add(part, parts)
+        parts.extend(_scan(path, spans, workers))
     except Exception as error:
-        return Share(files, parts, _unreadable(structure.found.path, error))
-    return Share(files, parts, structure.unreadable)
+        return Share(parts, _unreadable(path, error))
+    return Share(parts)
 
 
-def _of_all(found: list[Share]) -> Iterator[scan.Part]:
-    """The parts that all ranks have scanned, in rank order.
+def _in_order(found: Sequence[Share], spans: int) -> Iterator[scan.Part]:
+    """The parts of all spans, of which each rank has every n-th.
 
     Raises:
-        UnreadableError: a rank cannot read its share completely.
-        UserError: a rank has found other files than rank 0.
+        UnreadableError: a rank could not read its share completely.
     """
-    for rank, own in enumerate(found):
-        if own.unreadable is None and own.files != found[0].files:
-            raise UserError(f"rank {rank} has found other files in it than rank 0: it changes; audit it again")
-        yield from own.parts
+    for own in found:
         if own.unreadable is not None:
             raise UnreadableError(own.unreadable)
+    for number in range(spans):
+        yield found[number % len(found)].parts[number // len(found)]
 
 
 def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int) -> Report:
@@ -231,11 +225,3 @@ def complete(found: Checkpoint) -> list[Shard]:
 def all_shards(found: Checkpoint) -> list[Shard]:
     """The shards, plus bytes outside all arrays, which are read for the checksums."""
     return [*found.shards, *record_checksums.rest(found.records, found.shards)]
-
-
-def fingerprint(shards: list[Shard]) -> str:
-    """A hash of the labels, sizes and streams of the shards."""
-    digest = hashlib.sha256()
-    for shard in shards:
-        digest.update(repr((shard.label, shard.numel, shard.streams)).encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()

@@ -4,11 +4,10 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime import commands
@@ -44,7 +43,8 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     audit.add_argument(
         "--html", type=Path, metavar="FILE.html", help="write a page with verdicts, findings, what to do"
     )
-    _add_processes_to(audit)
+    add_workers(audit, many=MANY)
+    add_distributed(audit)
     audit.set_defaults(run=_audit)
     repair = parsers.add_parser(
         "repair",
@@ -75,20 +75,8 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         help="without OLDER: set both moments to zero where one is lost, as for a new parameter",
     )
     repair.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
-    _add_processes_to(repair)
+    add_workers(repair, many=MANY)
     repair.set_defaults(run=_repair)
-
-
-def _add_processes_to(command: argparse.ArgumentParser) -> None:
-    add_workers(command, many=MANY)
-    add_distributed(command)
-
-
-def _repair(options: argparse.Namespace) -> int:
-    for path in (options.path, options.older):
-        if path is not None:
-            _require_folder(path)
-    return _together(options, "a repair", _repair_together)
 
 
 def _audit(options: argparse.Namespace) -> int:
@@ -98,50 +86,33 @@ def _audit(options: argparse.Namespace) -> int:
             commands.say("ckpt-patches", NO_FOLDER.format(path))
     if not folders:  # before the slow imports and before waiting for other ranks
         return UserError.status
-    return _together(options, "an audit", partial(_audit_together, folders))
-
-
-def _require_folder(path: Path) -> None:
-    """Check the path before the slow imports and before waiting for other ranks."""
-    if not path.is_dir():
-        raise UserError(NO_FOLDER.format(path))
-
-
-def _together(options: argparse.Namespace, what: str, work: "Callable[[argparse.Namespace, Ranks, int], int]") -> int:
-    """Run `work` together with the other ranks, if any. Returns rank 0's exit status."""
     from ckpt_patches.runtime.distributed import joined
 
-    with commands.needed_by(what):
-        import ckpt_patches.audit.repair.repair  # noqa: F401 - with its dependencies
-    with joined(options.distributed, partial(commands.say, "ckpt-patches")) as ranks:
-        return work(options, ranks, options.workers or ranks.workers)
+    with commands.needed_by("an audit"):
+        import ckpt_patches.audit.audit  # noqa: F401 - with its dependencies
+    with joined(options.distributed) as ranks:
+        return _audit_together(folders, options, ranks, options.workers or ranks.workers)
 
 
-def _repair_together(options: argparse.Namespace, ranks: "Ranks", workers: int) -> int:
-    from ckpt_patches.audit.repair.repair import repair
-    from ckpt_patches.audit.report import repair_report
-
-    def called_with() -> list[str]:
-        names = ("path", "output", "older", "reset_moments", "trust_source")
-        return ["repair", *(str(getattr(options, name)) for name in names)]
-
-    ranks.agree("the arguments", called_with, by=list)
+def _repair(options: argparse.Namespace) -> int:
+    for path in (options.path, options.older):
+        if path is not None and not path.is_dir():
+            raise UserError(NO_FOLDER.format(path))
+    with commands.needed_by("a repair"):
+        from ckpt_patches.audit.repair.repair import repair
+        from ckpt_patches.audit.report import repair_report
+        from ckpt_patches.runtime.distributed import Ranks
     result = repair(
-        *(options.path, options.output, options.older, workers, ranks),
+        *(options.path, options.output, options.older, options.workers or Ranks().workers),
         reset_moments=options.reset_moments,
         trust_source=options.trust_source,
         say=partial(commands.say, "ckpt-patches"),
     )
-
-    def end() -> int:
-        assert result
-        found: Any = repair_report.as_json if options.json else repair_report.as_text
-        text = found(options.output, result)
-        print(json.dumps(text, indent=1) if options.json else printable_lines(text))
-        sys.stdout.flush()  # torchrun stops all ranks when one exits with a nonzero status
-        return 1 if result.left else 0
-
-    return ranks.share("the report", end)
+    if options.json:
+        print(json.dumps(repair_report.as_json(options.output, result), indent=1))
+    else:
+        print(printable_lines(repair_report.as_text(options.output, result)))
+    return 1 if result.left else 0
 
 
 def _audit_together(folders: list[Path], options: argparse.Namespace, ranks: "Ranks", workers: int) -> int:
@@ -151,12 +122,12 @@ def _audit_together(folders: list[Path], options: argparse.Namespace, ranks: "Ra
     from ckpt_patches.audit.unit import joined
 
     def found() -> list[tuple[Path, Path, Path]]:
-        if ranks.rank == 0 and options.html:
+        if options.html:
             page.require(options.html)
         return [(folder, unit_of(save, folder), save) for folder in folders for save in saves(folder)]
 
     reports: list[Report] = []
-    checkpoints = ranks.agree("looking for checkpoints", found, by=list)
+    checkpoints = ranks.first("looking for checkpoints", found)
     for (_, unit), parts in itertools.groupby(checkpoints, key=itemgetter(0, 1)):
         judged = [report for *_, part in parts if (report := audit_together(part, workers, ranks))]
         if not judged:
@@ -168,7 +139,7 @@ def _audit_together(folders: list[Path], options: argparse.Namespace, ranks: "Ra
             print(text_report.as_text(reports[-1], notes=options.notes), flush=True)
     others = {folder for folder, *_ in checkpoints}
     empty = [folder for folder in folders if folder not in others]
-    return ranks.share("the report", lambda: _end(folders, empty, options, reports))
+    return ranks.first("the report", lambda: _end(folders, empty, options, reports))
 
 
 def _end(folders: list[Path], empty: list[Path], options: argparse.Namespace, reports: "list[Report]") -> int:

@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,15 +14,17 @@ from ckpt_patches import __version__
 from ckpt_patches.convert import momenta, reading, source
 from ckpt_patches.convert.conversion_plan import plan
 from ckpt_patches.convert.output_files import Output, Plan
-from ckpt_patches.convert.write import writer
+from ckpt_patches.convert.write import Writer, batches
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import record_files
 from ckpt_patches.runtime.distributed import Ranks
-from ckpt_patches.runtime.shared_writing import Task, Written, cost, write_together
+from ckpt_patches.runtime.processes import in_order
+from ckpt_patches.runtime.progress import Progress
 from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, reported, write_at_once
 
 WORKERS = 8  # on two cores, too: while one waits for the disk, another works
 WORTH_A_PROCESS = 64 << 20  # bytes; starting a process takes as long as copying these
+COST_OF_A_FILE = 1 << 18  # bytes that can be moved in the time that it takes to create a file
 MOST_SHOWN = 12  # states that differ from the recorded ones
 MARK = ".ds_to_universal.json"
 LATEST = "latest_universal"
@@ -75,35 +78,83 @@ def convert(
     begin = time.monotonic() if begin is None else begin
     options = options or Options()
     ranks = ranks or Ranks()
-    plan_of_all, folder = ranks.agree(
-        "planning",
-        lambda: prepare(Path(input_folder), Path(output_folder), options),
-        by=lambda made: made[1].fingerprint,
-    )
-    for warning in plan_of_all.warnings if ranks.rank == 0 else ():
-        warn(warning)
-    task = Task(
-        plan_of_all.outputs, partial(writer, folder.working, plan_of_all.records), partial(_workers, options), _nbytes
-    )
-    check = partial(_check_recorded, Path(input_folder), strict=options.strict, warn=warn)
+    made: list[tuple[Plan, UnfinishedFolder]] = []
 
-    def finish(written: Sequence[Written]) -> None:
-        reading.check(plan_of_all.records, (seen for own in written for seen in own.results))
-        _finish(folder, plan_of_all, check)
+    def start() -> None:
+        made.append(prepare(Path(input_folder), Path(output_folder), options))
+        for warning in made[0][0].warnings if ranks.rank == 0 else ():
+            warn(warning)
 
-    done = write_together(folder, task, ranks, finish)
+    with ExitStack() as stack:
+        ranks.gather("planning", start)
+        planned, folder = made[0]
+
+        def take() -> None:
+            folder.begin()
+            stack.enter_context(folder.held())
+
+        ranks.first("making the output folder", take)
+        began = time.monotonic()
+        written = ranks.gather("writing", lambda: _write(planned, folder, options, ranks))
+
+        def finish() -> None:
+            reading.check(planned.records, (seen for own in written for seen in own.seen))
+            _finish(folder, planned, partial(_check_recorded, Path(input_folder), strict=options.strict, warn=warn))
+
+        ranks.first("finishing the output folder", finish)
     end = time.monotonic()
+    nbytes = sum(own.bytes for own in written)
     return Summary(
         output_folder=str(folder.final),
-        bytes=done.written.bytes,
-        files=done.written.files,
-        files_before=done.written.files_before,
-        links=len(plan_of_all.links) if ranks.rank == 0 else 0,
+        bytes=nbytes,
+        files=sum(own.files for own in written),
+        files_before=sum(own.files_before for own in written),
+        links=len(planned.links) if ranks.rank == 0 else 0,
         seconds=end - begin,
-        plan_seconds=done.began - begin,
-        rate=done.written.bytes / max(end - done.began, 1e-9),
-        workers=done.written.workers,
+        plan_seconds=began - begin,
+        rate=nbytes / max(end - began, 1e-9),
+        workers=sum(own.workers for own in written),
     )
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank and its workers wrote."""
+
+    bytes: int
+    files: int
+    files_before: int  # of an interrupted run
+    workers: int
+    seen: Sequence[reading.Seen]  # of the workers
+
+
+def _write(planned: Plan, folder: UnfinishedFolder, options: Options, ranks: Ranks) -> Written:
+    """Write the missing files of this rank's share.
+
+    Raises:
+        UserError: a file cannot be read or written, or the folder is not of this conversion, but of other ranks'.
+        WorkerDefect: see `ckpt_patches.runtime.processes`.
+    """
+    folder.check(planned.outputs)
+    if not folder.is_of_this(folder.folder):
+        raise UserError(
+            f"{folder.working}: expected the folder that rank 0 has made, found none: is it on this host as well, and "
+            "have all ranks the same arguments?"
+        )
+    own = ranks.share(sorted(planned.outputs, key=lambda output: (-output.nbytes, output.name)))
+    left = folder.missing(own)
+    count = max(1, min(options.workers, len(left), sum(map(_cost, left)) // WORTH_A_PROCESS))
+    seen, done = [], 0
+    with Progress(sum(output.nbytes for output in left)) as progress:
+        for nbytes, found in in_order(Writer(folder.working, planned.records, count), [*batches(left)], count):
+            seen.append(found)
+            done += nbytes
+            progress.show(done)
+    return Written(done, len(left), len(own) - len(left), count, seen)
+
+
+def _cost(output: Output) -> int:
+    return output.nbytes + COST_OF_A_FILE
 
 
 def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[Plan, UnfinishedFolder]:
@@ -139,15 +190,6 @@ def fingerprint(input_folder: Path, options: Options) -> str:
     files = sorted((path, found.st_size, found.st_mtime_ns) for path, found in entries)
     own = {**asdict(options), "workers": None}
     return hashlib.sha256(json.dumps([__version__, files, own]).encode()).hexdigest()
-
-
-def _nbytes(outputs: Sequence[Output]) -> int:
-    return sum(output.nbytes for output in outputs)
-
-
-def _workers(options: Options, outputs: Sequence[Output]) -> int:
-    """The number of processes that is efficient for these outputs."""
-    return max(1, min(options.workers, len(outputs), sum(map(cost, outputs)) // WORTH_A_PROCESS))
 
 
 def _finish(folder: UnfinishedFolder, planned: Plan, check: Callable[[Path], object]) -> None:

@@ -47,7 +47,7 @@ def _run(options: argparse.Namespace, program: str, begin: float) -> int:
         options.trust_checkpoint,
         tuple(options.drop_state),
     )
-    with joined(options.distributed, say) as ranks:
+    with joined(options.distributed) as ranks:
         summary = convert(path, options.output, chosen, ranks=ranks, begin=begin, warn=say)
     if ranks.rank == 0:
         print(json.dumps({"schema": SCHEMA, **asdict(summary)}) if options.json else text(summary))

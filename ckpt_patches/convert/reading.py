@@ -6,8 +6,8 @@ order of the parts, so a worker keeps one number for each record, and no byte is
 
 import bisect
 import resource
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 
 from ckpt_patches.convert.output_files import Content, Records
 from ckpt_patches.errors import UserError
@@ -26,6 +26,7 @@ class Reader:
     def __init__(self, files: RangedFiles, records: Mapping[str, Records]) -> None:
         self._files, self._records = files, records
         self.seen: Seen = {}
+        self.close = files.close
 
     def read(self, path: str, offset: int, into: memoryview) -> None:
         """Fill a buffer with a file's bytes from `offset` on.
@@ -62,7 +63,7 @@ def check(records: Mapping[str, Records], seen: Iterable[Seen]) -> None:
         for key, (crc, nbytes) in own.items():
             before = found.get(key, (0, 0))
             found[key] = before[0] ^ crc, before[1] + nbytes
-    with opened({}) as reader:
+    with closing(opened({})) as reader:
         for path, own_records in records.items():
             for number, (begin, end, crc) in enumerate(zip(*own_records, strict=True)):
                 if found.get((path, number)) != (crc, end - begin) and _crc(reader, path, begin, end) != crc:
@@ -95,11 +96,9 @@ class Shares:
             at += nbytes
 
 
-@contextmanager
-def opened(records: Mapping[str, Records]) -> Iterator[Reader]:
+def opened(records: Mapping[str, Records]) -> Reader:
     """A reader of files that have these records."""
-    with RangedFiles(_descriptors() - SPARE_DESCRIPTORS) as files:
-        yield Reader(files, records)
+    return Reader(RangedFiles(_descriptors() - SPARE_DESCRIPTORS), records)
 
 
 def _descriptors() -> int:

@@ -2,18 +2,16 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckpt_patches.convert.layout import Block
 from ckpt_patches.convert.new_file import PAGE, NewFile, pages, writes_directly
 from ckpt_patches.convert.output_files import Content, CopiedOutput, Output, Records, TorchOutput
-from ckpt_patches.convert.reading import Reader, Seen, Shares, opened
+from ckpt_patches.convert.reading import Seen, Shares, opened
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_writer import torch_file
-from ckpt_patches.runtime.shared_writing import Moved
 from ckpt_patches.runtime.unfinished import TEMPORARY, reported
 
 SHORT = 65536  # bytes; rows up to this length are read in batches, longer ones directly to their targets
@@ -26,31 +24,55 @@ BYTES_TOGETHER = 64 << 20
 Fill = Callable[[Shares, Content, int, memoryview, memoryview], None]
 
 
-@contextmanager
-def writer(folder: Path, records: Mapping[str, Records], workers: int, moved: Moved) -> Iterator["Writer"]:
-    """The writer of one of several workers. `records` are those of the checkpoint's files."""
-    with opened(records) as reader:
-        yield Writer(folder, reader, BYTES_IN_FLIGHT // workers, moved)
+def batches(outputs: Iterable[Output]) -> Iterator[list[Output]]:
+    """Batches of files that a worker writes and syncs together."""
+    batch: list[Output] = []
+    for output in outputs:
+        batch.append(output)
+        if len(batch) >= FILES_TOGETHER or sum(own.nbytes for own in batch) >= BYTES_TOGETHER:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 class Writer:
-    """Writes outputs into a folder one by one; calls `moved` for every window of bytes.
+    """Writes batches of files into a folder, in one of several worker processes.
 
-    A file gets its final name when it is on disk, at the latest in `finish`.
+    `records` are those of the checkpoint's files. A file gets its final name when it is on disk.
     """
 
-    def __init__(self, folder: Path, reader: Reader, nbytes: int, moved: Moved) -> None:
-        self.folder, self.reader, self.moved = folder, reader, moved
-        self.direct = writes_directly(folder)
+    def __init__(self, folder: Path, records: Mapping[str, Records], workers: int) -> None:
+        self.folder, self._records = folder, records
+        self._nbytes = BYTES_IN_FLIGHT // workers
+        self._unnamed: list[tuple[NewFile, str, str]] = []  # with temporary and final names
+        self._folders: set[str] = set()  # that exist
+
+    def __call__(self, batch: Sequence[Output]) -> tuple[int, Seen]:
+        """Write a batch. Returns its size in bytes, and what was read.
+
+        Raises:
+            UserError: the disk is full, or a file cannot be read. The complete files have their names.
+        """
+        if not self._folders:  # in the worker process
+            self._begin()
+        self.reader.seen = {}
+        try:
+            for output in batch:
+                self.write(output)
+        finally:
+            self.finish()
+        return sum(output.nbytes for output in batch), self.reader.seen
+
+    def _begin(self) -> None:
+        self.reader = opened(self._records)
+        self.direct = writes_directly(self.folder)
         # The second buffer is for rows before their copy, or for slices to average or compare.
-        memory = pages(max(nbytes, 2 * PAGE))
+        memory = pages(max(self._nbytes, 2 * PAGE))
         half = len(memory) // PAGE // 2 * PAGE
         self.buffer, self.rows = memory[:half], memory[half:]
         # Random and not the process id: processes of two containers can have the same id.
         self._temporary = f"{TEMPORARY}{os.urandom(4).hex()}-"
-        self._unnamed: list[tuple[NewFile, str, str]] = []  # with temporary and final names
-        self._unsynced = 0  # bytes in these
-        self._folders: set[str] = set()  # that exist
 
     def write(self, output: Output) -> None:
         """Write a file under a temporary name.
@@ -76,9 +98,6 @@ class Writer:
             if isinstance(output, CopiedOutput):
                 shutil.copystat(output.path, temporary)
         self._unnamed.append((file, temporary, path))
-        self._unsynced += output.nbytes
-        if len(self._unnamed) >= FILES_TOGETHER or self._unsynced >= BYTES_TOGETHER:
-            self.finish()
 
     def _fill(self, file: NewFile, output: Output) -> None:
         if isinstance(output, TorchOutput):
@@ -88,16 +107,14 @@ class Writer:
         else:
             self._copy(output, file)
 
-    def finish(self) -> Seen:
-        """Sync the written files, and give them their final names; return what was read."""
-        self._unsynced = 0
+    def finish(self) -> None:
+        """Sync the written files, and give them their final names."""
         while self._unnamed:
             file, temporary, path = self._unnamed.pop(0)
             with reported(path):
                 file.sync()
                 file.close()
                 os.replace(temporary, path)
-        return self.reader.seen
 
     def _copy(self, output: CopiedOutput, file: NewFile) -> None:
         begin = 0
@@ -105,7 +122,6 @@ class Writer:
             piece = file.room(output.nbytes - begin)
             self.reader.read(str(output.path), begin, piece)
             begin += file.write(piece)
-            self.moved(len(piece))
 
     def windows(self, file: NewFile, content: Content, name: str) -> Iterator[memoryview]:
         """Yield a storage's bytes in pieces of the file's buffer."""
@@ -117,7 +133,6 @@ class Writer:
             _check_copies(shares, content, begin, window, self.rows, name)
             yield window
             begin += len(window)
-            self.moved(len(window))
 
 
 def made_by(how: str) -> Fill:

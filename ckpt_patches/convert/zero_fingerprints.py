@@ -1,6 +1,7 @@
 """The fingerprints of a ZeRO checkpoint, computed from the bytes that a conversion would write."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from ckpt_patches.convert.convert import Options, planned
@@ -20,7 +21,7 @@ def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
     plan = planned(path, Options(trust_checkpoint=trust, inject_missing_state=True, drop_singles=True))
     outputs = {output.name: output for output in plan.outputs if isinstance(output, TorchOutput)}
     outputs.update({link.name: outputs[link.file] for link in plan.links if link.file in outputs})
-    with opened({}) as reader:
+    with closing(opened({})) as reader:
         for name in sorted(outputs):
             folder, _, file = name.rpartition("/")
             state = file.removesuffix(".pt")

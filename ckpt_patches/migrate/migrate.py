@@ -4,10 +4,12 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from ckpt_patches import __version__
 from ckpt_patches.audit import audit
@@ -19,7 +21,8 @@ from ckpt_patches.formats.checkpoint import Checkpoint
 from ckpt_patches.formats.damages import DAMAGE, INCOMPLETE, MIXED_ROWS, NOTE, SHIFTED_STATE, UNREADABLE, Finding
 from ckpt_patches.formats.megatron_arrays import CONFIG
 from ckpt_patches.formats.torch_dist import COMMON, INDEX, Place
-from ckpt_patches.migrate import keys, output, repairs, source
+from ckpt_patches.migrate import keys, repairs, source
+from ckpt_patches.migrate.output import OutputFile, write
 from ckpt_patches.migrate.plan import Plan, needs_nothing, plan, source_type
 from ckpt_patches.migrate.source import Source
 from ckpt_patches.runtime.distributed import Ranks
@@ -115,45 +118,81 @@ def _damage(findings: Iterable[Finding]) -> str:
 
 
 def migrate(
-    path: Path, output: Path, options: Options | None = None, *, warn: Callable[[str], object] = print
-) -> Summary:
-    """Write a checkpoint that megatron-core 0.16 and later load.
+    path: Path,
+    output: Path,
+    options: Options | None = None,
+    *,
+    ranks: Ranks | None = None,
+    warn: Callable[[str], object] = print,
+) -> Summary | None:
+    """Write a checkpoint that megatron-core 0.16 and later load. Each of several `ranks` writes its share.
+
+    Returns the summary on rank 0, None on the others.
 
     Raises:
         DamagedError: the checkpoint is damaged. Nothing was written.
-        UserError: it cannot be migrated, the output exists, or the disk is full. Written files stay, and the same call
-            continues from there.
+        UserError: it cannot be migrated, the output exists, the disk is full, or a rank is missing. Written files stay,
+            and the same call continues from there.
     """
-    begin, options = time.monotonic(), options or Options()
-    workers = options.workers or Ranks().workers
+    begin, options, ranks = time.monotonic(), options or Options(), ranks or Ranks()
+    workers = options.workers or ranks.workers
+    made: list[_Migration] = []
+    ranks.first("planning", lambda: made.append(_prepared(path, output, options)))
+    report = audit.audit_together(path, workers, ranks)
+    with ExitStack() as stack:
+
+        def start() -> tuple[Path, list[OutputFile]]:
+            assert report
+            _check_damage(path, report.findings, options)
+            for warning in made[0].planned.warnings:
+                warn(warning)
+            folder = made[0].folder
+            folder.begin()
+            stack.enter_context(folder.held())
+            folder.clean()  # of a run that was killed, so that they take no room
+            return folder.folder, folder.missing(made[0].planned.files)
+
+        where, missing = ranks.first("making the output folder", start)
+        began = time.monotonic()
+        ranks.gather("writing", lambda: _write(ranks.share(missing), where, workers, options))
+
+        def finish() -> Summary:
+            assert report
+            recorded = _finish(made[0], report.checkpoint, workers, options)
+            known = tuple(own for own in report.findings if own.kind is not MIXED_ROWS)
+            planned = made[0].planned
+            return Summary(
+                output=str(made[0].folder.final),
+                source_type=planned.source_type,
+                target_type=planned.target_type,
+                bytes=sum(file.nbytes for file in missing),
+                files=len(missing),
+                files_before=len(planned.files) - len(missing),
+                seconds=time.monotonic() - begin,
+                plan_seconds=began - begin,
+                workers=min(workers, max(1, len(missing))),
+                verdict=Report(report.checkpoint, (*known, *recorded)).verdict,
+                findings=(*(own for own in known if own.kind.severity != NOTE), *recorded),
+            )
+
+        summary = ranks.first("finishing the output folder", finish)
+    return None if ranks.rank else summary
+
+
+class _Migration(NamedTuple):
+    """What rank 0 has planned."""
+
+    old: Source
+    planned: Plan
+    folder: UnfinishedFolder
+
+
+def _prepared(path: Path, output: Path, options: Options) -> _Migration:
     check_outside(path, output)
     old, planned = prepare(path, options)
     folder = UnfinishedFolder(output, _fingerprint(old, planned, options), MARK, "migration")
     folder.check(planned.files)
-    report = audit.audit(path, workers)
-    _check_damage(path, report.findings, options)
-    for warning in planned.warnings:
-        warn(warning)
-    folder.begin()
-    with folder.held():
-        folder.clean()  # of a run that was killed, so that they take no room
-        missing, began = folder.missing(planned.files), time.monotonic()
-        _write(missing, folder.folder, workers, options)
-        recorded = _finish(old, report.checkpoint, planned, folder, workers, options)
-    known = tuple(own for own in report.findings if own.kind is not MIXED_ROWS)
-    return Summary(
-        output=str(folder.final),
-        source_type=planned.source_type,
-        target_type=planned.target_type,
-        bytes=sum(file.nbytes for file in missing),
-        files=len(missing),
-        files_before=len(planned.files) - len(missing),
-        seconds=time.monotonic() - begin,
-        plan_seconds=began - begin,
-        workers=min(workers, max(1, len(missing))),
-        verdict=Report(report.checkpoint, (*known, *recorded)).verdict,
-        findings=(*(own for own in known if own.kind.severity != NOTE), *recorded),
-    )
+    return _Migration(old, planned, folder)
 
 
 def _fingerprint(old: Source, planned: Plan, options: Options) -> str:
@@ -163,17 +202,15 @@ def _fingerprint(old: Source, planned: Plan, options: Options) -> str:
     return hashlib.sha256(data.encode()).hexdigest()
 
 
-def _write(files: list[output.OutputFile], folder: Path, workers: int, options: Options) -> None:
+def _write(files: Sequence[OutputFile], folder: Path, workers: int, options: Options) -> None:
     done = 0
     with Progress(sum(file.nbytes for file in files)) as progress:
-        for nbytes in in_order(partial(output.write, folder=folder, sync=options.sync), files, workers):
+        for nbytes in in_order(partial(write, folder=folder, sync=options.sync), files, workers):
             done += nbytes
             progress.show(done)
 
 
-def _finish(
-    old: Source, audited: Checkpoint, planned: Plan, folder: UnfinishedFolder, workers: int, options: Options
-) -> list[Finding]:
+def _finish(made: _Migration, audited: Checkpoint, workers: int, options: Options) -> list[Finding]:
     """Write what is not in the plan, and rename the complete folder. Returns findings about what was written.
 
     Raises:
@@ -181,6 +218,7 @@ def _finish(
         UserError: the source has changed.
     """
     findings: list[Finding] = []
+    old, planned, folder = made
     if not folder.is_of_this(folder.final):  # else an earlier run was killed at its very end
         folders, working = folder.clean(), folder.working
         write_at_once(working / CONFIG, json.dumps(BACKEND).encode())

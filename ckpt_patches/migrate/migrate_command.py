@@ -71,9 +71,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     from ckpt_patches.runtime.distributed import joined
 
-    with joined(options.distributed, say) as ranks:  # the first one works; the others wait for it
-        work = partial(migrate.migrate, options.path, options.output, chosen, warn=say)
-        summary = ranks.first("migrating", work)
+    with joined(options.distributed) as ranks:
+        summary = migrate.migrate(options.path, options.output, chosen, ranks=ranks, warn=say)
     if summary is not None:
         print(_summary_as_json(summary) if options.json else printable_lines(_summary_as_text(summary)))
     return 0

@@ -14,16 +14,13 @@ Workers ignore Ctrl-C: this process is interrupted, and stops them.
 
 import contextlib
 import gc
-import itertools
 import os
 import pickle
 import select
 import signal
-import struct
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from mmap import mmap
 from typing import Any, TypeVar
 
 from ckpt_patches.errors import UserError, WorkerDefect
@@ -31,7 +28,6 @@ from ckpt_patches.errors import UserError, WorkerDefect
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _VALUE, _ERROR, _DEFECT = range(3)  # kinds of a worker's messages
-COUNT = struct.Struct("<Q")
 
 
 class WorkerDied(UserError):
@@ -179,15 +175,6 @@ def _no_interrupt() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def ready(workers: Sequence[Worker], seconds: float) -> list[Worker]:
-    """Workers that have sent a value, or ended; none after a timeout. For workers that yield one value."""
-    by_descriptor = {worker.fileno(): worker for worker in workers}
-    poll = select.poll()
-    for descriptor in by_descriptor:
-        poll.register(descriptor, select.POLLIN)
-    return [by_descriptor[descriptor] for descriptor, _ in poll.poll(seconds * 1000)]
-
-
 def in_order(function: Callable[[Item], Result], items: Sequence[Item], count: int) -> Iterator[Result]:
     """The function's results for the items, in their order, computed by `count` workers in turn.
 
@@ -203,72 +190,12 @@ def in_order(function: Callable[[Item], Result], items: Sequence[Item], count: i
 
 
 def mapped(function: Callable[[Item], Result], items: Sequence[Item], worth_a_process: int) -> list[Result]:
-    """The function's results, which must be picklable; for many items, other processes compute shares of them.
+    """The function's results, which must be picklable; for many items, computed by several processes.
 
-    A share that fails is computed again here, so that errors are raised here, those of the first items first.
+    If one of them fails, all is computed again here, so that the error of the first item is raised as it is.
     """
-    count = max(1, min(len(os.sched_getaffinity(0)), len(items) // worth_a_process))
-    ends = [len(items) * index // count for index in range(count + 1)]
-    shares = [items[begin:end] for begin, end in itertools.pairwise(ends)]
-    with started([partial(_share, function, share) for share in shares[1:]]) as workers:
-        found = list(map(function, shares[0]))
-        for worker, share in zip(workers, shares[1:], strict=True):
-            try:
-                found += worker.receive()
-            except (UserError, OSError, WorkerDefect):
-                found += map(function, share)
-        return found
-
-
-def _share(function: Callable[[Item], Result], share: Sequence[Item]) -> Iterator[list[Result]]:
-    yield [function(item) for item in share]
-
-
-def in_shares(
-    work: Callable[[Sequence[Item], Callable[[int], None]], Iterable[Result]],
-    shares: Sequence[Sequence[Item]],
-    show: Callable[[int], object],
-    interval: float,
-) -> list[Result]:
-    """The results of shares of the work, each of a worker that yields one and reports the bytes that it has moved.
-
-    Args:
-        work: called with a share, and with the function to report bytes.
-        show: called at least every `interval` seconds with the bytes that all workers have moved so far.
-
-    Raises:
-        UserError: a worker failed, or `show` raised it; the others are stopped.
-        WorkerDefect: see `Worker.receive`.
-    """
-    moved = Counters(len(shares))
-    functions = [partial(work, share, moved.counter(index)) for index, share in enumerate(shares)]
-    with started(functions) as running:
-        left = list(running)
-        results = []
-        while left:
-            for worker in ready(left, interval):
-                left.remove(worker)
-                results.append(worker.receive())
-            show(moved.total)
-    return results
-
-
-class Counters:
-    """The bytes of each worker, in shared memory."""
-
-    def __init__(self, count: int) -> None:
-        self._bytes = mmap(-1, max(1, COUNT.size * count))
-
-    def counter(self, index: int) -> Callable[[int], None]:
-        """The function that a worker calls with bytes that it has moved."""
-
-        def add(nbytes: int) -> None:
-            (before,) = COUNT.unpack_from(self._bytes, index * COUNT.size)
-            COUNT.pack_into(self._bytes, index * COUNT.size, before + nbytes)
-
-        return add
-
-    @property
-    def total(self) -> int:
-        """The bytes of all workers so far."""
-        return sum(count for (count,) in COUNT.iter_unpack(self._bytes[: len(self._bytes) // COUNT.size * COUNT.size]))
+    count = min(len(os.sched_getaffinity(0)), len(items) // worth_a_process)
+    if count > 1:
+        with contextlib.suppress(UserError, OSError, WorkerDefect):
+            return list(in_order(function, items, count))
+    return list(map(function, items))

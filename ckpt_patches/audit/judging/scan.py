@@ -1,6 +1,6 @@
 """Read every byte of a checkpoint once, in blocks, with several workers, and keep the positions of odd elements."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -70,14 +70,6 @@ class Part(NamedTuple):
     pieces: list[PartRead]
 
 
-def add(part: Part, to: list[Part]) -> None:
-    """Append a part; merge it with the last part if that is of the same shard."""
-    if to and to[-1].shard == part.shard:
-        last = to.pop()
-        part = Part(part.shard, together([last.odd, part.odd]), last.pieces + part.pieces)
-    to.append(part)
-
-
 def by_shard(parts: Iterable[Part], count: int, pieces: list[PartRead]) -> Iterator[Odd]:
     """The odd elements of each of `count` shards in turn, so that only one shard's runs are in memory.
 
@@ -109,7 +101,7 @@ def spans_of(number: int, shard: Shard, *, checked: bool) -> Iterator[Span]:
         yield Span(number, shard.streams, begin, min(begin + SPAN, shard.numel), checked)
 
 
-def scan(spans: list[Span], workers: int, progress: Callable[[int], object]) -> Iterator[Part]:
+def scan(spans: Sequence[Span], workers: int, progress: Callable[[int], object]) -> Iterator[Part]:
     """Scan spans in order. Calls `progress` with the number of bytes read so far.
 
     Each process opens the files itself, for this scan only.

@@ -3,14 +3,14 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from ckpt_patches.audit import repair_list
-from ckpt_patches.audit.audit import TO_RESUME_FROM, WHOLE, Report, audit, audit_together
+from ckpt_patches.audit.audit import TO_RESUME_FROM, WHOLE, Report, audit
 from ckpt_patches.audit.judging import record_checksums
 from ckpt_patches.audit.judging.record_checksums import of_checksum
 from ckpt_patches.audit.ranges import Range
@@ -27,7 +27,6 @@ from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.elements import Block, as_float32, read_elements
 from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.reading import reader_of
-from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.durable import sync_all, sync_folder
 from ckpt_patches.runtime.shown import shown
 
@@ -50,53 +49,34 @@ def repair(
     output: Path,
     older_path: Path | None,
     workers: int,
-    ranks: Ranks | None = None,
     *,
     reset_moments: bool = False,
     trust_source: bool = False,
     say: Callable[[str], object] = lambda line: None,
-) -> Result | None:
+) -> Result:
     """Audit, plan, write the repaired copy, and audit it. Only damaged elements change, and moments that are reset.
-
-    With several ranks, all call this function and share the audits. Rank 0 does the rest; the others return None.
 
     Raises:
         UserError: the checkpoint is complete, nothing in it can be repaired, or what is right would be a guess; or the
             output exists; or the older checkpoint is damaged, or not known to be of the same run.
     """
-    ranks = ranks or Ranks()
-    with ExitStack() as stack:
-        copy = ranks.share("looking at the output", lambda: stack.enter_context(new_copy(path, output)))
-        report = audit_together(path, workers, ranks)
-        ranks.first("the audit", lambda: _check_damaged(report))
-        older = audit_together(older_path, workers, ranks) if older_path else None
-
-        def write() -> Result:
-            assert report
+    with new_copy(path, output) as copy:
+        report = audit(path, workers)
+        if report.verdict in TO_RESUME_FROM:
+            raise UserError(f"{path} is {report.verdict}: nothing to repair")
+        older = audit(older_path, workers) if older_path else None
+        if older:
             _check_older(report, older, trust=trust_source)
-            made = plan(report, FROM_OLDER if older else RESET)
-            _check_plan(report.checkpoint, made, reset_moments=reset_moments, workers=workers)
-            copy_checkpoint(path, copy, output, say)
-            source = older.checkpoint if older else None
-            return Result(source, made, _change(report.checkpoint, made, source, copy))
-
-        written = ranks.first("writing the copy", write)
-        result = audit_together(copy, workers, ranks)
-        return ranks.first("finishing the copy", lambda: _finish(report, written, result, output))
+        made = plan(report, FROM_OLDER if older else RESET)
+        _check_plan(report.checkpoint, made, reset_moments=reset_moments, workers=workers)
+        copy_checkpoint(path, copy, output, say)
+        source = older.checkpoint if older else None
+        written = Result(source, made, _change(report.checkpoint, made, source, copy))
+        return _finish(report, written, audit(copy, workers), output)
 
 
-# Run on rank 0, which alone has the reports
-
-
-def _check_damaged(report: Report | None) -> None:
-    if report and report.verdict in TO_RESUME_FROM:
-        raise UserError(f"{report.checkpoint.path} is {report.verdict}: nothing to repair")
-
-
-def _check_older(report: Report, older: Report | None, *, trust: bool) -> None:
+def _check_older(report: Report, older: Report, *, trust: bool) -> None:
     """Refuse an older checkpoint that is damaged, or not known to be of the run."""
-    if older is None:
-        return
     same_run.check(report.checkpoint, older.checkpoint, trust=trust)
     path = older.checkpoint.path
     unshift.check_older(path, older.shift)
@@ -198,11 +178,8 @@ def _content(fill: Fill, source: same_run.Tensors, begin: int, end: int) -> Bloc
     return values.astype(dtype)
 
 
-def _finish(report: Report | None, written: Result | None, result: Report | None, output: Path) -> Result:
+def _finish(report: Report, written: Result, result: Report, output: Path) -> Result:
     """Give the copy its name. What its audit finds is left; the list of repaired elements must hide nothing else."""
-    assert report
-    assert written
-    assert result
     reasons = {_key(finding, report): reason for finding, reason in written.made.refused}
     left = {_key(f, result): f for f in result.findings if f.kind.severity != NOTE}
     if gone := sorted({kind for kind, *_ in reasons.keys() - left.keys()}):

@@ -1,36 +1,14 @@
-"""The shares of ranks in an audit or a repair: what each reads and copies, and how ranks compare files."""
+"""The copy of a checkpoint that a repair changes."""
 
 import os
 import shutil
 from pathlib import Path
 
-import hypothesis
 import pytest
-from hypothesis import strategies as st
 
-from ckpt_patches.audit.audit import audit, fingerprint
 from ckpt_patches.audit.repair.copies import copy_checkpoint
-from ckpt_patches.audit.shares import shares
 from ckpt_patches.formats.paths import LinkOutsideError
-from test_audit_many import arrays
-from test_audit_many import written as by_hand
 from test_audit_repair import contents
-
-
-@pytest.mark.quick
-@hypothesis.given(st.lists(st.integers(0, 1 << 40), max_size=50), st.integers(1, 20))
-def test_shares_are_neighbours_and_all_there_is(costs: list[int], count: int) -> None:
-    found = shares(costs, count)
-    assert [item for own in found for item in own] == list(range(len(costs)))
-    assert len(found) == count
-    # No share exceeds the mean by more than half of the item at each of its ends.
-    assert all(sum(costs[item] for item in own) <= sum(costs) / count + max(costs, default=0) for own in found)
-
-
-def test_every_part_of_what_is_read_is_in_the_fingerprint(tmp_path: Path) -> None:
-    first, second = (audit(by_hand(tmp_path / name, arrays(rows, 8))).checkpoint for name, rows in (("a", 9), ("b", 8)))
-    assert fingerprint(first.shards) != fingerprint(second.shards)
-    assert fingerprint(first.shards) == fingerprint(list(first.shards)) != fingerprint([])
 
 
 def test_a_copy_is_what_the_library_copies(tmp_path: Path) -> None:
