@@ -66,7 +66,7 @@ def test_a_migrated_checkpoint_has_those_of_the_old_one(
 ) -> None:
     """Its fingerprints are equal, though flattened ranges became n-dimensional boxes."""
     old, new = EVERY[name].path, tmp_path / "new"
-    assert command_line.main(["migrate", str(old), "--output", str(new), "--no-sync"]) == 0
+    assert command_line.main(["migrate", str(old), "--output", str(new)]) == 0
     capsys.readouterr()
     assert command_line.main(["fingerprint", str(old), "--against", str(new)]) == 0
     assert capsys.readouterr().out.startswith("equal: ")

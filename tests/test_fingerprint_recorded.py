@@ -168,7 +168,7 @@ def test_the_number_goes_through_a_migration_into_the_run_that_loads(
     gpt: Gpt, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new = tmp_path / "new"
-    assert command_line.main(["migrate", str(saved(gpt)), "--output", str(new), "--no-sync"]) == 0
+    assert command_line.main(["migrate", str(saved(gpt)), "--output", str(new)]) == 0
     assert f"compared {3 * gpt.parameters} states" in capsys.readouterr().out
     options = ["--format", "fully_reshardable", *gpt.options.replace("--backend zarr", "").split()]
     resume: tuple[str | Path, ...] = ("resume", saved(gpt).parent, "--checkpoint", new, *options)
@@ -237,7 +237,7 @@ def test_a_migration_carries_the_list_of_what_was_repaired(tmp_path: Path, capsy
     change(damaged, EXP_AVG_SQ, lambda bits: np.concatenate([np.full(100, 0x7FC00000, np.uint32), bits[100:]]))  # NaN
     assert command_line.main(["repair", str(damaged), "--output", str(repaired), "--reset-moments"]) == 0
     elements = sum(sum(end - begin for begin, end in own) for own in audit(repaired, 1).checkpoint.repaired.values())
-    assert command_line.main(["migrate", str(repaired), "--output", str(new), "--no-sync"]) == 0
+    assert command_line.main(["migrate", str(repaired), "--output", str(new)]) == 0
     capsys.readouterr()
     status, out = said(capsys, "audit", "--notes", str(new))
     assert (status, "REPAIRED" in out) == (0, True)
@@ -263,7 +263,7 @@ def test_a_migration_that_writes_another_value_does_not_get_its_name(
             file.write(bytes([byte ^ 1]))
 
     monkeypatch.setattr(migrate, "in_order", spoiling)
-    assert command_line.main(["migrate", str(saved(gpt)), "--output", str(tmp_path / "new"), "--no-sync"]) == 1
+    assert command_line.main(["migrate", str(saved(gpt)), "--output", str(tmp_path / "new")]) == 1
     said = capsys.readouterr().err
     assert f"{tmp_path}/new.unfinished is not what was recorded: not_as_recorded " in said
     assert "; remove it, and begin anew" in said

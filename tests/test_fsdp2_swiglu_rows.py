@@ -42,7 +42,7 @@ def migrated(ranks: Sequence[str], delivery: str = "hook") -> Path:
         for form in (IN_PLACE, MIXED):
             old, new = (own / f"saved{form}" for own in (saved(ranks, delivery), folder))
             if mixed_by_audit(old):
-                assert command_line.main(["migrate", str(old), "--output", str(new), "--no-sync"]) == 0
+                assert command_line.main(["migrate", str(old), "--output", str(new)]) == 0
             else:
                 new.symlink_to(old)
 

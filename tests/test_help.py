@@ -99,7 +99,6 @@ USAGE = [
     ("completion fish", "argument shell: expected bash or zsh, found fish", "ckpt-patches completion"),
     ("repair x", "the following arguments are required: --output", "ckpt-patches repair"),
     ("audit x --workers 0", "argument --workers: expected a number of processes, found '0'", "ckpt-patches audit"),
-    ("migrate x --output y --step z", "argument --step: expected a number of steps, found 'z'", "ckpt-patches migrate"),
     (
         "to-universal x",
         "the following arguments are required: --output/--output-folder",

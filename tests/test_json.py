@@ -22,7 +22,7 @@ KEYS = {
     "repair --json": "output source repaired copied moved verdict left",
     "migrate --json": "output source_type target_type bytes files files_before seconds plan_seconds workers verdict "
     "findings",
-    "migrate --dry-run --json": "source_type target_type bytes files rows notes",
+    "migrate --dry-run --json": "source_type target_type bytes files notes",
     "to-universal --json": "output_folder bytes files files_before links seconds plan_seconds rate workers",
     "fingerprint --json": "fingerprints recorded",
     "fingerprint --against --json": "compared values unchecked differences",
@@ -74,8 +74,8 @@ def test_audit(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_migrate(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     to = ("--output", tmp_path / "new")
-    check("migrate --dry-run --json", printed(capsys, "migrate", old, *to, "--dry-run", "--json"))
-    check("migrate --json", printed(capsys, "migrate", old, *to, "--json"))
+    check("migrate --dry-run --json", printed(capsys, "migrate", old, *to, "--dry-run", "--json"), schema=2)
+    check("migrate --json", printed(capsys, "migrate", old, *to, "--json"), schema=2)
 
 
 def test_to_universal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ def lines(program: str, version: str, *options: str | Path, delivery: str = "non
 
 
 def migrated(old: Path, new: Path) -> Path:
-    assert command_line.main(["migrate", str(old), "--output", str(new), "--no-sync"]) == 0
+    assert command_line.main(["migrate", str(old), "--output", str(new)]) == 0
     return new
 
 

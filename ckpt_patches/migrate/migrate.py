@@ -47,10 +47,8 @@ class Options:
     """Options of a migration."""
 
     workers: int | None = None  # processes; None: as many as processors
-    step: int | None = None  # for all param groups; None: unchanged
     damaged_as_is: bool = False  # migrate even if elements are damaged
     trust_checkpoint: bool = False  # accept classes that are not listed; their code is never run
-    sync: bool = True  # flush every file to disk before it gets its final name
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def prepare(path: Path, options: Options) -> tuple[Source, Plan]:
         old = source.read(path, trust=options.trust_checkpoint)
         if needs_nothing(old):
             raise _nothing_to_do(path, source_type(old))
-        planned = plan(old, options.step)
+        planned = plan(old)
     _check_damage(path, old.found.findings, options)
     return old, planned
 
@@ -154,7 +152,7 @@ def migrate(
 
         where, missing = ranks.first("making the output folder", start)
         began = time.monotonic()
-        ranks.gather("writing", lambda: _write(ranks.share(missing), where, workers, options))
+        ranks.gather("writing", lambda: _write(ranks.share(missing), where, workers))
 
         def finish() -> Summary:
             assert report
@@ -190,22 +188,22 @@ class _Migration(NamedTuple):
 def _prepared(path: Path, output: Path, options: Options) -> _Migration:
     check_outside(path, output)
     old, planned = prepare(path, options)
-    folder = UnfinishedFolder(output, _fingerprint(old, planned, options), MARK, "migration")
+    folder = UnfinishedFolder(output, _fingerprint(old, planned), MARK, "migration")
     folder.check(planned.files)
     return _Migration(old, planned, folder)
 
 
-def _fingerprint(old: Source, planned: Plan, options: Options) -> str:
+def _fingerprint(old: Source, planned: Plan) -> str:
     """A hash of everything that the output depends on."""
     files = [(file.name, file.nbytes) for file in planned.files]
-    data = json.dumps([__version__, os.path.abspath(old.found.path), old.files, files, options.step])
+    data = json.dumps([__version__, os.path.abspath(old.found.path), old.files, files])
     return hashlib.sha256(data.encode()).hexdigest()
 
 
-def _write(files: Sequence[OutputFile], folder: Path, workers: int, options: Options) -> None:
+def _write(files: Sequence[OutputFile], folder: Path, workers: int) -> None:
     done = 0
     with Progress(sum(file.nbytes for file in files)) as progress:
-        for nbytes in in_order(partial(write, folder=folder, sync=options.sync), files, workers):
+        for nbytes in in_order(partial(write, folder=folder), files, workers):
             done += nbytes
             progress.show(done)
 
@@ -229,7 +227,7 @@ def _finish(made: _Migration, audited: Checkpoint, workers: int, options: Option
             raise DamagedError(f"{working} is not what was recorded: {wrong}; remove it, and begin anew")
         if source.files_in(audited.path) != old.files:
             raise UserError(f"{audited.path} has changed while it was migrated: remove {working}, and begin anew")
-        folder.rename(folders, sync=options.sync)
+        folder.rename(folders)
     (folder.final / MARK).unlink()
     return findings
 

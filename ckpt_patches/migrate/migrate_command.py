@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_patches.runtime import commands
-from ckpt_patches.runtime.options import MANY, add_distributed, add_no_sync, add_trust, add_workers, described
+from ckpt_patches.runtime.options import MANY, add_distributed, add_trust, add_workers, described
 from ckpt_patches.runtime.shown import printable_lines
 from ckpt_patches.runtime.units import in_bytes
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckpt_patches.migrate.plan import Plan
 
 MOST_SHOWN = 10  # findings
-SCHEMA = 1  # JSON version; raised when a key is renamed, removed or changes its meaning
+SCHEMA = 2  # JSON version; raised when a key is renamed, removed or changes its meaning
 AFTER = """OLD is only read. NEW gets its name when it is complete; until then it is NEW.unfinished, and the same
 command continues from there.
 
@@ -43,21 +43,11 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     migrate.add_argument("--output", type=Path, required=True, metavar="NEW", help="the folder to create")
     migrate.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     migrate.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
-    migrate.add_argument(
-        "--step", type=_step, metavar="N", help="the optimizer's step, if parameter groups have different ones"
-    )
     migrate.add_argument("--damaged-as-is", action="store_true", help="migrate damaged elements unchanged")
     add_trust(migrate)
     add_workers(migrate, many=MANY)
-    add_no_sync(migrate)
     add_distributed(migrate)
     migrate.set_defaults(run=run)
-
-
-def _step(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a number of steps, found {text!r}")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,14 +69,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan_as_text(planned: "Plan") -> str:
-    """The plan as a table of tensors, with notes."""
-    rows = [("", "of the source", "becomes", "tensors", "size")]
-    rows += [(row.what, row.source, row.target, str(row.tensors), in_bytes(row.nbytes)) for row in planned.rows]
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     kind = f"{planned.source_type or 'not distributed'} -> {planned.target_type or 'the same'}"
-    last = f"optimizer's state: {kind}; {in_bytes(planned.nbytes)} in {len(planned.files)} files; nothing was written"
-    return "\n".join([*lines, *(f"note: {warning}" for warning in planned.warnings), last])
+    size = f"{len(planned.tensors)} tensors, {in_bytes(planned.nbytes)} in {len(planned.files)} files"
+    last = f"optimizer's state: {kind}; {size}; nothing was written"
+    return "\n".join([*(f"note: {warning}" for warning in planned.warnings), last])
 
 
 def _plan_as_json(planned: "Plan") -> str:
@@ -96,7 +82,6 @@ def _plan_as_json(planned: "Plan") -> str:
         "target_type": planned.target_type,
         "bytes": planned.nbytes,
         "files": [file.name for file in planned.files],
-        "rows": [row._asdict() for row in planned.rows],
         "notes": list(planned.warnings),
     }
     return json.dumps(content, indent=1)

@@ -113,7 +113,7 @@ def in_files(entries: Sequence[Entry]) -> Iterator[OutputFile]:
         yield OutputFile(f"__0_{number}.distcp", tuple(entry for entry, _ in own))
 
 
-def write(file: OutputFile, folder: Path, *, sync: bool) -> int:
+def write(file: OutputFile, folder: Path) -> int:
     """Write a file under a temporary name, and then rename it. Returns its size in bytes.
 
     Raises:
@@ -126,8 +126,7 @@ def write(file: OutputFile, folder: Path, *, sync: bool) -> int:
                 for begin, entry in file.placed():
                     _write_entry(out, begin, entry, files)
                 out.flush()
-                if sync:
-                    os.fsync(out.fileno())
+                os.fsync(out.fileno())
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.damages import BAD_FILE, NOT_READ
@@ -17,16 +16,6 @@ from ckpt_patches.migrate.parts import Part, Shape
 from ckpt_patches.migrate.source import Source
 
 
-class Row(NamedTuple):
-    """A row of the plan's table: what some keys of the source become."""
-
-    what: str
-    source: str  # pattern of their names
-    target: str
-    tensors: int
-    nbytes: int
-
-
 @dataclass(frozen=True)
 class Plan:
     """The plan of a migration."""
@@ -35,7 +24,6 @@ class Plan:
     target_type: str
     tensors: tuple[Tensor, ...]  # without places
     files: tuple[OutputFile, ...]
-    rows: tuple[Row, ...]
     warnings: tuple[str, ...]
 
     @property
@@ -66,29 +54,25 @@ def needs_nothing(source: Source) -> bool:
     return kind not in TARGETS or (kind == GATHERED and settings.is_described(source.common.value))
 
 
-def plan(source: Source, step: int | None = None) -> Plan:
-    """Plan a migration; `step` is that of all param groups, if given.
+def plan(source: Source) -> Plan:
+    """Plan a migration.
 
     Raises:
         UserError: elements are missing, a key is unknown, or the groups have different steps.
     """
     kind = source_type(source)
     target = TARGETS.get(kind, kind)
-    settings.check_steps(source.common.value, step)
-    arrays, objects = _arrays(source, kind), list(_objects(source, target, step))
+    settings.check_steps(source.common.value)
+    arrays, objects = _arrays(source, kind), list(_objects(source, target))
     entries = [output.of_tensor(new, part) for new, own in arrays.values() for part in own]
-    renewed = settings.renewed(source.common.value, target, step)
+    renewed = settings.renewed(source.common.value, target)
     common = settings.described(renewed, target) if target else renewed
     file = OutputFile(COMMON, (output.of_value(COMMON, common, source.common.extent.path),))
-    rows = list(_rows({old: (new.name, own) for old, (new, own) in arrays.items()}))
-    if objects:
-        rows.append(Row("objects", "*/shard_*", "*/shard_*", len(objects), sum(own.nbytes for own in objects)))
     return Plan(
         kind,
         target,
         tuple(new for new, _ in arrays.values()),
         (*output.in_files([*entries, *objects]), file),
-        tuple(rows),
         tuple(_warnings(source, kind)),
     )
 
@@ -110,20 +94,6 @@ def _warnings(source: Source, kind: str) -> Iterator[str]:
             f"{lacking} of the optimizer's parameter groups have no step, and get that of the others: releases up to "
             "0.13.1 leave it out where a group has no parameters on the saving rank (empty_group_step)"
         )
-
-
-def _rows(arrays: dict[str, tuple[str, list[Part]]]) -> Iterator[Row]:
-    """The table's rows for the arrays: their new names and parts by old name."""
-    found: dict[tuple[str, str, str], list[int]] = {}
-    for old, (new, own) in arrays.items():
-        model = keys.model_key(old)
-        row = ("model", "*", "*")
-        if model is not None:
-            row = ("optimizer", f"{old.removesuffix(model)}*", f"{new.removesuffix(model)}*")
-        elif keys.is_of_optimizer(old):
-            row = ("optimizer", "buckets", "buckets")
-        found.setdefault(row, []).append(sum(extent.nbytes for part in own for extent in part.extents))
-    return (Row(*row, len(sizes), sum(sizes)) for row, sizes in found.items())
 
 
 def _arrays(source: Source, kind: str) -> dict[str, tuple[Tensor, list[Part]]]:
@@ -205,7 +175,7 @@ def _unpadded(source: Source) -> dict[str, int]:
     return found
 
 
-def _objects(source: Source, target: str, step: int | None) -> Iterator[Entry]:
+def _objects(source: Source, target: str) -> Iterator[Entry]:
     """The objects, unchanged if possible. Outside model space, each rank's param groups are an object.
 
     Raises:
@@ -216,9 +186,9 @@ def _objects(source: Source, target: str, step: int | None) -> Iterator[Entry]:
     if twice:
         raise UserError(f"{source.found.path}: several objects would become {twice[0]}")
     for key, own in source.objects.items():
-        settings.check_steps(own.value, step)
-        is_changed = settings.without_step(own.value) or (step is not None and settings.steps(own.value) - {step})
-        value = settings.renewed(own.value, target, step) if is_changed else own.value
+        settings.check_steps(own.value)
+        is_changed = settings.without_step(own.value) > 0
+        value = settings.renewed(own.value, target) if is_changed else own.value
         if source.is_zarr or is_changed:
             yield output.of_value(names[key], [value] if source.is_zarr else value, own.extent.path)
         else:

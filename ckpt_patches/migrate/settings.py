@@ -40,45 +40,37 @@ def _lacks_step(group: Any) -> bool:
     return isinstance(group, dict) and group.get("step") is None
 
 
-def check_steps(value: Any, step: int | None) -> None:
-    """Check that all param groups have the same step, unless `step` replaces it.
+def check_steps(value: Any) -> None:
+    """Check that all param groups have the same step.
 
     Raises:
         UserError: the steps differ, so that megatron-core would refuse to load the checkpoint.
     """
     found = steps(value)
-    if len(found) > 1 and step is None:
+    if len(found) > 1:
         numbers = ", ".join(sorted(map(str, found)))
         raise UserError(
-            f"expected one step in all parameter groups, found {numbers}: megatron-core would refuse to load it; "
-            f"--step {int(max(found))} gives all of them this one"
+            f"expected one step in all parameter groups, found {numbers}: megatron-core would refuse to load it; take "
+            "another checkpoint"
         )
 
 
-def renewed(value: Any, target: str, step: int | None) -> Any:
-    """A copy with another sharding type, and with `step`, if given, in all groups that count steps.
+def renewed(value: Any, target: str) -> Any:
+    """A copy with another sharding type.
 
     A group without a step gets that of the others: Megatron steps all groups of an optimizer together.
     """
     if isinstance(value, list):
-        return [renewed(inner, target, step) for inner in value]
+        return [renewed(inner, target) for inner in value]
     if type(value) is not dict:
         return value
-    made = {key: renewed(inner, target, step) for key, inner in value.items()}
+    made = {key: renewed(inner, target) for key, inner in value.items()}
     if isinstance(made.get(TYPE), str):
         made[TYPE] = target
     if isinstance(made.get(GROUPS), list):
         found = steps({GROUPS: made[GROUPS]})
-        made[GROUPS] = [_at_step(group, step, found) for group in made[GROUPS]]
+        made[GROUPS] = [{**g, "step": max(found)} if found and _lacks_step(g) else g for g in made[GROUPS]]
     return made
-
-
-def _at_step(group: Any, step: int | None, found: set[Any]) -> Any:
-    """A group at the step; `found` are the steps of its optimizer's groups."""
-    if _lacks_step(group) and found:
-        return {**group, "step": max(found) if step is None else step}
-    is_changed = step is not None and isinstance(group, dict) and "step" in group
-    return {**group, "step": step} if is_changed else group
 
 
 def described(settings: dict[str, Any], target: str) -> dict[str, Any]:

@@ -96,11 +96,6 @@ def add_distributed(command: argparse.ArgumentParser) -> None:
     command.add_argument("--distributed", action=argparse.BooleanOptionalAction, help=text)
 
 
-def add_no_sync(command: argparse.ArgumentParser) -> None:
-    text = "do not wait until the files are on disk: faster on slow disks, unsafe on a power failure"
-    command.add_argument("--no-sync", dest="sync", action="store_false", help=text)
-
-
 def positive(text: str) -> int:
     """Parse a number of processes."""
     if not text.isdecimal() or int(text) == 0:

@@ -139,11 +139,11 @@ class UnfinishedFolder:
         if missing:
             raise UserError(f"{self.working / missing[0].name} is missing, and {len(missing) - 1} more")
 
-    def rename(self, folders: Sequence[str], *, sync: bool = True) -> None:
+    def rename(self, folders: Sequence[str]) -> None:
         """Sync the entries of these folders, then give the complete folder its final name."""
-        if sync:
-            _sync_folders(folders)
+        _sync_folders(folders)
         os.rename(self.working, self.final)
+        sync_folder(self.final.parent)
 
     def is_of_this(self, folder: Path) -> bool:
         """Whether a folder's content was written by this work."""
