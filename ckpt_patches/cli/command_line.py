@@ -38,6 +38,8 @@ TO_UNIVERSAL = "to-universal"
 REMOVED_OPTIONS = {
     "show": "removed in 0.3; ckpt-patches diff --module MODULE prints what the fixes change in a module",
     "--break-lock": "removed in 0.3; if the process that holds the lock has ended, delete the file that is named",
+    "--no-sync": "removed in 0.3; every file is on disk before it gets its name",
+    "--step": "removed in 0.3; all param groups of a checkpoint must be at one step, or megatron-core refuses it",
     "--plot": "removed in 0.3; --html FILE.html writes a page with the range of each finding",
 }
 # Version of the JSON of status and list; increased when a key is renamed, removed or changes its meaning.
