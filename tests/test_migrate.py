@@ -125,6 +125,22 @@ def trained(own: Gpt) -> Path:
     return shared.once(f"gpt-{name}", lambda folder: lines("gpt_resume", own.version, "save", folder, *options))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("own", [Gpt("0.14.0", "--tp 2 --dp 2", ""), Gpt("0.14.0", "--tp 2 --dp 2", "", "", "zarr")])
+def test_a_run_of_0_15_3_with_the_fixes_does_the_same_on_the_same_ranks(own: Gpt, tmp_path: Path) -> None:
+    """The way without `migrate`: load the checkpoint there, and save it in a format that later releases load."""
+    for file in trained(own).glob("*.pt"):
+        (tmp_path / file.name).symlink_to(file)
+    options = ("resume", tmp_path, *own.layout.split(), "--checkpoint")
+    as_new = ("--save-as", "dp_reshardable")
+    assert lines("gpt_resume", "0.15.3", *options, trained(own) / "checkpoint", *as_new, delivery="hook") == [
+        {"result": "saved again"}
+    ]
+    again = (tmp_path / "again", "--format", "dp_reshardable")
+    found = lines("gpt_resume", newest("megatron-core"), *options, *again, delivery="hook")
+    assert found == [{"loaded": "bit-equal", "after": "bit-equal"}]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("version", LOADED_BY)
 @pytest.mark.parametrize("own", [own for own in GPTS if own.default or all_releases()], ids=str)

@@ -4,10 +4,11 @@ The model has two layers with SwiGLU, a padded vocabulary and an embedding that 
 `--experts` each layer has two experts, or `--of-each` many. `save` writes OUT/checkpoint, and the state of each
 model-parallel rank then and two steps later; `resume` loads a checkpoint and prints JSON: for the "loaded" state, and
 the state two steps "after", "bit-equal" or the differences. If other model-parallel ranks saved it, `resume` saves the
-loaded state in OUT/again.
+loaded state in OUT/again, and with --save-as in any case, in that format.
 
     gpt_resume.py save|resume OUT [--checkpoint FOLDER] [--format fully_sharded_model_space] [--backend torch_dist]
-        [--tp 1] [--pp 1] [--ep 1] [--dp 2] [--experts] [--of-each 2] [--fp32] [--inner fused|torch]
+        [--save-as dp_reshardable] [--tp 1] [--pp 1] [--ep 1] [--dp 2] [--experts] [--of-each 2] [--fp32]
+        [--inner fused|torch]
         [--optimizer distributed|whole|none]
 
 A `whole` optimizer is not distributed: each rank has all of its state. With `none` only the model's weights are saved.
@@ -30,7 +31,7 @@ STEPS_BEFORE, STEPS_AFTER = 3, 2
 
 def main() -> None:
     options = parsed(
-        {"what": str, "out": Path}, checkpoint=Path, format="fully_sharded_model_space", backend="torch_dist",
+        {"what": str, "out": Path}, checkpoint=Path, format="fully_sharded_model_space", backend="torch_dist", save_as="",
         tp=1, pp=1, ep=1, dp=2, experts=False, of_each=2, fp32=False, inner="fused", optimizer="distributed",
     )  # fmt: skip
     ranks = options.tp * options.pp * options.dp
@@ -181,7 +182,8 @@ def resume(rank: int, options: argparse.Namespace) -> None:
     if "optimizer" in loaded:
         optimizer.load_state_dict(loaded["optimizer"])
     file = options.out / f"{layout(options)}-{place()}.pt"
-    if not file.exists():
+    if options.save_as or not file.exists():
+        options.format = options.save_as or options.format
         state = sharded(options, model, optimizer, is_loading=False)
         mt.write(state, options.out / "again", options.backend)
         if rank == 0:
