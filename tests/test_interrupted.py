@@ -1,5 +1,6 @@
 """A conversion or migration that is killed never looks complete, and the next run gives the identical result."""
 
+import errno
 import json
 import os
 import re
@@ -253,6 +254,38 @@ def test_processes_of_one_number_in_two_containers_do_not_share_temporary_names(
 def interrupted(source: Path, output: Path) -> None:
     killed("convert", source, output, TOOLS["convert"].changes)
     assert complete_files(TOOLS["convert"], unfinished(output))
+
+
+# An error of the disk
+
+ERRORS = ("ENOSPC", "EIO", "EROFS", "EDQUOT")
+FAILING = [
+    pytest.param(name, error, point, marks=[] if (point + 15 * number) % 61 == 20 else pytest.mark.exhaustive)
+    for name, last in (("convert", 90), ("migrate", 120))
+    for number, error in enumerate(ERRORS)
+    for point in range(last)
+]
+
+
+def failing(error: str, point: int, name: str, source: Path, output: Path) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, *map(str, (PROGRAMS / "failing_disk.py", error, point, name, source, output))]
+    return subprocess.run(arguments, env=environment(), capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("name", "error", "point"), FAILING)
+def test_an_error_of_the_disk_is_told_and_the_same_command_goes_on(
+    name: str, error: str, point: int, sources: dict[str, Path], expected: dict[str, dict[str, bytes]], tmp_path: Path
+) -> None:
+    tool, source, output = TOOLS[name], sources[name], tmp_path / "output"
+    done = failing(error, point, name, source, output)
+    assert "Traceback" not in done.stderr
+    if done.returncode not in (0, 99):  # not one that changes nothing, such as of a file that is removed at the end
+        assert done.returncode == 2, done.stderr
+        assert os.strerror(getattr(errno, error)) in done.stderr
+        check_what_has_its_name(tool, output, expected[name])
+        assert failing(error, BEHIND_THE_END, name, source, output).returncode == 99
+    assert files(output) == expected[name]
+    assert sorted(os.listdir(tmp_path)) == sorted(["output", *tool.beside])
 
 
 # A full disk

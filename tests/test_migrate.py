@@ -131,7 +131,7 @@ def test_a_run_of_0_15_3_with_the_fixes_does_the_same_on_the_same_ranks(own: Gpt
     """The way without `migrate`: load the checkpoint there, and save it in a format that later releases load."""
     for file in trained(own).glob("*.pt"):
         (tmp_path / file.name).symlink_to(file)
-    options = ("resume", tmp_path, *own.layout.split(), "--checkpoint")
+    options: tuple[str | Path, ...] = ("resume", tmp_path, *own.layout.split(), "--checkpoint")
     as_new = ("--save-as", "dp_reshardable")
     assert lines("gpt_resume", "0.15.3", *options, trained(own) / "checkpoint", *as_new, delivery="hook") == [
         {"result": "saved again"}

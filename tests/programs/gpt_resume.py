@@ -31,8 +31,9 @@ STEPS_BEFORE, STEPS_AFTER = 3, 2
 
 def main() -> None:
     options = parsed(
-        {"what": str, "out": Path}, checkpoint=Path, format="fully_sharded_model_space", backend="torch_dist", save_as="",
-        tp=1, pp=1, ep=1, dp=2, experts=False, of_each=2, fp32=False, inner="fused", optimizer="distributed",
+        {"what": str, "out": Path}, checkpoint=Path, format="fully_sharded_model_space", backend="torch_dist",
+        save_as="", tp=1, pp=1, ep=1, dp=2, experts=False, of_each=2, fp32=False, inner="fused",
+        optimizer="distributed",
     )  # fmt: skip
     ranks = options.tp * options.pp * options.dp
     parallel = {"tensor_parallel": options.tp, "pipeline_parallel": options.pp}
