@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
     """Migrate, or print the plan. Returns the exit status."""
     with commands.needed_by("migrate"):
         from ckpt_patches.migrate import migrate
-    say, chosen = partial(commands.say, "ckpt-patches"), commands.chosen(migrate.Options, options)
+    say = partial(commands.say, "ckpt-patches")
+    chosen = migrate.Options(options.workers, options.damaged_as_is, options.trust_checkpoint)
     if options.dry_run:
         _, planned = migrate.prepare(options.path, chosen)
         print(_plan_as_json(planned) if options.json else printable_lines(_plan_as_text(planned)))

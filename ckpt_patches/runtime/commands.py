@@ -1,19 +1,14 @@
 """Error handling of all commands: a user's mistake or a system error is one line and an exit status."""
 
-import argparse
 import contextlib
-import dataclasses
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 from ckpt_patches.errors import UserError, WorkerDefect, one_line
 from ckpt_patches.runtime.distributed import OtherRankError
 from ckpt_patches.runtime.shown import printable_lines
-
-Options = TypeVar("Options")
 
 
 def run(program: str, work: Callable[[], int], *, interrupted: str = "interrupted", defect: int = 2) -> int:
@@ -62,12 +57,6 @@ def needed_by(what: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         name = error.name
         raise UserError(f"{what} needs {name}, which is not installed: pip install {name}") from None
-
-
-def chosen(kind: type[Options], options: argparse.Namespace) -> Options:
-    """A dataclass with the values of the options that have its fields' names."""
-    assert dataclasses.is_dataclass(kind)
-    return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})
 
 
 def _failed(program: str, message: str, status: int) -> int:
