@@ -132,15 +132,11 @@ def _write(planned: Plan, folder: UnfinishedFolder, options: Options, ranks: Ran
     """Write the missing files of this rank's share.
 
     Raises:
-        UserError: a file cannot be read or written, or the folder is not of this conversion, but of other ranks'.
+        UserError: a file cannot be read or written, or rank 0 writes another folder.
         WorkerDefect: see `ckpt_patches.runtime.processes`.
     """
-    folder.check(planned.outputs)
-    if not folder.is_of_this(folder.folder):
-        raise UserError(
-            f"{folder.working}: expected the folder that rank 0 has made, found none: is it on this host as well, and "
-            "have all ranks the same arguments?"
-        )
+    if ranks.rank:  # on rank 0, to read the mark would end the lock that it holds
+        _check_of_rank_0(folder, planned)
     own = ranks.share(sorted(planned.outputs, key=lambda output: (-output.nbytes, output.name)))
     left = folder.missing(own)
     count = max(1, min(options.workers, len(left), sum(map(_cost, left)) // WORTH_A_PROCESS))
@@ -151,6 +147,15 @@ def _write(planned: Plan, folder: UnfinishedFolder, options: Options, ranks: Ran
             done += nbytes
             progress.show(done)
     return Written(done, len(left), len(own) - len(left), count, seen)
+
+
+def _check_of_rank_0(folder: UnfinishedFolder, planned: Plan) -> None:
+    folder.check(planned.outputs)
+    if not folder.is_of_this(folder.folder):
+        raise UserError(
+            f"{folder.working}: expected the folder that rank 0 has made, found none: is it on this host as well, and "
+            "have all ranks the same arguments?"
+        )
 
 
 def _cost(output: Output) -> int:
