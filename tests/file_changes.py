@@ -22,7 +22,8 @@ Act = Callable[[str, tuple[Any, ...]], object]
 
 def is_change(event: str, arguments: tuple[Any, ...]) -> bool:
     """Whether an audit event announces a file-system change. Writes to an open file have no event."""
-    return event in CHANGES or (event == "open" and bool(arguments[2] & WRITING))
+    is_writing = event == "open" and bool(arguments[2] & WRITING) and not isinstance(arguments[0], int)
+    return event in CHANGES or is_writing  # a file object of an open descriptor changes nothing
 
 
 def before_each_change(act: Act) -> None:

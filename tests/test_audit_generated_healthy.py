@@ -68,14 +68,14 @@ def test_a_few_of_megatron() -> None:
     assert verdicts(written_by_megatron(newest("megatron-core"), 8)).total() == 8
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_hundred() -> None:
     found = verdicts(written(2, COUNT)) + verdicts(written(3, COUNT))
     assert found.total() > 200
     assert found[WHOLE] >= LEAST_WHOLE * found.total(), found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_hundred_of_megatron() -> None:
     found = sum((verdicts(written_by_megatron(*runs)) for runs in MEGATRON), Counter[str]())
     assert found.total() == sum(count for _, count in MEGATRON)

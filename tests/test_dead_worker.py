@@ -19,6 +19,7 @@ CASES = [
 KILLED = "found it ended with exit code -9"
 ELSEWHERE = "found that of a rank ended"
 
+ALL = pytest.mark.exhaustive
 each_release = pytest.mark.parametrize(("package", "version"), CASES)
 
 
@@ -26,7 +27,7 @@ def told(package: str, version: str, delivery: str, folder: Path, *what: str) ->
     return run_json("dead_worker", folder, *what, tree=tree(package, version), delivery=delivery)
 
 
-@pytest.mark.parametrize("how", [(), ("--blocking",)], ids=["poll", "wait"])
+@pytest.mark.parametrize("how", [pytest.param((), id="poll"), pytest.param(("--blocking",), id="wait", marks=ALL)])
 @pytest.mark.parametrize("what", ["staging", "scheduled", "writing", "forked"])
 @each_release
 def test_all_ranks_raise_at_the_next_call(

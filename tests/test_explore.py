@@ -32,7 +32,7 @@ NEWEST = {package: Stack(package, newest(space.distribution)) for package, space
 # The numbers of drawn cases that a run can resume.
 SAMPLE = {"deepspeed": (3, 6, 9, 12, 14, 15, 18, 19, 20, 22, 31, 32, 38, 41, 42), "megatron": (1, 2, 4, 8, 10)}
 TOOLS = ("audit", "fingerprint")
-IN_CI = pytest.mark.slow  # of the corpus, each eighth
+IN_CI = pytest.mark.slow  # of the corpus, each sixteenth
 MORE = 10  # cases per package: right, or loud
 SMALL = {
     "deepspeed": complete(
@@ -63,7 +63,8 @@ def test_no_drawn_case_is_silent(package: str, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=IN_CI if n % 8 == 0 else pytest.mark.exhaustive) for n, name in enumerate(CORPUS)]
+    "name",
+    [pytest.param(name, marks=IN_CI if n % 16 == 0 else pytest.mark.exhaustive) for n, name in enumerate(CORPUS)],
 )
 def test_what_was_found_is_right_with_the_fixes_and_silent_or_loud_without_one(name: str) -> None:
     """Each case needs the fix in its name. A case with a tool in its name is right."""

@@ -30,7 +30,7 @@ def status(package: str, *arguments: str, path: list[Path] | None = None, **env:
     return done.returncode, json.loads(done.stdout) if "--json" in arguments else done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("package", ["megatron-core", "deepspeed"])
 def test_in_its_short_form_each_demonstration_shows_its_bug_without_the_fix(package: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT)

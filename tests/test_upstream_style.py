@@ -20,7 +20,7 @@ from ckpt_patches.engine.plan import Outcome, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED
 from upstream import newest, tree
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 BLACK = ["-q", "--line-length=100", "--skip-string-normalization", "--skip-magic-trailing-comma", "-"]
 ISORT = ["--profile=black", "--line-length=100", "--project=megatron", "--thirdparty=transformer_engine", "-"]
