@@ -168,11 +168,11 @@ def _in_order(found: Sequence[Share], spans: int) -> Iterator[scan.Part]:
     Raises:
         UnreadableError: a rank could not read its share completely.
     """
-    for own in found:
-        if own.unreadable is not None:
-            raise UnreadableError(own.unreadable)
     for number in range(spans):
-        yield found[number % len(found)].parts[number // len(found)]
+        own, index = found[number % len(found)], number // len(found)
+        if own.unreadable is not None and index >= len(own.parts):
+            raise UnreadableError(own.unreadable)
+        yield own.parts[index]
 
 
 def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int) -> Report:
