@@ -1,6 +1,7 @@
 """The complete list of finding kinds. `docs/audit.md` shows it; each kind has a test."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 DAMAGE, INCOMPLETE, SUSPICION, NOTE = "damage", "incomplete", "suspicion", "note"
@@ -226,3 +227,8 @@ class Finding:
     begin: int | None = None  # first element, relative to the shard
     end: int | None = None  # one past the last element
     detail: str = ""
+
+
+def labelled(findings: Iterable[Finding], shard: str) -> list[Finding]:
+    """The findings, of this shard."""
+    return [replace(finding, shard=shard) for finding in findings]

@@ -165,7 +165,7 @@ def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
         sizes = {keys[name]: contents.tensors[of].tensor.size for name, of in own.weights.items()}
         dimensions = {key: len(size) for key, size in sizes.items()}
         optimizer = optimizer_inventory.Optimizer(where, groups, states, steps, dimensions=dimensions)
-        found.findings += tensor_streams.findings(optimizer_inventory.problems(optimizer))
+        found.findings += optimizer_inventory.problems(optimizer)
     elif states:
         detail = "no param group, with its settings, is in the checkpoint"
         found.findings.append(Finding(damages.UNUSUAL, f"{own.prefix}{dcp.GROUPS}", detail=detail))
@@ -183,7 +183,7 @@ def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
         states = [{key: contents.values[name] for key, name in state.items()} for state in own.states.values()]
         others = [contents.tensors[name].tensor for name in contents.others]
         shapes = [tensor.size for tensor in others if tensor.dtype in FLOATS]  # unlike random states and counts
-        yield from tensor_streams.findings(optimizer_inventory.without_weights(where, states, shapes) if shapes else ())
+        yield from optimizer_inventory.without_weights(where, states, shapes) if shapes else ()
     elif own.several:
         detail = f"tensors of several names could be their weights: {', '.join(map(shown, own.several[:5]))}"
         yield Finding(damages.NOT_JUDGED, where, detail=detail)

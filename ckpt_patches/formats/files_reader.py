@@ -151,7 +151,7 @@ def _read_optimizers(found: Checkpoint, files: Mapping[str, TorchFile], weights:
         shapes = [tensor.shape for tensors in weights.values() for tensor in tensors.values()]
         states = filter(_is_of_its_shape, tensor_streams.states_of(value).values())
         problems = optimizer_inventory.without_weights(name, states, shapes) if shapes else ()
-        found.findings += tensor_streams.findings(problems)
+        found.findings += problems
     return steps
 
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_patches.formats import settings
-from ckpt_patches.formats.torch_file import TensorHeader
-from ckpt_patches.formats.zero_inventory import (
-    ABSENT_STATE,
-    ABSENT_WEIGHT,
+from ckpt_patches.formats.damages import (
     CONTRADICTION,
-    FOREIGN,
+    FOREIGN_FILE,
+    MISSING_STATE,
+    MISSING_WEIGHT,
     RARE,
     UNUSUAL,
-    Problem,
+    Finding,
 )
+from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.runtime.shown import shown
 
 # Settings that all groups of one optimizer have. Users can add others to some groups.
@@ -72,7 +72,7 @@ class Optimizer:
         return [(n, param) for n, params in groups if isinstance(params, (list, tuple)) for param in params]
 
 
-def problems(optimizer: Optimizer) -> Iterator[Problem]:
+def problems(optimizer: Optimizer) -> Iterator[Finding]:
     """Yield all problems of an optimizer."""
     where = optimizer.where
     for what in (
@@ -80,23 +80,23 @@ def problems(optimizer: Optimizer) -> Iterator[Problem]:
         *settings.not_numbers(optimizer.groups),
         *settings.not_steps({f"step of parameter {shown(n)}": step for n, step in optimizer.steps.items()}),
     ):
-        yield Problem(CONTRADICTION, where, what)
+        yield Finding(CONTRADICTION, where, detail=what)
     yield from _keys(optimizer)
     yield from _states(optimizer)
     yield from _masters(optimizer)
     yield from _steps(optimizer)
 
 
-def _keys(optimizer: Optimizer) -> Iterator[Problem]:
+def _keys(optimizer: Optimizer) -> Iterator[Finding]:
     """Check that groups have the same settings. In a mix, such as Muon with Adam, each kind has its own."""
     for what in settings.unlike_groups([{k: v for k, v in group.items() if k in SHARED} for group in optimizer.groups]):
-        yield Problem(UNUSUAL, optimizer.where, what)
+        yield Finding(UNUSUAL, optimizer.where, detail=what)
     has_betas = any("betas" in group for group in optimizer.groups)
     for number, group in enumerate(optimizer.groups):
         # Transformers' Adafactor has its own settings
         is_of_adam = has_betas or {*group} >= settings.TORCHS_ADAM - {"betas"}
         if is_of_adam and "betas" not in group and {"exp_avg", "exp_avg_sq"} <= _named(optimizer, {number}):
-            yield Problem(CONTRADICTION, optimizer.where, f"group {number} has no betas, and moments of Adam")
+            yield Finding(CONTRADICTION, optimizer.where, detail=f"group {number} has no betas, and moments of Adam")
 
 
 def _named(optimizer: Optimizer, groups: Collection[int], dimensions: int | None = None) -> set[str]:
@@ -146,7 +146,7 @@ def _is_key(value: Any) -> bool:
     return isinstance(value, (int, str))
 
 
-def _states(optimizer: Optimizer) -> Iterator[Problem]:
+def _states(optimizer: Optimizer) -> Iterator[Finding]:
     """Check that each parameter has the states that others of its kind have, all of the same shape."""
     where, parameters = optimizer.where, [(n, p) for n, p in optimizer.parameters if _is_key(p)]
     alike = {n: _alike(optimizer, n) for n in range(len(optimizer.groups))}
@@ -164,42 +164,44 @@ def _states(optimizer: Optimizer) -> Iterator[Problem]:
         expected = {name for name in promised[key] if "." not in name and not OF_A_DIMENSION.fullmatch(name)}
         expected |= _by_settings(optimizer.groups[group])
         for name in sorted(expected - {str(name) for name, value in state.items() if value is not None}):
-            yield Problem(ABSENT_STATE, where, f"parameter {shown(number)} has no {shown(name)}")
+            yield Finding(MISSING_STATE, where, detail=f"parameter {shown(number)} has no {shown(name)}")
         tensors = {str(name): value for name, value in state.items() if isinstance(value, TensorHeader) and value.shape}
         if len({tensor.shape for name, tensor in tensors.items() if name in OF_ELEMENTS}) > 1:
-            yield Problem(CONTRADICTION, where, f"states of parameter {shown(number)} have different shapes")
+            yield Finding(CONTRADICTION, where, detail=f"states of parameter {shown(number)} have different shapes")
         moments = [
             t for name, t in tensors.items() if not name.startswith("max_") and t.numel > 1
         ]  # AMSGrad's maxima can be equal
         crcs = [crc for tensor in moments if (crc := optimizer.checksums.get(tensor.offset))]
         if len(set(crcs)) < len(crcs):
-            yield Problem(FOREIGN, where, f"two states of parameter {shown(number)} are the same, bit for bit")
+            yield Finding(
+                FOREIGN_FILE, where, detail=f"two states of parameter {shown(number)} are the same, bit for bit"
+            )
     if without and promised:
         detail = f"{len(without)} parameters have no state, such as {shown(without[0])}: frozen or unused ones"
-        yield Problem(RARE, where, detail)
+        yield Finding(RARE, where, detail=detail)
     for number in sorted(optimizer.states.keys() - {number for _, number in parameters}, key=str)[:5]:
-        yield Problem(CONTRADICTION, where, f"a state of {shown(number)}, which no param group names")
+        yield Finding(CONTRADICTION, where, detail=f"a state of {shown(number)}, which no param group names")
 
 
-def _masters(optimizer: Optimizer) -> Iterator[Problem]:
+def _masters(optimizer: Optimizer) -> Iterator[Finding]:
     """Check that each parameter has a main parameter of its states' shape."""
     if not optimizer.masters:
         return
     count = len(optimizer.parameters)
     if len(optimizer.masters) != count:
         detail = f"{len(optimizer.masters)} main parameters, {count} in the param groups"
-        yield Problem(ABSENT_STATE, optimizer.where, detail)
+        yield Finding(MISSING_STATE, optimizer.where, detail=detail)
         return
     for (_, number), master in zip(optimizer.parameters, optimizer.masters, strict=True):
         state = optimizer.states.get(number) if _is_key(number) else None
         shapes = {value.shape for value in (state or {}).values() if isinstance(value, TensorHeader) and value.shape}
         if isinstance(master, TensorHeader) and shapes and master.shape not in shapes:
             detail = f"the main parameter {shown(number)} has another shape than its states"
-            yield Problem(CONTRADICTION, optimizer.where, detail)
+            yield Finding(CONTRADICTION, optimizer.where, detail=detail)
     yield from _weights(optimizer)
 
 
-def _weights(optimizer: Optimizer) -> Iterator[Problem]:
+def _weights(optimizer: Optimizer) -> Iterator[Finding]:
     """Check that the model has as many weights of each shape as main parameters, unless these are flattened."""
     shapes = {
         called: Counter(tensor.shape for tensor in tensors if isinstance(tensor, TensorHeader))
@@ -211,12 +213,12 @@ def _weights(optimizer: Optimizer) -> Iterator[Problem]:
         return
     for shape, count in (shapes["masters"] - shapes["weights"]).items():
         detail = f"{count} main parameters of the shape {shown(tuple(shape))} have no weight in the model"
-        yield Problem(ABSENT_WEIGHT, optimizer.where, detail)
+        yield Finding(MISSING_WEIGHT, optimizer.where, detail=detail)
 
 
 def without_weights(
     where: str, states: Iterable[Mapping[Any, Any]], weights: Iterable[tuple[int, ...]]
-) -> Iterator[Problem]:
+) -> Iterator[Finding]:
     """Yield the shapes with fewer weights than states, where no file states which state belongs to which weight.
 
     A rank's own part of a flat parameter has such a shape: the parts of the other ranks were not saved.
@@ -227,16 +229,16 @@ def without_weights(
         shapes.update([own[0].shape] if own and own[0].shape else [])  # Amos has one number
     for shape, count in (shapes - Counter(weights)).items():
         detail = f"{count} parameters with states of the shape {shown(tuple(shape))} have no weight in the model"
-        yield Problem(UNUSUAL, where, detail)
+        yield Finding(UNUSUAL, where, detail=detail)
 
 
-def _steps(optimizer: Optimizer) -> Iterator[Problem]:
+def _steps(optimizer: Optimizer) -> Iterator[Finding]:
     """Check that all parameters are at one step, and that the trainer's step agrees."""
     steps = sorted({step for step in optimizer.steps.values() if settings.is_step(step)})
     if len(steps) > 1:
         found = ", ".join(f"{step:g}" for step in steps[:5])
-        yield Problem(RARE, optimizer.where, f"parameters are at different steps: {found}")
+        yield Finding(RARE, optimizer.where, detail=f"parameters are at different steps: {found}")
     # DeepSpeed can take one more step at the start, with zero gradients, to allocate the states.
     elif steps and optimizer.taken is not None and int(steps[0]) not in (optimizer.taken, optimizer.taken + 1):
         detail = f"the engine has counted {optimizer.taken} steps, the optimizer {steps[0]:g}"
-        yield Problem(UNUSUAL, optimizer.where, detail)
+        yield Finding(UNUSUAL, optimizer.where, detail=detail)

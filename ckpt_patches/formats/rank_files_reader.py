@@ -129,7 +129,7 @@ def _read_files(found: Checkpoint) -> _Ranks:
     for kind in KINDS:
         if kind in there or kind == MODEL:
             absent = zero_inventory.absent_ranks(there[kind], ranks.count, KINDS[kind])
-            found.findings += tensor_streams.findings(absent)
+            found.findings += absent
     return ranks
 
 

@@ -1,11 +1,11 @@
 """Read tensors of torch.save files as streams, for the readers of formats that consist of such files."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import damages, optimizer_inventory, torch_file, zero_facts, zero_inventory
+from ckpt_patches.formats import damages, torch_file
 from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Held, Record, Stream
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
@@ -13,20 +13,6 @@ from ckpt_patches.formats.paths import LinkOutsideError, path_within
 
 # Found in the class names of quantized tensors (codes with scales), such as Transformer Engine's.
 QUANTIZED = ("Float8", "FP8", "FP4")
-
-PROBLEMS = {
-    zero_inventory.ABSENT_RANK: damages.MISSING_RANK,
-    zero_inventory.ABSENT_STATE: damages.MISSING_STATE,
-    zero_inventory.ABSENT_WEIGHT: damages.MISSING_WEIGHT,
-    zero_inventory.FOREIGN: damages.FOREIGN_FILE,
-    zero_inventory.OTHER_STEP: damages.MIXED_STEPS,
-    zero_inventory.OTHER_DEGREE: damages.MIXED_RANKS,
-    zero_inventory.CONTRADICTION: damages.CONTRADICTION,
-    zero_inventory.FRAGMENTS: damages.FRAGMENTS,
-    zero_inventory.NOT_JUDGED: damages.NOT_JUDGED,
-    zero_inventory.UNUSUAL: damages.UNUSUAL,
-    zero_inventory.RARE: damages.RARE,
-}
 
 
 def read(path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BAD_FILE) -> Any:
@@ -49,11 +35,6 @@ def read_file(
         return None
     hold(found, file, (0, file.size))
     return file
-
-
-def findings(problems: Iterable[zero_inventory.Problem], label: str = "") -> list[Finding]:
-    """Convert the problems of an inventory to findings."""
-    return [Finding(PROBLEMS[problem.kind], problem.where, label, detail=problem.detail) for problem in problems]
 
 
 def refused(
@@ -129,19 +110,6 @@ def states_of(optimizer: Mapping[str, Any]) -> dict[Any, dict[Any, Any]]:
 def steps_of(path: Path, states: Mapping[Any, Mapping[Any, Any]]) -> dict[Any, float | None]:
     """The step of each parameter that has one; None if it is not a number."""
     return {number: scalar(path, state["step"]) for number, state in states.items() if "step" in state}
-
-
-def of_optimizer(
-    file: torch_file.TorchFile,
-    groups: list[dict[str, Any]],
-    states: Mapping[Any, dict[Any, Any]],
-    steps: Mapping[Any, Any],
-    label: str = "",
-) -> list[Finding]:
-    """The findings of the inventory of a torch optimizer."""
-    checksums = zero_facts.distinctive_checksums(file)
-    optimizer = optimizer_inventory.Optimizer(file.path.name, groups, states, steps, checksums=checksums)
-    return findings(optimizer_inventory.problems(optimizer), label)
 
 
 def scalar(path: Path, value: Any) -> float | None:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ckpt_patches.errors import TRUST, UserError
 from ckpt_patches.formats import dtypes, pickles, stored_zip
+from ckpt_patches.formats.checksum import of_zeros
 from ckpt_patches.formats.dtypes import ITEM_SIZE, STORAGES, UNTYPED
 from ckpt_patches.formats.pickles import Function, Global, stub
 from ckpt_patches.formats.pickles import Instance as Instance
@@ -134,6 +135,11 @@ class TorchFile(NamedTuple):
     value: Any  # dicts, lists, numbers and strings as they are; headers for tensors, stubs for classes
     storages: tuple[stored_zip.Stored, ...]  # all that are not empty, with the checksums that the file states
     root: str = ""  # the records' folder: the stem of the name that torch.save wrote to, or "archive"
+
+    @property
+    def checksums(self) -> dict[int, int]:
+        """CRC-32 by offset, of storages that are not all zeros. Two are equal if one is a copy of the other."""
+        return {own.offset: own.checksum for own in self.storages if own.checksum != of_zeros(own.nbytes)}
 
 
 class BadFileError(UserError):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_patches.formats import optimizer_inventory, tensor_streams, zero_facts
+from ckpt_patches.formats import damages, optimizer_inventory, tensor_streams
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, Checkpoint, Shard
 from ckpt_patches.formats.torch_file import Instance, TensorHeader, TorchFile
 
@@ -42,9 +42,9 @@ def take(
     Returns the steps by parameter, and those of groups.
     """
     groups, states = tensor_streams.groups_of(optimizer), tensor_streams.states_of(optimizer)
-    steps, checksums = tensor_streams.steps_of(file.path, states), zero_facts.distinctive_checksums(file)
-    own = optimizer_inventory.Optimizer(file.path.name, groups, states, steps, masters, weights, checksums, taken)
-    found.findings += tensor_streams.findings(optimizer_inventory.problems(own), label)
+    steps = tensor_streams.steps_of(file.path, states)
+    own = optimizer_inventory.Optimizer(file.path.name, groups, states, steps, masters, weights, file.checksums, taken)
+    found.findings += damages.labelled(optimizer_inventory.problems(own), label)
     found.groups += groups
     for number, state in states.items():
         master = masters[number] if type(number) is int and 0 <= number < len(masters) else None

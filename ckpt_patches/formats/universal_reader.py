@@ -97,7 +97,7 @@ def _check_models(found: Checkpoint, models: list[ModelFacts], names: Collection
     ]
     for own in models:
         problems += [*zero_inventory.absent_keys(own), *zero_inventory.absent_weights(own, has_layers=has_layers)]
-    found.findings += tensor_streams.findings(problems if models else [])
+    found.findings += problems if models else []
 
 
 def _check_groups(found: Checkpoint, optimizer: Mapping[str, Any], counts: list[int], of_adam: Set[int | None]) -> None:

@@ -10,16 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import zero, zero_addresses, zero_experts, zero_facts, zero_inventory
-from ckpt_patches.formats.checkpoint import last_step
+from ckpt_patches.formats.damages import FRAGMENTS, MIXED_RANKS, NOT_JUDGED, Finding
 from ckpt_patches.formats.torch_file import BadFileError, TorchFile
-from ckpt_patches.formats.zero import MASTER, MOMENTUM, ElementType, Flat, Folder, Partition, RankState, Shape, Shares
-from ckpt_patches.formats.zero_facts import numel_of
-from ckpt_patches.formats.zero_inventory import FRAGMENTS, NOT_JUDGED, OTHER_DEGREE, ModelFacts, Problem, RankFacts
+from ckpt_patches.formats.zero import MASTER, MOMENTUM, ElementType, Flat, Folder, Partition, RankFile, Shape, Shares
+from ckpt_patches.formats.zero_inventory import ModelFacts
 from ckpt_patches.runtime.shown import shown
 
 Wanted = TypeVar("Wanted")
@@ -31,21 +29,6 @@ class ReadAll(Protocol):
     def __call__(self, names: Sequence[str], wanted: Callable[[TorchFile], Wanted], /) -> Sequence[Wanted | None]: ...
 
 
-@dataclass(frozen=True)
-class RankFile:
-    """A rank's optimizer file and its contents."""
-
-    path: Path
-    rank: int  # data-parallel
-    model_rank: int
-    state: RankState
-
-    @property
-    def step(self) -> int | None:
-        own = [partition.step.number for partition in self.state.partitions if partition.step]
-        return last_step([*own, *(group.get("step") for group in self.state.settings if isinstance(group, dict))])
-
-
 @dataclass
 class Zero:
     """The files of a ZeRO folder that could be read."""
@@ -53,13 +36,12 @@ class Zero:
     folder: Folder
     models: dict[tuple[int | None, int], ModelFacts]  # by data-parallel (before stage 3: None), model-parallel rank
     ranks: dict[tuple[int, int], RankFile]  # by data-parallel and model-parallel rank, in the order of the latter
-    facts: dict[tuple[int, int], RankFacts] = field(default_factory=dict)  # by the same
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[Finding] = field(default_factory=list)
     _degrees: dict[int, int] = field(default_factory=dict)
 
     @property
     def stage(self) -> int:
-        return max((file.state.stage for file in self.ranks.values()), default=1)
+        return max((file.stage for file in self.ranks.values()), default=1)
 
     def of(self, model_rank: int) -> list[RankFile]:
         """The files of a model-parallel rank, in the order of the data-parallel ranks."""
@@ -73,7 +55,7 @@ class Zero:
     def data_parallel(self, model_rank: int) -> int:
         """The number of data-parallel ranks."""
         if model_rank not in self._degrees:
-            counts = (count for file in self.of(model_rank) for count in file.state.data_parallel)
+            counts = (count for file in self.of(model_rank) for count in file.data_parallel)
             ranks = [dp for dp, own in self.folder.optimizer if own == model_rank]
             stated = self.model(model_rank).get("dp_world_size")
             self._degrees[model_rank] = zero_inventory.degree(stated, counts, ranks)
@@ -91,31 +73,24 @@ def read(folder: Folder, read_all: ReadAll) -> Zero:
     numbers = sorted(folder.optimizer, key=lambda rank: rank[::-1])
     files = read_all([folder.optimizer[rank] for rank in numbers], _rank_file)
     ranks = {rank: own for rank, own in zip(numbers, files, strict=True) if own}
-    in_order = {rank: own for rank in folder.models if (own := models.get(rank))}
-    facts = {rank: own for rank, (_, own) in ranks.items()}
-    found = Zero(folder, in_order, {rank: file for rank, (file, _) in ranks.items()}, facts)
+    found = Zero(folder, {rank: own for rank in folder.models if (own := models.get(rank))}, ranks)
     for model_rank in dict.fromkeys(mp for _, mp in ranks):
         _set_addresses(found, model_rank)
-    found.problems += zero_inventory.problems(facts, found.models, found.stage, folder.names, folder.optimizer)
+    found.problems += zero_inventory.problems(ranks, found.models, found.stage, folder.names, folder.optimizer)
     return found
 
 
-def _rank_file(file: TorchFile) -> tuple[RankFile, RankFacts]:
-    match = zero.OPTIMIZER.fullmatch(file.path.name)
-    assert match  # `look` has found it by this name
+def _rank_file(file: TorchFile) -> RankFile:
     try:
-        optimizer = zero.required(file.value, zero.OPTIMIZER_STATE, file.path)
-        state = zero.read_rank(file.path, optimizer)
-        facts = zero_facts.of_rank(file, optimizer, state)
+        return zero.read_rank(file)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise BadFileError(f"{file.path} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
-    return RankFile(file.path, int(match[2]), int(match[3]), state), facts
 
 
 def _set_addresses(found: Zero, model_rank: int) -> None:
     """Set the real addresses in the flat buffers of stages 1 and 2, also in Muon's momentum."""
     own, model = found.of(model_rank), found.model(model_rank)
-    partitions: list[tuple[Partition, ...]] = [file.state.partitions for file in own]
+    partitions: list[tuple[Partition, ...]] = [file.partitions for file in own]
     shapes = shapes_of(model)
     try:
         if found.stage < 3 and zero_addresses.is_round_robin(model.get("ds_config")):
@@ -125,10 +100,10 @@ def _set_addresses(found: Zero, model_rank: int) -> None:
             all_share = not any(map(zero_inventory.is_expert, every))
             partitions = zero_addresses.with_momentum(partitions, every, all_share=all_share)
     except (UserError, ValueError, AttributeError, TypeError) as error:
-        found.problems.append(Problem(NOT_JUDGED, "all parameters", str(error)))
+        found.problems.append(Finding(NOT_JUDGED, "all parameters", detail=str(error)))
         return
     for file, fixed in zip(own, partitions, strict=True):
-        found.ranks[file.rank, model_rank] = replace(file, state=replace(file.state, partitions=fixed))
+        found.ranks[file.rank, model_rank] = replace(file, partitions=fixed)
 
 
 def shapes_of(model: Mapping[str, Any]) -> list[dict[str, Shape]]:
@@ -215,7 +190,7 @@ class _Group:
 
     def __init__(self, number: int, sharing: tuple[int, ...], files: Sequence[RankFile]) -> None:
         self.number, self.files = number, files
-        self.partitions = [file.state.partitions[number] for file in files]
+        self.partitions = [file.partitions[number] for file in files]
         self.places = [sharing.index(file.rank) for file in files]  # among those that share it
 
     @cached_property
@@ -264,7 +239,7 @@ def _states(name: str, parts: Sequence[Part]) -> dict[str, ElementType]:
     return found
 
 
-def slices(found: Zero, model_rank: int, shapes: Sequence[Mapping[str, Shape]]) -> tuple[list[Slice], list[Problem]]:
+def slices(found: Zero, model_rank: int, shapes: Sequence[Mapping[str, Shape]]) -> tuple[list[Slice], list[Finding]]:
     """The slices of all parameters on one model-parallel rank, and the problems of their fragments.
 
     Args:
@@ -277,21 +252,21 @@ def slices(found: Zero, model_rank: int, shapes: Sequence[Mapping[str, Shape]]) 
         return [], []
     groups = Counter(name for group in shapes for name in group)
     if twice := [name for name, count in groups.items() if count > 1]:
-        return [], [Problem(FRAGMENTS, name, "it is in several groups of param_shapes") for name in twice]
+        return [], [Finding(FRAGMENTS, name, detail="it is in several groups of param_shapes") for name in twice]
     return _stage_3(found, own, shapes) if found.stage > 2 else _stages_1_and_2(found, own, shapes)
 
 
 def _stages_1_and_2(
     found: Zero, files: Sequence[RankFile], shapes: Sequence[Mapping[str, Shape]]
-) -> tuple[list[Slice], list[Problem]]:
+) -> tuple[list[Slice], list[Finding]]:
     model_rank = files[0].model_rank
     ranks, neighbours = found.data_parallel(model_rank), zero_experts.shares_with_neighbours(found.model(model_rank))
     every = tuple(range(ranks))
     shape_of = {name: shape for group in shapes for name, shape in group.items()}
     made: dict[tuple[str, tuple[int, ...]], Slice] = {}
-    problems: list[Problem] = []
+    problems: list[Finding] = []
     for file in files:
-        for number, partition in enumerate(file.state.partitions):
+        for number, partition in enumerate(file.partitions):
             problems += _of_fragments(file, partition)
             sharing = _sharing(file, number, ranks, neighbours=neighbours) or every
             for name, (start, numel) in partition.fragments.items():
@@ -302,7 +277,7 @@ def _stages_1_and_2(
     with_fragments = {name for name, _ in made}
     if with_fragments:
         problems += [
-            Problem(FRAGMENTS, name, "no rank has a fragment of it: a fragment is missing")
+            Finding(FRAGMENTS, name, detail="no rank has a fragment of it: a fragment is missing")
             for name, shape in shape_of.items()
             if name not in with_fragments and 0 not in shape
         ]
@@ -315,35 +290,35 @@ def _sharing(file: RankFile, group: int, ranks: int, *, neighbours: bool) -> tup
     Neighboring ranks have different experts, unless `neighbours` is set: with 4 ranks, 2 of them per expert,
     ranks 0 and 2 share one.
     """
-    counts = file.state.data_parallel
+    counts = file.data_parallel
     if group >= len(counts) or counts[group] == ranks or counts[group] < 1 or ranks % counts[group]:
         return ()
     sharing = zero_experts.ranks_of(ranks, ranks // counts[group], neighbours)
     return next((own for own in sharing if file.rank in own), ())
 
 
-def _of_fragments(file: RankFile, partition: Partition) -> Iterator[Problem]:
+def _of_fragments(file: RankFile, partition: Partition) -> Iterator[Finding]:
     """Check that fragments lie within the partition and do not overlap."""
     at, last = 0, ""
     for name, (start, numel) in sorted(partition.fragments.items(), key=lambda item: item[1]):
         if start < at:
             detail = f"{file.path.name}: begins at {start}, before the end of {shown(last)} at {at}: fragments overlap"
-            yield Problem(FRAGMENTS, name, detail)
+            yield Finding(FRAGMENTS, name, detail=detail)
         at, last = max(at, start + numel), name
-    if at > numel_of(partition):
-        yield Problem(FRAGMENTS, last, f"{file.path.name}: ends at {at}, the partition at {numel_of(partition)}")
+    if at > partition.numel:
+        yield Finding(FRAGMENTS, last, detail=f"{file.path.name}: ends at {at}, the partition at {partition.numel}")
 
 
 def _stage_3(
     found: Zero, files: Sequence[RankFile], shapes: Sequence[Mapping[str, Shape]]
-) -> tuple[list[Slice], list[Problem]]:
+) -> tuple[list[Slice], list[Finding]]:
     """No slices if a file contradicts the model's. Ranks with other experts have a model file with other shapes."""
     every = tuple(range(found.data_parallel(files[0].model_rank)))
     made: dict[tuple[int, tuple[int, ...]], list[RankFile]] = {}
     of_rank = {file.rank: _own_shapes(found, file, shapes) for file in files}
     for file in files:
         for number, group in enumerate(of_rank[file.rank]):
-            sharing = next(iter(file.state.sharing[number : number + 1]), ()) or every
+            sharing = next(iter(file.sharing[number : number + 1]), ()) or every
             if problem := _contradiction(file, number, group, sharing, len(of_rank[file.rank])):
                 return [], [problem]
             made.setdefault((number, sharing), []).append(file)
@@ -362,17 +337,17 @@ def _own_shapes(found: Zero, file: RankFile, shapes: Sequence[Mapping[str, Shape
 
 def _contradiction(
     file: RankFile, number: int, group: Mapping[str, Shape], sharing: tuple[int, ...], groups: int
-) -> Problem | None:
+) -> Finding | None:
     """The problem if a rank's partition of a group does not fit the shapes of the group's parameters."""
-    name, partitions = file.path.name, file.state.partitions
+    name, partitions = file.path.name, file.partitions
     if len(partitions) != groups:
         detail = f"{name}: {len(partitions)} groups, {groups} in the model's file"
-        return Problem(FRAGMENTS, "all parameters", detail)
+        return Finding(FRAGMENTS, "all parameters", detail=detail)
     if file.rank not in sharing:
         detail = f"{name}: of group {number}, which ranks {', '.join(map(str, sharing))} share"
-        return Problem(OTHER_DEGREE, name, detail)
+        return Finding(MIXED_RANKS, name, detail=detail)
     expected = sum(share.each for _, share in zero.shares(group, len(sharing)))
-    if numel_of(partitions[number]) != expected:
-        detail = f"{name}: {numel_of(partitions[number])} elements, {expected} by the model's shapes"
-        return Problem(FRAGMENTS, f"all parameters of group {number}", detail)
+    if partitions[number].numel != expected:
+        detail = f"{name}: {partitions[number].numel} elements, {expected} by the model's shapes"
+        return Finding(FRAGMENTS, f"all parameters of group {number}", detail=detail)
     return None
