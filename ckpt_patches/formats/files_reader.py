@@ -15,7 +15,6 @@ from typing import Any
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import (
     damages,
-    optimizer_inventory,
     safetensors,
     tensor_streams,
     torch_optimizers,
@@ -26,7 +25,6 @@ from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dcp_reader import set_step
 from ckpt_patches.formats.dtypes import FLOATS
 from ckpt_patches.formats.paths import path_within
-from ckpt_patches.formats.ranged import open_regular
 from ckpt_patches.formats.safetensors import INDEX_SUFFIX, SUFFIX, Tensor
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile, tensors_in
 from ckpt_patches.runtime.shown import shown
@@ -41,8 +39,6 @@ WEIGHTS = re.compile(r"(pytorch_model|adapter_model|diffusion_pytorch_model).*\.
 ONE_OF = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
 OF_A_RANK = re.compile(r"iter_(\d{7,15})_(\d{1,7})_local\.pt")  # a file of a local checkpoint, in its rank's folder
 OWN = re.compile(r"(?!rng_state|optimizer|scheduler|scaler).+\.(pt|pth)")
-OF_TORCHS = (".pt", ".pth")  # suffixes
-MAY_BE_TORCHS = (".bin", ".pkl")
 PARAMETER = re.compile(r"(.*[._])?(weight|bias|lora_\w+)")  # in the name of what is no buffer
 NORM = re.compile(r".*(norm|ln_|\bln)[^.]*\.weight", re.IGNORECASE)
 LEAST = 64  # bytes: fewer zeros can end a tensor that nothing was lost of
@@ -123,17 +119,8 @@ def _read_torch(found: Checkpoint, name: str) -> TorchFile | None:
     """The content of a file, if its name or its first bytes are those of torch.save."""
     path = found.path / name
     is_named = trainer_files.NUMBERED.fullmatch(name) or WEIGHTS.fullmatch(name)
-    is_torchs = path.suffix in OF_TORCHS or (path.suffix in MAY_BE_TORCHS and _is_zip(path))
-    return tensor_streams.read_file(path, found) if is_named or (is_torchs and not path.is_dir()) else None
-
-
-def _is_zip(path: Path) -> bool:
-    """Whether a file can be torch's: another one, such as a tokenizer's, is none. What cannot be opened may be one."""
-    try:
-        with open(open_regular(path), "rb") as file:
-            return file.read(4) == b"PK\3\4"
-    except OSError:
-        return True
+    is_torchs = is_named or (not path.is_dir() and tensor_streams.is_torchs(path))
+    return tensor_streams.read_file(path, found) if is_torchs else None
 
 
 def _read_optimizers(found: Checkpoint, files: Mapping[str, TorchFile], weights: Mapping[str, Any]) -> list[Any]:
@@ -150,7 +137,7 @@ def _read_optimizers(found: Checkpoint, files: Mapping[str, TorchFile], weights:
         steps += torch_optimizers.take(found, file, value, f"{file.path.stem}.state").values()
         shapes = [tensor.shape for tensors in weights.values() for tensor in tensors.values()]
         states = filter(_is_of_its_shape, tensor_streams.states_of(value).values())
-        problems = optimizer_inventory.without_weights(name, states, shapes) if shapes else ()
+        problems = torch_optimizers.without_weights(name, states, shapes) if shapes else ()
         found.findings += problems
     return steps
 
@@ -160,7 +147,7 @@ def _is_of_its_shape(state: Mapping[Any, Any]) -> bool:
     tensors = [own for own in state.values() if isinstance(own, TensorHeader) and own.numel > 1]
     return len({tensor.shape for tensor in tensors}) == 1 and all(
         isinstance(own, TensorHeader) and own.numel > 1
-        for name in optimizer_inventory.OF_ELEMENTS
+        for name in torch_optimizers.OF_ELEMENTS
         if (own := state.get(name)) is not None
     )
 

@@ -10,7 +10,9 @@ from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Held, Record, St
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
 from ckpt_patches.formats.paths import LinkOutsideError, path_within
+from ckpt_patches.formats.ranged import open_regular
 
+OF_TORCH, OF_TORCH_OR_ANOTHER = (".pt", ".pth"), (".bin", ".pkl")  # suffixes
 # Found in the class names of quantized tensors (codes with scales), such as Transformer Engine's.
 QUANTIZED = ("Float8", "FP8", "FP4")
 
@@ -35,6 +37,17 @@ def read_file(
         return None
     hold(found, file, (0, file.size))
     return file
+
+
+def is_torchs(path: Path) -> bool:
+    """Whether a file is one of torch.save, by its suffix or first bytes. What cannot be opened may be one."""
+    if path.suffix not in OF_TORCH_OR_ANOTHER:
+        return path.suffix in OF_TORCH
+    try:
+        with open(open_regular(path), "rb") as file:
+            return file.read(4) == b"PK\3\4"
+    except OSError:
+        return True
 
 
 def refused(

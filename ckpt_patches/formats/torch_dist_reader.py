@@ -25,15 +25,14 @@ from ckpt_patches.formats.megatron_arrays import (
     set_common,
 )
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
-from ckpt_patches.formats.megatron_torch_reader import check_bucket_sizes, judge_object
-from ckpt_patches.formats.optimizer_inventory import OF_ELEMENTS
+from ckpt_patches.formats.megatron_torch import ALIGNMENT, check_bucket_sizes, judge_object
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import Offsets, Tensor
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader, TorchFile
+from ckpt_patches.formats.torch_optimizers import OF_ELEMENTS
 from ckpt_patches.runtime.processes import mapped
 
 OF_SHARDS = re.compile(r"/shard_[\d.]+_[\d.]+$")  # end of megatron-core's object names
-ALIGNMENT = 64  # elements; parameters begin at multiples of it in a bucket
 WORTH_A_PROCESS = 4000  # chunks per process
 MANY = 1000  # lost chunks of a tensor in one file that are reported one by one
 Key = tuple[str, tuple[int, ...]]  # a shard's label and shape

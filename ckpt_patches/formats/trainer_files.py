@@ -40,7 +40,6 @@ WITH_OPTIMIZER = re.compile(
 RANK_BELOW = re.compile(r"__(\d{1,7})_\d+\.distcp")
 OF_RANKS = ("random_states", "rng_state")
 OF_EVALUATIONS = ("num_bad_epochs", "best")  # keys of schedulers that count evaluations
-SKIPPED, ONE_IN = 16, 100  # steps that fp16 skips: some at the start, then at most one in a hundred
 
 
 def findings(path: Path, names: Collection[str], steps: Iterable[Any], groups: list[dict[str, Any]]) -> list[Finding]:
@@ -185,9 +184,14 @@ def _of_steps(
             return
 
 
+def skipped(steps: int) -> int:
+    """How many steps fp16 may skip: some at the start, then at most one in a hundred."""
+    return 16 + steps // 100
+
+
 def _are_skipped(path: Path, state: int | None, others: set[int]) -> bool:
     """Whether the optimizer and scheduler are at one step, and behind by no more than fp16 skips."""
-    if state is None or len(others) != 1 or not 0 < state - min(others) <= SKIPPED + state // ONE_IN:
+    if state is None or len(others) != 1 or not 0 < state - min(others) <= skipped(state):
         return False
     arguments = _value(path, ARGUMENTS)
     return not isinstance(arguments, torch_file.Instance) or arguments.fields.get("fp16") is not False

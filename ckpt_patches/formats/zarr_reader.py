@@ -20,7 +20,7 @@ from ckpt_patches.formats.megatron_arrays import (
     set_common,
 )
 from ckpt_patches.formats.megatron_names import is_bucket
-from ckpt_patches.formats.megatron_torch_reader import (
+from ckpt_patches.formats.megatron_torch import (
     check_bucket_sizes,
     check_weights,
     judge_object,

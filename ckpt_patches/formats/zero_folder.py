@@ -10,12 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import zero, zero_addresses, zero_experts, zero_facts, zero_inventory
+from ckpt_patches.formats import tensor_streams, zero, zero_addresses, zero_experts, zero_inventory, zero_keys
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent, Shard, Stream
 from ckpt_patches.formats.damages import FRAGMENTS, MIXED_RANKS, NOT_JUDGED, Finding
-from ckpt_patches.formats.torch_file import BadFileError, TorchFile
+from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.torch_file import BadFileError, TensorHeader, TorchFile
 from ckpt_patches.formats.zero import MASTER, MOMENTUM, ElementType, Flat, Folder, Partition, RankFile, Shape, Shares
 from ckpt_patches.formats.zero_inventory import ModelFacts
 from ckpt_patches.runtime.shown import shown
@@ -66,10 +69,10 @@ def read(folder: Folder, read_all: ReadAll) -> Zero:
     """The model of a folder."""
     complete = {rank: name for rank, name in folder.models.items() if not rank[0]}
     others = {rank: name for rank, name in folder.models.items() if rank[0]}
-    models = dict(zip(complete, read_all([*complete.values()], zero_facts.of_model), strict=True))
+    models = dict(zip(complete, read_all([*complete.values()], of_model), strict=True))
     first = next((own.value for own in models.values() if own), {})
-    unlike = read_all([*others.values()], lambda file: zero_facts.unlike(zero_facts.of_model(file), first))
-    models |= {rank: own.facts(first) for rank, own in zip(others, unlike, strict=True) if own}
+    changes = read_all([*others.values()], lambda file: unlike(of_model(file), first))
+    models |= {rank: own.facts(first) for rank, own in zip(others, changes, strict=True) if own}
     numbers = sorted(folder.optimizer, key=lambda rank: rank[::-1])
     files = read_all([folder.optimizer[rank] for rank in numbers], _rank_file)
     ranks = {rank: own for rank, own in zip(numbers, files, strict=True) if own}
@@ -351,3 +354,93 @@ def _contradiction(
         detail = f"{name}: {partitions[number].numel} elements, {expected} by the model's shapes"
         return Finding(FRAGMENTS, f"all parameters of group {number}", detail=detail)
     return None
+
+
+# Model files
+
+
+# Keys of a model-states file that the inventory reads, and those of which it reads only the names.
+OF_A_MODEL = (
+    *zero_keys.OF_THE_MODEL,
+    *("iteration", "param_shapes", "frozen_param_shapes", "buffer_names", "shared_params", "num_experts"),
+    *(zero_experts.KEY, zero_experts.LEGACY_KEY),
+)
+NAMED = ("module", "frozen_param_fragments")
+
+
+class Unlike(NamedTuple):
+    """The differences of a model-states file from another one. There are many files, which are nearly equal."""
+
+    name: str
+    root: str
+    changed: dict[str, Any]
+    absent: tuple[str, ...]
+
+    def facts(self, first: Mapping[str, Any]) -> ModelFacts:
+        """The file's facts. `first` is the content of the other file."""
+        value = {**_looked_at(first), **self.changed}
+        return ModelFacts(self.name, {key: value[key] for key in value.keys() - {*self.absent}}, self.root)
+
+
+def unlike(facts: ModelFacts, first: Mapping[str, Any]) -> Unlike:
+    own, other = _looked_at(facts.value), _looked_at(first)
+    changed = {key: value for key, value in own.items() if key not in other or value != other[key]}
+    return Unlike(facts.name, facts.root, changed, tuple(other.keys() - own.keys()))
+
+
+def _looked_at(value: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: value[key] for key in (*OF_A_MODEL, *NAMED) if key in value}
+    return found | {key: dict.fromkeys(own) for key in NAMED if isinstance(own := found.get(key), Mapping)}
+
+
+def of_model(file: TorchFile) -> ModelFacts:
+    """The facts in a model-states file.
+
+    Raises:
+        BadFileError: it does not hold a dict, or has no shapes as `param_shapes`.
+    """
+    if not isinstance(file.value, dict):
+        raise BadFileError(f"{file.path}: expected a dict in it, found {type(file.value).__name__}")
+    check_shapes(file.path, file.value)
+    return ModelFacts(file.path.name, file.value, file.root)
+
+
+def check_shapes(path: Path, model: Mapping[str, Any]) -> None:
+    """Check that the `param_shapes` of a model-states file are dicts of shapes.
+
+    Raises:
+        BadFileError: they are something else.
+    """
+    groups = model.get("param_shapes") or ()
+    if not isinstance(groups, (list, tuple)) or not all(map(_are_shapes, groups)):
+        raise BadFileError(f"{path}: expected the shapes of parameters as param_shapes, found {shown(groups)}")
+
+
+def _are_shapes(group: Any) -> bool:
+    return isinstance(group, dict) and all(isinstance(shape, (list, tuple)) for shape in group.values())
+
+
+def add_frozen_parts(found: Checkpoint, model: ModelFacts, rank: int, ranks: int | None) -> None:
+    """Add a shard for each part of a frozen parameter in the model file of `rank` of `ranks`, without its padding.
+
+    DeepSpeed allocates the padding with torch.empty, so it can hold NaN.
+    """
+    path = found.path / model.name
+    shapes, fragments = model.value.get("frozen_param_shapes"), model.value.get("frozen_param_fragments")
+    if not isinstance(shapes, Mapping) or not isinstance(fragments, Mapping) or not ranks:
+        return
+    for name, share in zero.shares(shapes, ranks):
+        part = fragments.get(name)
+        # MiCS shards a parameter over fewer ranks: then all elements are checked, as in an unknown tensor.
+        if not isinstance(part, TensorHeader) or part.numel != share.each:
+            continue
+        own = share.of(rank)
+        array = f"frozen_param_fragments.{name}"
+        stream = tensor_streams.stream(found, path, array, part)
+        if stream is None:
+            continue
+        found.padded.append(stream.extents[0])
+        if own:
+            extent = Extent(str(path), part.offset, own * ITEM_SIZE[part.dtype])
+            streams = {WEIGHT: Stream(array, part.dtype, (extent,))}
+            found.shards.append(Shard(array, path.name, (own,), streams))

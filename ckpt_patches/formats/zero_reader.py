@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import (
     damages,
-    frozen_parts,
     tensor_streams,
     zero,
     zero_experts,
@@ -63,7 +62,9 @@ def read(path: Path) -> Checkpoint:
             _read_model_rank(found, model, own, weights)
         for (dp, mp), facts in model.models.items():
             if mp == model_rank and dp is not None:
-                frozen_parts.add(found, ModelFacts(facts.name, reader.values[facts.name]), dp, found.data_parallel)
+                zero_folder.add_frozen_parts(
+                    found, ModelFacts(facts.name, reader.values[facts.name]), dp, found.data_parallel
+                )
     other_steps = zero_inventory.other_step(path.name, model.models.values())
     found.findings += [*model.problems, *other_steps]
     for name in folder.names:  # experts, layers
