@@ -223,10 +223,10 @@ class Finding:
 
     kind: FindingKind
     array: str  # or a file's name
+    detail: str = ""
     shard: str = ""
     begin: int | None = None  # first element, relative to the shard
     end: int | None = None  # one past the last element
-    detail: str = ""
 
 
 def labelled(findings: Iterable[Finding], shard: str) -> list[Finding]:

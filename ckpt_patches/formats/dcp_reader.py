@@ -87,8 +87,7 @@ def _index(found: Checkpoint) -> torch_dist.Index:
             indexes.append((folder, read_index(found, folder)))
         else:
             where = (folder / torch_dist.INDEX).relative_to(found.path)
-            detail = f"{where}, which is written last, is not there"
-            found.findings.append(Finding(damages.INCOMPLETE_SAVE, folder.name, detail=detail))
+            found.add(damages.INCOMPLETE_SAVE, folder.name, f"{where}, which is written last, is not there")
     return dcp.merged(found.path, indexes)
 
 
@@ -96,9 +95,9 @@ def _untiled(tensors: Iterable[Tensor]) -> Iterator[Finding]:
     for tensor in tensors:
         why = dcp.untiled(tensor)
         if why == dcp.TOO_MANY:
-            yield Finding(damages.NOT_JUDGED, tensor.name, detail="whether its chunks overlap: they are too many")
+            yield Finding(damages.NOT_JUDGED, tensor.name, "whether its chunks overlap: they are too many")
         elif why:
-            yield Finding(damages.FRAGMENTS, tensor.name, detail=why)
+            yield Finding(damages.FRAGMENTS, tensor.name, why)
 
 
 def _header(chunked: Chunked) -> TensorHeader:
@@ -154,7 +153,7 @@ def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
         found.findings += torch_optimizers.problems(optimizer)
     elif states:
         detail = "no param group, with its settings, is in the checkpoint"
-        found.findings.append(Finding(damages.UNUSUAL, f"{own.prefix}{dcp.GROUPS}", detail=detail))
+        found.add(damages.UNUSUAL, f"{own.prefix}{dcp.GROUPS}", detail)
     found.findings += _of_weights(own, contents)
     if not states and any("betas" in group and group.get("params") for group in groups):
         return [0]  # Adam's states exist after its first step
@@ -165,21 +164,19 @@ def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
     """Check that each state has a weight, of the same shape."""
     where = f"{own.prefix}{dcp.STATE}".rstrip(".")
     if own.is_numbered:
-        yield Finding(damages.NUMBERED_STATES, where, detail=f"{len(own.states)} parameters")
+        yield Finding(damages.NUMBERED_STATES, where, f"{len(own.states)} parameters")
         states = [{key: contents.values[name] for key, name in state.items()} for state in own.states.values()]
         others = [contents.tensors[name].tensor for name in contents.others]
         shapes = [tensor.size for tensor in others if tensor.dtype in FLOATS]  # unlike random states and counts
         yield from torch_optimizers.without_weights(where, states, shapes) if shapes else ()
     elif own.several:
         detail = f"tensors of several names could be their weights: {', '.join(map(shown, own.several[:5]))}"
-        yield Finding(damages.NOT_JUDGED, where, detail=detail)
+        yield Finding(damages.NOT_JUDGED, where, detail)
     elif own.states and not own.weights:
-        detail = f"states of {len(own.states)} parameters, and no weight of any of them"
-        yield Finding(damages.UNUSUAL, where, detail=detail)
+        yield Finding(damages.UNUSUAL, where, f"states of {len(own.states)} parameters, and no weight of any of them")
     for parameter, state in own.states.items() if own.weights else ():
         if parameter not in own.weights:
-            detail = "it has states of an optimizer, and the model has no such weight"
-            yield Finding(damages.UNUSUAL, parameter, detail=detail)
+            yield Finding(damages.UNUSUAL, parameter, "it has states of an optimizer, and the model has no such weight")
             continue
         size = contents.tensors[own.weights[parameter]].tensor.size
         for key, name in state.items():
@@ -187,7 +184,7 @@ def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
             expected = torch_optimizers.shapes_of(key, size)
             if expected and there is not None and there.tensor.size not in expected:
                 detail = f"its shape is {shown(there.tensor.size)}, the weight's {shown(size)}"
-                yield Finding(damages.CONTRADICTION, name, detail=detail)
+                yield Finding(damages.CONTRADICTION, name, detail)
 
 
 def _roles(own: Optimizer, tensors: Mapping[str, Chunked]) -> Iterator[dict[str, Chunked]]:
@@ -222,7 +219,7 @@ def set_step(found: Checkpoint, steps: list[Any], *folders: str) -> None:
     count = int(named[1]) if named else 0
     if named and step is not None and step + trainer_files.skipped(count) < count:
         detail = f"the optimizer has taken {step} steps, and the folder is named {named[0]}: were the states loaded?"
-        found.findings.append(Finding(damages.UNUSUAL, "optimizer", detail=detail))
+        found.add(damages.UNUSUAL, "optimizer", detail)
 
 
 def read_others(found: Checkpoint) -> None:
@@ -243,4 +240,4 @@ def _note_rest(found: Checkpoint, optimizers: list[Optimizer], others: Iterable[
     if not any(own.states for own in optimizers):
         found.format = WEIGHTS_ALONE
     if rest and not any(own.is_numbered or own.several for own in optimizers):
-        found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{len(rest)} tensors"))
+        found.add(damages.NO_OPTIMIZER_STATE, f"{len(rest)} tensors")

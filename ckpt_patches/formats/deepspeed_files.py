@@ -64,7 +64,7 @@ def _read_rank(found: Checkpoint, file: TorchFile, label: str, experts: list[Any
     stage = stage_of(value.get("ds_config"))
     if stage:
         detail = f"a save of ZeRO stage {stage} has a file of optimizer states for each rank, and none is there"
-        found.findings.append(Finding(damages.INCOMPLETE_SAVE, name, label, detail=detail))
+        found.add(damages.INCOMPLETE_SAVE, name, detail, shard=label)
         return []
     if isinstance(names := value.get("buffer_names"), list):
         found.buffers |= {f"module.{own}" for own in names}
@@ -110,7 +110,7 @@ def _read_optimizers(
     has_states = any(state for optimizer, _ in optimizers for state in tensor_streams.states_of(optimizer).values())
     if taken and not has_states and (not groups or any(map(_keeps_states, groups))):
         detail = f"{taken} steps were taken, and no state of an optimizer is in the file"
-        found.findings.append(Finding(damages.MISSING_STATE, file.path.name, label, detail=detail))
+        found.add(damages.MISSING_STATE, file.path.name, detail, shard=label)
     found.findings += damages.labelled(_of_the_wrapper(file.path, value), label)
     module, steps = value.get("module"), list[Any]()
     weights = [*module.values(), *experts] if isinstance(module, dict) else []
@@ -134,12 +134,10 @@ def _of_the_wrapper(path: Path, value: dict[str, Any]) -> Iterator[Finding]:
         return
     for key in (*SCALE, *(DYNAMIC if wrapper.get("dynamic_loss_scale") else ())):
         if key not in wrapper:
-            yield Finding(
-                damages.CONTRADICTION, path.name, detail=f"no {key} of the optimizer, without which no load begins"
-            )
+            yield Finding(damages.CONTRADICTION, path.name, f"no {key} of the optimizer, without which no load begins")
     if not any(key in wrapper for key in torch_optimizers.MASTERS):
         masters = " and ".join(torch_optimizers.MASTERS)
-        yield Finding(damages.MISSING_STATE, path.name, detail=f"no main parameters: none of {masters}")
+        yield Finding(damages.MISSING_STATE, path.name, f"no main parameters: none of {masters}")
 
 
 def stage_of(config: Any) -> int:

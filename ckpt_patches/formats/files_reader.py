@@ -90,7 +90,7 @@ def read(path: Path) -> Checkpoint:
     found.findings += trainer_files.findings(path, names, steps, found.groups)
     found.format = _format(names)
     if not any(_has_weights(path / name) for name in names):
-        found.findings.append(Finding(damages.MISSING_WEIGHT, "model", detail="no file of the model's weights"))
+        found.add(damages.MISSING_WEIGHT, "model", "no file of the model's weights")
     return found
 
 
@@ -132,7 +132,7 @@ def _read_optimizers(found: Checkpoint, files: Mapping[str, TorchFile], weights:
         value = file.value if isinstance(file.value, dict) else {}
         if not isinstance(value.get("state"), dict) or not isinstance(value.get("param_groups"), list):
             detail = "expected state and param_groups, as a torch optimizer's state dict has them"
-            found.findings.append(Finding(damages.MISSING_STATE, name, detail=detail))
+            found.add(damages.MISSING_STATE, name, detail)
             continue
         steps += torch_optimizers.take(found, file, value, f"{file.path.stem}.state").values()
         shapes = [tensor.shape for tensors in weights.values() for tensor in tensors.values()]
@@ -165,8 +165,7 @@ def read_local(path: Path) -> Checkpoint:
     for name in every:
         file = tensor_streams.read_file(found.path / name, found)
         if name not in newest:
-            detail = f"of an earlier iteration than {found.iteration}, which the others are of"
-            found.findings.append(Finding(damages.UNUSUAL, name, detail=detail))
+            found.add(damages.UNUSUAL, name, f"of an earlier iteration than {found.iteration}, which the others are of")
         elif file is not None:
             label = f"rank {int(newest[name][2])}"
             for optimizer, masters in torch_optimizers.within(file.value):
@@ -176,8 +175,7 @@ def read_local(path: Path) -> Checkpoint:
     there = {int(own[2]) for own in newest.values()}
     folders = {int(parent) for name in every if (parent := Path(name).parent.name).isdecimal()}
     for rank in sorted({*folders, *range(min(there), min(max(there), min(there) + len(there)) + 1)} - there):
-        detail = f"no file of iteration {found.iteration}"
-        found.findings.append(Finding(damages.MISSING_RANK, f"rank {rank}", detail=detail))
+        found.add(damages.MISSING_RANK, f"rank {rank}", f"no file of iteration {found.iteration}")
     return found
 
 
@@ -194,7 +192,7 @@ def _read_safetensors(found: Checkpoint, names: list[str]) -> Files:
         except UserError as error:
             found.findings.append(tensor_streams.refused(error, name))
         except OSError as error:
-            found.findings.append(Finding(damages.BAD_FILE, name, detail=error.strerror or str(error)))
+            found.add(damages.BAD_FILE, name, error.strerror or str(error))
     for file, tensors in files.items():
         for name, tensor in tensors.items():
             if tensor.nbytes and tensor_streams.is_read(found, name, tensor.dtype):
@@ -207,10 +205,10 @@ def _without_elements(file: str, tensors: Mapping[str, Tensor | TensorHeader]) -
     """Weights without elements. ZeRO-3 leaves `[0]` in place of a weight that is not gathered; no module has such."""
     empty = [name for name, tensor in tensors.items() if tuple(tensor.shape) == (0,) and tensor.dtype in FLOATS]
     if not any(math.prod(tensor.shape) for tensor in tensors.values()):
-        yield Finding(damages.MISSING_WEIGHT, file, detail=f"{len(tensors)} tensors, and no element of a weight")
+        yield Finding(damages.MISSING_WEIGHT, file, f"{len(tensors)} tensors, and no element of a weight")
     elif named := list(filter(PARAMETER.fullmatch, empty)):
         detail = f"{len(empty)} of {len(tensors)} weights have the shape (0,), such as {shown(named[0])}"
-        yield Finding(damages.MISSING_WEIGHT, file, detail=detail)
+        yield Finding(damages.MISSING_WEIGHT, file, detail)
 
 
 def _zeros(file: str, tensors: Mapping[str, Tensor], begin: int) -> Iterator[Finding]:
@@ -224,18 +222,18 @@ def _zeros(file: str, tensors: Mapping[str, Tensor], begin: int) -> Iterator[Fin
     is_lost = has_matrix and (is_cut or any(map(NORM.fullmatch, zero)))
     first = min(zero, key=lambda name: zero[name].offset)
     detail = f"its last {size - begin} bytes are zeros: {len(zero)} whole tensors, from {shown(first)} on"
-    yield Finding(damages.BAD_FILE if is_lost else damages.UNUSUAL, file, detail=detail)
+    yield Finding(damages.BAD_FILE if is_lost else damages.UNUSUAL, file, detail)
 
 
 def _index(found: Checkpoint, name: str) -> dict[str, str]:
     try:
         return safetensors.read_index(path_within(found.path, name))
     except safetensors.BadIndexError as error:
-        found.findings.append(Finding(damages.BAD_METADATA, name, detail=str(error)))
+        found.add(damages.BAD_METADATA, name, str(error))
     except UserError as error:
         found.findings.append(tensor_streams.refused(error, name))
     except OSError as error:
-        found.findings.append(Finding(damages.BAD_METADATA, name, detail=error.strerror or str(error)))
+        found.add(damages.BAD_METADATA, name, error.strerror or str(error))
     return {}
 
 
@@ -243,20 +241,19 @@ def _of_index(index: str, listed: Mapping[str, str], files: Files, names: list[s
     """Check that an index lists the files and tensors that are present."""
     own = {*listed.values()}
     for file in sorted(own - {*names}):
-        yield Finding(damages.BAD_FILE, file, detail=f"the file is missing, and {index} lists it")
+        yield Finding(damages.BAD_FILE, file, f"the file is missing, and {index} lists it")
     places = {name: file for file in files for name in files[file]}
     for name, file in listed.items():
         if file in files and name not in files[file]:
             there = f", it is in {places[name]}" if name in places else ""
             kind = damages.CONTRADICTION if there else damages.MISSING_WEIGHT
-            yield Finding(kind, name, detail=f"{index} has it in {file}{there}")
+            yield Finding(kind, name, f"{index} has it in {file}{there}")
     unlisted = [name for file in sorted(own & files.keys()) for name in files[file] if name not in listed]
     if unlisted:
         detail = f"{len(unlisted)} tensors are in its files and not in the index, such as {shown(unlisted[0])}"
-        yield Finding(damages.UNUSUAL, index, detail=detail)
+        yield Finding(damages.UNUSUAL, index, detail)
     if listed and index.removesuffix(INDEX_SUFFIX) in names:
-        detail = "a file of all weights and an index are there: a load takes one of them"
-        yield Finding(damages.UNUSUAL, index, detail=detail)
+        yield Finding(damages.UNUSUAL, index, "a file of all weights and an index are there: a load takes one of them")
 
 
 def _of_numbers(names: list[str], listed: set[str]) -> Iterator[Finding]:
@@ -266,6 +263,6 @@ def _of_numbers(names: list[str], listed: set[str]) -> Iterator[Finding]:
         files = {f"{prefix}-{number:05d}-of-{count}{suffix}" for number in range(1, min(int(count), 99_999) + 1)}
         if not files & listed:
             detail = f"no index lists them, and they are {there} of {int(count)}"
-            yield Finding(damages.UNUSUAL, f"{prefix}-*-of-{count}{suffix}", detail=detail)
+            yield Finding(damages.UNUSUAL, f"{prefix}-*-of-{count}{suffix}", detail)
         elif unlisted := sorted((files & {*names}) - listed):
-            yield Finding(damages.UNUSUAL, unlisted[0], detail="a file that the index does not list")
+            yield Finding(damages.UNUSUAL, unlisted[0], "a file that the index does not list")

@@ -116,7 +116,7 @@ def _read_rank(found: Checkpoint, folder: Path, label: str) -> _Rank | None:
     before = len(found.groups)
     model = _read_model(found, folder, label)
     if not (folder / OPTIMIZER).exists():
-        found.findings.append(Finding(damages.BAD_FILE, f"{label}/{OPTIMIZER}", detail="the file is missing"))
+        found.add(damages.BAD_FILE, f"{label}/{OPTIMIZER}", "the file is missing")
         return None
     states = tensor_streams.read(folder / OPTIMIZER, found)
     judge_buckets(found, folder / OPTIMIZER, label, states)
@@ -152,7 +152,7 @@ def check_bucket_sizes(found: Checkpoint, objects: Mapping[str, Any]) -> None:
         other = objects.get(f"{name}_unpadded") if name.endswith(f".{BUCKET_SIZES}") else None
         if other is not None and not _is_at_most(other, value):
             detail = "the buckets, or their sizes with and without padding, are not those of each other"
-            found.findings.append(Finding(damages.CONTRADICTION, name, detail=detail))
+            found.add(damages.CONTRADICTION, name, detail)
 
 
 def _is_at_most(one: Any, other: Any) -> bool:
@@ -174,7 +174,7 @@ def judge_buckets(found: Checkpoint, path: Path, label: str, value: Any, prefix:
         sizes = {tensor.numel for tensor in tensors.values()}
         if len(sizes) != 1 or len(tensors) != len(set(STATES.values())):
             detail = ", ".join(f"{role}: {tensor.numel}" for role, tensor in tensors.items())
-            found.findings.append(Finding(damages.MISSING_ARRAY, name, label, detail=detail))
+            found.add(damages.MISSING_ARRAY, name, detail, shard=label)
         streams = tensor_streams.streams(found, path, name, tensors)
         if len(sizes) == 1:
             found.shards.append(Shard(name, label, (sizes.pop(),), streams, has_rows=False))
@@ -182,7 +182,7 @@ def judge_buckets(found: Checkpoint, path: Path, label: str, value: Any, prefix:
         numel, states = own.get(UNPADDED), [own[key] for key in NAMES if isinstance(own.get(key), TensorHeader)]
         if any(state.numel != numel for state in states):
             detail = f"{UNPADDED} is {shown(numel)}, of states with {states[0].numel} elements"
-            found.findings.append(Finding(damages.CONTRADICTION, f"{prefix} {UNPADDED}".strip(), label, detail=detail))
+            found.add(damages.CONTRADICTION, f"{prefix} {UNPADDED}".strip(), detail, shard=label)
 
 
 def check_weights(found: Checkpoint, where: str, expected: int, weights: list[int]) -> None:
@@ -190,7 +190,7 @@ def check_weights(found: Checkpoint, where: str, expected: int, weights: list[in
     there = aligned(weights)
     if weights and there < expected:
         detail = f"expected {expected} elements at least, as the optimizer has, found {there} in {len(weights)} tensors"
-        found.findings.append(Finding(damages.MISSING_WEIGHT, where, detail=detail))
+        found.add(damages.MISSING_WEIGHT, where, detail)
 
 
 def _check_ranks(found: Checkpoint, ranks: list[_Rank]) -> None:
@@ -203,15 +203,14 @@ def _check_ranks(found: Checkpoint, ranks: list[_Rank]) -> None:
     if places and len(there) < math.prod(sizes):
         absent = next(rank for rank in itertools.product(*map(range, sizes)) if rank not in there)
         detail = f"{len(there)} of {math.prod(sizes)} model-parallel ranks are there; rank {absent} is not"
-        found.findings.append(Finding(damages.MISSING_RANK, "mp_rank_*", detail=detail))
+        found.add(damages.MISSING_RANK, "mp_rank_*", detail)
     first: dict[str, _Rank] = {}
     for rank in ranks:
         if any(other.keys - rank.keys or other.has_states > rank.has_states for other in ranks):
-            detail = "it has no states, or not all that another rank's folder has"
-            found.findings.append(Finding(damages.MISSING_STATE, rank.label, detail=detail))
+            found.add(damages.MISSING_STATE, rank.label, "it has no states, or not all that another rank's folder has")
         other = first.setdefault(rank.label.partition("_rank_")[2].partition("_")[2], rank)  # same pipeline stage
         wrong = [*_unlike(rank, other)]
-        found.findings += [Finding(damages.CONTRADICTION, f"{rank.label}/{MODEL}", detail=what) for what in wrong]
+        found.findings += [Finding(damages.CONTRADICTION, f"{rank.label}/{MODEL}", what) for what in wrong]
 
 
 def _unlike(rank: _Rank, other: _Rank) -> Iterator[str]:
@@ -237,14 +236,14 @@ def _check_copies(found: Checkpoint) -> None:
             is_stage = found.model_parallel[1] > 1 and len(stages) > 1
             detail = f"all of its tensors are those of {other.relative_to(found.path)}"
             kind = damages.FOREIGN_FILE if is_stage else damages.UNUSUAL
-            found.findings.append(Finding(kind, str(path.relative_to(found.path)), detail=detail))
+            found.add(kind, str(path.relative_to(found.path)), detail)
 
 
 def _read_model(found: Checkpoint, folder: Path, label: str) -> dict[str, Any] | None:
     """The value of the model's file, by key. Sets the optimizer's step; the weights are judged with all tensors."""
     path = folder / MODEL
     if not path.exists():
-        found.findings.append(Finding(damages.BAD_FILE, f"{label}/{MODEL}".lstrip("/"), detail="the file is missing"))
+        found.add(damages.BAD_FILE, f"{label}/{MODEL}".lstrip("/"), "the file is missing")
         return None
     value = tensor_streams.read(path, found)
     if not isinstance(value, dict):
@@ -252,7 +251,6 @@ def _read_model(found: Checkpoint, folder: Path, label: str) -> dict[str, Any] |
     set_run(found, param_groups(value.get("optimizer")), value.get("args"))
     check_scaler(found, value.get("optimizer"), value.get("args"))
     if not any(str(key).startswith("model") for key in value):
-        detail = "no weights of the model"
-        found.findings.append(Finding(damages.MISSING_WEIGHT, f"{label}/{MODEL}".lstrip("/"), detail=detail))
+        found.add(damages.MISSING_WEIGHT, f"{label}/{MODEL}".lstrip("/"), "no weights of the model")
     check_iteration(found, value, f"{label}/{MODEL}".lstrip("/"))
     return {str(key): own for key, own in value.items()}

@@ -197,7 +197,7 @@ def read(path: Path) -> Checkpoint:
     for kind in ranks.parts:
         for name, parts in ranks.of_tensors(kind).items():
             if len(parts) == ranks.count:
-                found.findings += [Finding(damages.FRAGMENTS, name, detail=why) for why in untiled(parts)]
+                found.findings += [Finding(damages.FRAGMENTS, name, why) for why in untiled(parts)]
     found.findings += _without_states(ranks)
     found.format = FORMAT if ranks.files[OPTIMIZER] else WEIGHTS_ALONE
     return found
@@ -211,14 +211,13 @@ def _read_files(found: Checkpoint) -> _Ranks:
     usual = max(counts, key=lambda count: (counts[count], count))
     ranks = _Ranks(config if config is not None and config in counts else usual)
     if config not in (None, ranks.count):
-        detail = f"it states {config} ranks, and the names of the files {ranks.count}"
-        found.findings.append(Finding(damages.CONTRADICTION, CONFIG, detail=detail))
+        found.add(damages.CONTRADICTION, CONFIG, f"it states {config} ranks, and the names of the files {ranks.count}")
     there: dict[str, set[int]] = defaultdict(set)
     for name, own in every.items():
         file = tensor_streams.read_file(found.path / name, found)
         if own.ranks != ranks.count:
             detail = f"a rank's file of a save of {own.ranks} ranks, beside one of {ranks.count}"
-            found.findings.append(Finding(damages.UNUSUAL, name, detail=detail))
+            found.add(damages.UNUSUAL, name, detail)
             continue
         there[own.kind].add(own.rank)
         if file is not None and (why := _why_foreign(file, own)):
@@ -246,7 +245,7 @@ def _world_size(found: Checkpoint) -> int | None:
         size = None
     if type(size) is int and size > 0:
         return size
-    found.findings.append(Finding(damages.BAD_METADATA, CONFIG, detail="it states no number of ranks"))
+    found.add(damages.BAD_METADATA, CONFIG, "it states no number of ranks")
     return None
 
 
@@ -254,12 +253,11 @@ def _why_foreign(file: TorchFile, own: Name) -> Finding | None:
     """The finding for another rank's file. torch.save names the root folder in the archive after the file."""
     name, written_as = file.path.name, f"{file.root}.pt"
     if named(written_as) not in (None, own):
-        return Finding(damages.FOREIGN_FILE, name, detail=f"it was written as {written_as}")
+        return Finding(damages.FOREIGN_FILE, name, f"it was written as {written_as}")
     if own.rank >= own.ranks:
-        return Finding(damages.FOREIGN_FILE, name, detail=f"of {own.ranks} ranks")
+        return Finding(damages.FOREIGN_FILE, name, f"of {own.ranks} ranks")
     if not isinstance(file.value, dict):
-        detail = f"expected a dict, found {shown(type(file.value).__name__)}"
-        return Finding(damages.CONTRADICTION, name, detail=detail)
+        return Finding(damages.CONTRADICTION, name, f"expected a dict, found {shown(type(file.value).__name__)}")
     return None
 
 
@@ -269,7 +267,7 @@ def _unlike(kind: str, files: Mapping[int, TorchFile]) -> Iterator[Finding]:
     usual = zero_keys.usual(keys.values())
     for rank, own in keys.items():
         for what in list(zero_keys.contradictions(own, usual))[:MOST_KEYS]:
-            yield Finding(damages.CONTRADICTION, files[rank].path.name, detail=what)
+            yield Finding(damages.CONTRADICTION, files[rank].path.name, what)
     by_rank = [files[rank] for rank in sorted(files)] if kind == OPTIMIZER else []
     for other in by_rank[1:]:
         for number, (own, first) in enumerate(zip(groups_of(other.value), groups_of(by_rank[0].value), strict=False)):
@@ -277,7 +275,7 @@ def _unlike(kind: str, files: Mapping[int, TorchFile]) -> Iterator[Finding]:
             unlike += ["its parameters are others than those"] if own.get("params") != first.get("params") else []
             for what in unlike:
                 detail = f"group {number}: {what} in {by_rank[0].path.name}"
-                yield Finding(damages.CONTRADICTION, other.path.name, detail=detail)
+                yield Finding(damages.CONTRADICTION, other.path.name, detail)
 
 
 def _read_weights(found: Checkpoint, ranks: _Ranks) -> None:
@@ -285,7 +283,7 @@ def _read_weights(found: Checkpoint, ranks: _Ranks) -> None:
         parts = {str(name): part for name, value in file.value.items() if (part := _part(found, str(name), value))}
         ranks.parts[MODEL][rank] = parts
         if not parts:
-            found.findings.append(Finding(damages.MISSING_WEIGHT, file.path.name, detail="it holds no weight"))
+            found.add(damages.MISSING_WEIGHT, file.path.name, "it holds no weight")
         for name, part in parts.items():
             for number, tensor in enumerate(part.tensors):
                 stream = tensor_streams.stream(found, file.path, name, tensor)
@@ -298,8 +296,7 @@ def _part(found: Checkpoint, name: str, value: Any) -> Part | None:
     """A rank's part of a tensor; None for any other value. A tensor of an unknown form adds a finding."""
     part = part_of(value)
     if part is None and type(value).__name__ == "_rebuild_wrapper_subclass":
-        detail = "a tensor in parts, of a form that is not known"
-        found.findings.append(Finding(damages.NOT_JUDGED, name[:200], detail=detail))
+        found.add(damages.NOT_JUDGED, name[:200], "a tensor in parts, of a form that is not known")
     return part
 
 
@@ -311,7 +308,7 @@ def _read_optimizers(found: Checkpoint, ranks: _Ranks) -> dict[int, dict[Any, An
         if there != torch_optimizers.KEYS:
             kind = damages.MISSING_STATE if there else damages.NOT_JUDGED
             detail = "expected state and param_groups, as a torch optimizer's state dict has them"
-            found.findings.append(Finding(kind, file.path.name, f"rank {rank}", detail=detail))
+            found.add(kind, file.path.name, detail, shard=f"rank {rank}")
         parts = ranks.parts[OPTIMIZER].setdefault(rank, {})
         local = {number: _local(found, parts, number, state) for number, state in states_of(file.value).items()}
         value = {**file.value, "state": local}
@@ -338,15 +335,14 @@ def _unlike_steps(ranks: _Ranks, steps: Mapping[int, Mapping[Any, Any]]) -> Iter
     for rank, own in steps.items():
         name, highest = ranks.files[OPTIMIZER][rank].path.name, last_step(own.values())
         if highest not in (None, newest):
-            detail = f"step {highest}, others are at {newest}"
-            yield Finding(damages.MIXED_STEPS, name, detail=detail)
+            yield Finding(damages.MIXED_STEPS, name, f"step {highest}, others are at {newest}")
             continue
         counted = {number: step for number, step in own.items() if settings.is_step(step)}
         unlike = [number for number, step in counted.items() if first.setdefault(number, (step, rank))[0] != step]
         if unlike:
             step, where = first[unlike[0]]
             detail = f"parameter {shown(unlike[0])} is at step {counted[unlike[0]]:g}, and at {step:g} on rank {where}"
-            yield Finding(damages.MIXED_STEPS, name, detail=detail)
+            yield Finding(damages.MIXED_STEPS, name, detail)
 
 
 def _without_states(ranks: _Ranks) -> Iterator[Finding]:
@@ -365,7 +361,7 @@ def _without_states(ranks: _Ranks) -> Iterator[Finding]:
     for rank, there in states.items():
         absent = sorted({f"parameter {shown(number)} has no {shown(key)}" for number, key in every - there})
         for what in absent[:MOST_KEYS]:
-            yield Finding(damages.CONTRADICTION, files[rank].path.name, detail=f"{what}, and has it on other ranks")
+            yield Finding(damages.CONTRADICTION, files[rank].path.name, f"{what}, and has it on other ranks")
 
 
 def _without_elements(ranks: _Ranks, parts: Mapping[str, Mapping[int, Part]]) -> Iterator[Finding]:
@@ -378,7 +374,7 @@ def _without_elements(ranks: _Ranks, parts: Mapping[str, Mapping[int, Part]]) ->
     named = {str(number) for group in groups for number in _params(group)}
     if without := named - {str(number) for file in files.values() for number in states_of(file.value)}:
         detail = f"{len(without)} parameters have no state on any rank, such as {shown(min(without))}"
-        yield Finding(damages.UNUSUAL, "optimizer", detail=detail)
+        yield Finding(damages.UNUSUAL, "optimizer", detail)
     if not len(files) == len(ranks.parts[MODEL]) == ranks.count:
         return
     weights = {sum(map(_elements, own.values())) for own in ranks.of_tensors(MODEL).values()}
@@ -386,7 +382,7 @@ def _without_elements(ranks: _Ranks, parts: Mapping[str, Mapping[int, Part]]) ->
         count = sum(map(_elements, own.values()))
         if name.endswith(torch_optimizers.OF_ELEMENTS) and count not in weights:
             detail = f"ranks hold {count} elements, and no weight of the model has as many"
-            yield Finding(damages.MISSING_STATE, name, detail=detail)
+            yield Finding(damages.MISSING_STATE, name, detail)
 
 
 def _elements(part: Part) -> int:

@@ -56,7 +56,7 @@ def refused(
     """A finding for what cannot be read: `damage`, or NOT_READ for an unknown format and a link to elsewhere."""
     is_unknown = isinstance(error, torch_file.NotReadError | UnknownDtypeError | LinkOutsideError)
     kind = damages.NOT_READ if is_unknown else damage
-    return Finding(kind, array, shard, detail=str(error))
+    return Finding(kind, array, str(error), shard=shard)
 
 
 def hold(found: Checkpoint, file: torch_file.TorchFile, span: tuple[int, int], name: str = "") -> None:
@@ -69,7 +69,7 @@ def hold(found: Checkpoint, file: torch_file.TorchFile, span: tuple[int, int], n
             detail = (
                 f"an object of {type(part).__module__}.{type(part).__name__}, whose bytes are no numbers by themselves"
             )
-            found.findings.append(Finding(damages.NOT_JUDGED, place, detail=detail))
+            found.add(damages.NOT_JUDGED, place, detail)
 
 
 def stream(found: Checkpoint, path: Path, array: str, value: Any) -> Stream | None:
@@ -94,7 +94,7 @@ def weight(found: Checkpoint, path: Path, name: str, value: Any, shape: tuple[in
     """The model's weight of a parameter, as in `stream`. One of another shape is not compared and adds a finding."""
     if isinstance(value, torch_file.TensorHeader) and value.numel and value.shape != shape:
         detail = f"the model's weight has the shape {value.shape}, its parameter {shape}: they were not compared"
-        found.findings.append(Finding(damages.NOT_JUDGED, name, detail=detail))
+        found.add(damages.NOT_JUDGED, name, detail)
         return None
     return stream(found, path, name, value)
 
@@ -104,7 +104,7 @@ def is_read(found: Checkpoint, array: str, dtype: str) -> bool:
     if dtype in ITEM_SIZE and dtype not in PACKED:
         return True
     what = "several of which share a byte" if dtype in PACKED else "a type that is not known here"
-    found.findings.append(Finding(damages.NOT_READ, array, detail=f"elements of torch.{dtype}, {what}"))
+    found.add(damages.NOT_READ, array, f"elements of torch.{dtype}, {what}")
     return False
 
 

@@ -142,9 +142,9 @@ def wrong_entries(index: torch_dist.Index) -> Iterator[Finding]:
     """Report entries of an index without a place in a file, or at the place of another entry."""
     for name in (name for name in index.absent if name != torch_dist.COMMON_OBJECT):  # `_common` reports that one
         detail = "the index lists it, or a rank has planned to write it, and it is in no file"
-        yield Finding(damages.MISSING_ARRAY, name, detail=detail)
+        yield Finding(damages.MISSING_ARRAY, name, detail)
     for first, other in itertools.islice(index.same_places(), MANY):
-        yield Finding(damages.FOREIGN_FILE, other, detail=f"the index has it at the same bytes as {first}")
+        yield Finding(damages.FOREIGN_FILE, other, f"the index has it at the same bytes as {first}")
 
 
 def mixed_rows(found: Checkpoint, index: torch_dist.Index) -> dict[str, swiglu_rows.Mixed]:
@@ -161,10 +161,10 @@ def _rows_of_fsdp2(mixed: dict[str, swiglu_rows.Mixed]) -> Iterator[Finding]:
     for name, (grid, why_not) in mixed.items():
         if grid is None:
             detail = f"whether rows of W and V are in each other's places, as torch FSDP2 has saved them: {why_not}"
-            yield Finding(damages.NOT_JUDGED, name, detail=detail)
+            yield Finding(damages.NOT_JUDGED, name, detail)
         else:
             ranks = f"{grid.tensor_parallel} tensor-parallel and {grid.data_parallel} data-parallel ranks"
-            yield Finding(damages.MIXED_ROWS, name, detail=f"saved by {ranks}")
+            yield Finding(damages.MIXED_ROWS, name, f"saved by {ranks}")
 
 
 def _is_distributed(index: torch_dist.Index) -> bool:
@@ -244,10 +244,10 @@ def find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
             else:
                 found.tensors += elements.held
                 if len(elements.held) > 1:
-                    found.findings.append(Finding(damages.CODED_STATE, own.tensor.name, str(offsets)))
+                    found.add(damages.CODED_STATE, own.tensor.name, shard=str(offsets))
                 elif not _is_alone(own.tensor.name):
                     detail = "its elements do not lie in the order of its shape: they were not compared with others"
-                    found.findings.append(Finding(damages.NOT_JUDGED, own.tensor.name, str(offsets), detail=detail))
+                    found.add(damages.NOT_JUDGED, own.tensor.name, detail, shard=str(offsets))
 
 
 def _is_alone(name: str) -> bool:
@@ -267,8 +267,7 @@ def _lost(tensors: list[Chunked], found: Checkpoint) -> set[tuple[str, str]]:
                 counts[own.tensor.name, file] += 1
     many = {key: count for key, count in counts.items() if count > MANY}
     for (name, file), count in many.items():
-        detail = f"{count} chunks are beyond the end of {file}, at its byte {ends[file]}"
-        found.findings.append(Finding(damages.BAD_FILE, name, detail=detail))
+        found.add(damages.BAD_FILE, name, f"{count} chunks are beyond the end of {file}, at its byte {ends[file]}")
     return set(many)
 
 
@@ -284,7 +283,7 @@ def _elements(chunk: tuple[Chunked, Offsets], path: Path, files: RangedFiles) ->
     """The elements of one chunk, or a finding if it cannot be read."""
     tensor, offsets = chunk[0].tensor, chunk[1]
     if offsets not in tensor.places:
-        return Finding(damages.MISSING_CHUNK, tensor.name, str(offsets), detail="not in the index")
+        return Finding(damages.MISSING_CHUNK, tensor.name, "not in the index", shard=str(offsets))
     try:
         part = torch_dist.read_chunk(files, path, tensor, offsets)
     except torch_dist.NotContiguousError as error:
@@ -327,8 +326,7 @@ def _judged_object(name: str, index: torch_dist.Index, found: Checkpoint, files:
     if part is None:
         return None
     if OF_SHARDS.search(name) and isinstance(part.value, list) and len(part.value) != 1:
-        detail = f"expected a list of one, found {len(part.value)}"
-        found.findings.append(Finding(damages.BAD_FILE, name, detail=detail))
+        found.add(damages.BAD_FILE, name, f"expected a list of one, found {len(part.value)}")
     if name != torch_dist.COMMON_OBJECT:
         judge_object(found, part, name)
     return part.value

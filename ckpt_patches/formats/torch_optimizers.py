@@ -78,7 +78,7 @@ def problems(optimizer: Optimizer) -> Iterator[Finding]:
         *settings.not_numbers(optimizer.groups),
         *settings.not_steps({f"step of parameter {shown(n)}": step for n, step in optimizer.steps.items()}),
     ):
-        yield Finding(CONTRADICTION, where, detail=what)
+        yield Finding(CONTRADICTION, where, what)
     yield from _keys(optimizer)
     yield from _states(optimizer)
     yield from _masters(optimizer)
@@ -88,13 +88,13 @@ def problems(optimizer: Optimizer) -> Iterator[Finding]:
 def _keys(optimizer: Optimizer) -> Iterator[Finding]:
     """Check that groups have the same settings. In a mix, such as Muon with Adam, each kind has its own."""
     for what in settings.unlike_groups([{k: v for k, v in group.items() if k in SHARED} for group in optimizer.groups]):
-        yield Finding(UNUSUAL, optimizer.where, detail=what)
+        yield Finding(UNUSUAL, optimizer.where, what)
     has_betas = any("betas" in group for group in optimizer.groups)
     for number, group in enumerate(optimizer.groups):
         # Transformers' Adafactor has its own settings
         is_of_adam = has_betas or {*group} >= settings.TORCHS_ADAM - {"betas"}
         if is_of_adam and "betas" not in group and {"exp_avg", "exp_avg_sq"} <= _named(optimizer, {number}):
-            yield Finding(CONTRADICTION, optimizer.where, detail=f"group {number} has no betas, and moments of Adam")
+            yield Finding(CONTRADICTION, optimizer.where, f"group {number} has no betas, and moments of Adam")
 
 
 def _named(optimizer: Optimizer, groups: Collection[int], dimensions: int | None = None) -> set[str]:
@@ -162,23 +162,21 @@ def _states(optimizer: Optimizer) -> Iterator[Finding]:
         expected = {name for name in promised[key] if "." not in name and not OF_A_DIMENSION.fullmatch(name)}
         expected |= _by_settings(optimizer.groups[group])
         for name in sorted(expected - {str(name) for name, value in state.items() if value is not None}):
-            yield Finding(MISSING_STATE, where, detail=f"parameter {shown(number)} has no {shown(name)}")
+            yield Finding(MISSING_STATE, where, f"parameter {shown(number)} has no {shown(name)}")
         tensors = {str(name): value for name, value in state.items() if isinstance(value, TensorHeader) and value.shape}
         if len({tensor.shape for name, tensor in tensors.items() if name in OF_ELEMENTS}) > 1:
-            yield Finding(CONTRADICTION, where, detail=f"states of parameter {shown(number)} have different shapes")
+            yield Finding(CONTRADICTION, where, f"states of parameter {shown(number)} have different shapes")
         moments = [
             t for name, t in tensors.items() if not name.startswith("max_") and t.numel > 1
         ]  # AMSGrad's maxima can be equal
         crcs = [crc for tensor in moments if (crc := optimizer.checksums.get(tensor.offset))]
         if len(set(crcs)) < len(crcs):
-            yield Finding(
-                FOREIGN_FILE, where, detail=f"two states of parameter {shown(number)} are the same, bit for bit"
-            )
+            yield Finding(FOREIGN_FILE, where, f"two states of parameter {shown(number)} are the same, bit for bit")
     if without and promised:
         detail = f"{len(without)} parameters have no state, such as {shown(without[0])}: frozen or unused ones"
-        yield Finding(RARE, where, detail=detail)
+        yield Finding(RARE, where, detail)
     for number in sorted(optimizer.states.keys() - {number for _, number in parameters}, key=str)[:5]:
-        yield Finding(CONTRADICTION, where, detail=f"a state of {shown(number)}, which no param group names")
+        yield Finding(CONTRADICTION, where, f"a state of {shown(number)}, which no param group names")
 
 
 def _masters(optimizer: Optimizer) -> Iterator[Finding]:
@@ -188,14 +186,14 @@ def _masters(optimizer: Optimizer) -> Iterator[Finding]:
     count = len(optimizer.parameters)
     if len(optimizer.masters) != count:
         detail = f"{len(optimizer.masters)} main parameters, {count} in the param groups"
-        yield Finding(MISSING_STATE, optimizer.where, detail=detail)
+        yield Finding(MISSING_STATE, optimizer.where, detail)
         return
     for (_, number), master in zip(optimizer.parameters, optimizer.masters, strict=True):
         state = optimizer.states.get(number) if _is_key(number) else None
         shapes = {value.shape for value in (state or {}).values() if isinstance(value, TensorHeader) and value.shape}
         if isinstance(master, TensorHeader) and shapes and master.shape not in shapes:
             detail = f"the main parameter {shown(number)} has another shape than its states"
-            yield Finding(CONTRADICTION, optimizer.where, detail=detail)
+            yield Finding(CONTRADICTION, optimizer.where, detail)
     yield from _weights(optimizer)
 
 
@@ -211,7 +209,7 @@ def _weights(optimizer: Optimizer) -> Iterator[Finding]:
         return
     for shape, count in (shapes["masters"] - shapes["weights"]).items():
         detail = f"{count} main parameters of the shape {shown(tuple(shape))} have no weight in the model"
-        yield Finding(MISSING_WEIGHT, optimizer.where, detail=detail)
+        yield Finding(MISSING_WEIGHT, optimizer.where, detail)
 
 
 def without_weights(
@@ -227,7 +225,7 @@ def without_weights(
         shapes.update([own[0].shape] if own and own[0].shape else [])  # Amos has one number
     for shape, count in (shapes - Counter(weights)).items():
         detail = f"{count} parameters with states of the shape {shown(tuple(shape))} have no weight in the model"
-        yield Finding(UNUSUAL, where, detail=detail)
+        yield Finding(UNUSUAL, where, detail)
 
 
 def _steps(optimizer: Optimizer) -> Iterator[Finding]:
@@ -235,11 +233,11 @@ def _steps(optimizer: Optimizer) -> Iterator[Finding]:
     steps = sorted({step for step in optimizer.steps.values() if settings.is_step(step)})
     if len(steps) > 1:
         found = ", ".join(f"{step:g}" for step in steps[:5])
-        yield Finding(RARE, optimizer.where, detail=f"parameters are at different steps: {found}")
+        yield Finding(RARE, optimizer.where, f"parameters are at different steps: {found}")
     # DeepSpeed can take one more step at the start, with zero gradients, to allocate the states.
     elif steps and optimizer.taken is not None and int(steps[0]) not in (optimizer.taken, optimizer.taken + 1):
         detail = f"the engine has counted {optimizer.taken} steps, the optimizer {steps[0]:g}"
-        yield Finding(UNUSUAL, optimizer.where, detail=detail)
+        yield Finding(UNUSUAL, optimizer.where, detail)
 
 
 KEYS = {"state", "param_groups"}

@@ -87,14 +87,12 @@ def read(path: Path) -> Checkpoint:
     models = _models(found)
     shapes = _shapes(models)
     if (path / "tmp").exists():
-        found.findings.append(
-            Finding(damages.INTERRUPTED, "tmp", detail="the converter's temporary folder is still there")
-        )
+        found.add(damages.INTERRUPTED, "tmp", "the converter's temporary folder is still there")
     names = parameters(path)
     if any(EXPERT.fullmatch(name) for name in names):
         shapes = _of_every_expert(shapes, models)
     for name in sorted(shapes.keys() - set(names)):
-        found.findings.append(Finding(damages.INTERRUPTED, name, detail="not there, and the model has it"))
+        found.add(damages.INTERRUPTED, name, "not there, and the model has it")
     held = {name: states(path, name) for name in names}
     frozen = {name for name in names if shapes and name not in shapes and not {*held[name]} - {"fp32"}}
     groups = _groups(models, [name for name in names if name not in frozen])
@@ -103,12 +101,12 @@ def read(path: Path) -> Checkpoint:
     for name in names:
         is_empty = name in shapes and not any(map(math.prod, shapes[name]))
         for key in sorted(({"fp32"} if is_empty else promised.get(name, {"fp32"})) - {*held[name]}):
-            found.findings.append(Finding(damages.MISSING_ARRAY, f"{name}/{key}.pt"))
+            found.add(damages.MISSING_ARRAY, f"{name}/{key}.pt")
         _read_parameter(found, name, held[name], shapes.get(name, []), models)
     found.buffers |= frozen
     _add_frozen_parts(found, models)
     if frozen:
-        found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{len(frozen)} parameters"))
+        found.add(damages.NO_OPTIMIZER_STATE, f"{len(frozen)} parameters")
     steps = {name: _step(found, name) for name in names if name not in frozen}
     _read_others(found, held)
     found.step = last_step(steps.values())
@@ -147,7 +145,7 @@ def _check_groups(found: Checkpoint, optimizer: Mapping[str, Any], counts: list[
     """
     groups = [group for group in _listed(optimizer) if isinstance(group, dict)]
     if not groups:
-        found.findings.append(Finding(damages.MISSING_STATE, COMMON[0], detail="the param groups are in no file"))
+        found.add(damages.MISSING_STATE, COMMON[0], "the param groups are in no file")
         return
     wrong = [*settings.not_groups(groups), *settings.not_numbers(groups)]
     is_flat = "partition_count" in optimizer  # stages 1 and 2; the models of stage 3 list shapes per sub-group
@@ -160,9 +158,9 @@ def _check_groups(found: Checkpoint, optimizer: Mapping[str, Any], counts: list[
         for n, own in enumerate(groups)
         if "betas" not in own and (n in of_adam or (None in of_adam and len(groups) == 1))
     ]
-    found.findings += [Finding(damages.CONTRADICTION, "param_groups", detail=what) for what in wrong]
+    found.findings += [Finding(damages.CONTRADICTION, "param_groups", what) for what in wrong]
     unlike = settings.unlike_groups([{key: own[key] for key in own.keys() & SHARED} for own in groups])
-    found.findings += [Finding(damages.UNUSUAL, "param_groups", detail=what) for what in unlike]
+    found.findings += [Finding(damages.UNUSUAL, "param_groups", what) for what in unlike]
 
 
 def _check_stage_3(found: Checkpoint, optimizer: Mapping[str, Any], names: Set[str], counted: Set[int]) -> None:
@@ -175,11 +173,11 @@ def _check_stage_3(found: Checkpoint, optimizer: Mapping[str, Any], names: Set[s
     is_adam = "exp_avg_sq" in names and not any(isinstance(own, dict) and "step" in own for own in _listed(optimizer))
     for name in sorted(({*names, "step"} if is_adam else names) - first.keys()):
         detail = f"no {name:.100} in the state of the first group, of which a load takes it"
-        found.findings.append(Finding(damages.MISSING_STATE, COMMON[0], detail=detail))
+        found.add(damages.MISSING_STATE, COMMON[0], detail)
     found.step = last_step([tensor_streams.scalar(path, first.get("step"))])
     if found.step is not None and counted and found.step not in counted:
         detail = f"the engine has counted {max(counted)} steps, the optimizer {found.step}"
-        found.findings.append(Finding(damages.UNUSUAL, COMMON[0], detail=detail))
+        found.add(damages.UNUSUAL, COMMON[0], detail)
 
 
 def _check_steps(found: Checkpoint, steps: Mapping[str, float | None], groups: Mapping[str, int | None]) -> None:
@@ -187,10 +185,9 @@ def _check_steps(found: Checkpoint, steps: Mapping[str, float | None], groups: M
     counting = {groups[name] for name, step in steps.items() if step is not None}
     for name, step in steps.items():
         if step is None and groups[name] in counting:
-            found.findings.append(Finding(damages.MISSING_STATE, f"{name}/step.pt", detail="there is no number in it"))
+            found.add(damages.MISSING_STATE, f"{name}/step.pt", "there is no number in it")
         elif step is not None and step != found.step:
-            detail = f"step {step:g}, others are at {found.step}"
-            found.findings.append(Finding(damages.MIXED_STEPS, f"{name}/step.pt", detail=detail))
+            found.add(damages.MIXED_STEPS, f"{name}/step.pt", f"step {step:g}, others are at {found.step}")
 
 
 def _shapes(models: list[ModelFacts]) -> dict[str, list[Shape]]:
@@ -273,7 +270,7 @@ def _models(found: Checkpoint) -> list[ModelFacts]:
     """The model files, one for each tensor- or pipeline-parallel rank."""
     paths = [path for path in sorted(found.path.iterdir()) if MODEL.fullmatch(path.name)]
     if not paths:
-        found.findings.append(Finding(damages.INTERRUPTED, "mp_rank_*_model_states.pt", detail="not there"))
+        found.add(damages.INTERRUPTED, "mp_rank_*_model_states.pt", "not there")
     values = {path: value for path in paths if isinstance(value := tensor_streams.read(path, found), dict)}
     for path, value in values.items():
         zero_folder.check_shapes(path, value)
@@ -313,11 +310,10 @@ def _read_parameter(
         if (tensor := tensor_of(value)) is None:
             if value is not None:
                 detail = f"expected a tensor, or a dict with one under 'param', found {type(value).__name__}"
-                found.findings.append(Finding(damages.NOT_JUDGED, f"{name}/{file}", detail=detail))
+                found.add(damages.NOT_JUDGED, f"{name}/{file}", detail)
             continue
         if shapes and not _fits(tensor, shapes, value, has_maps=any(map(_has_maps, models))):
-            detail = f"{tensor.numel} elements, {_in_words(shapes)}"
-            found.findings.append(Finding(damages.ELEMENT_COUNT, f"{name}/{file}", detail=detail))
+            found.add(damages.ELEMENT_COUNT, f"{name}/{file}", f"{tensor.numel} elements, {_in_words(shapes)}")
         elif (stream := tensor_streams.stream(found, path, f"{name}/{file}", tensor)) is None:
             continue
         elif key in ROLES:

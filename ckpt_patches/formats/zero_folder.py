@@ -103,7 +103,7 @@ def _set_addresses(found: Zero, model_rank: int) -> None:
             all_share = not any(map(zero_inventory.is_expert, every))
             partitions = zero_addresses.with_momentum(partitions, every, all_share=all_share)
     except (UserError, ValueError, AttributeError, TypeError) as error:
-        found.problems.append(Finding(NOT_JUDGED, "all parameters", detail=str(error)))
+        found.problems.append(Finding(NOT_JUDGED, "all parameters", str(error)))
         return
     for file, fixed in zip(own, partitions, strict=True):
         found.ranks[file.rank, model_rank] = replace(file, partitions=fixed)
@@ -255,7 +255,7 @@ def slices(found: Zero, model_rank: int, shapes: Sequence[Mapping[str, Shape]]) 
         return [], []
     groups = Counter(name for group in shapes for name in group)
     if twice := [name for name, count in groups.items() if count > 1]:
-        return [], [Finding(FRAGMENTS, name, detail="it is in several groups of param_shapes") for name in twice]
+        return [], [Finding(FRAGMENTS, name, "it is in several groups of param_shapes") for name in twice]
     return _stage_3(found, own, shapes) if found.stage > 2 else _stages_1_and_2(found, own, shapes)
 
 
@@ -280,7 +280,7 @@ def _stages_1_and_2(
     with_fragments = {name for name, _ in made}
     if with_fragments:
         problems += [
-            Finding(FRAGMENTS, name, detail="no rank has a fragment of it: a fragment is missing")
+            Finding(FRAGMENTS, name, "no rank has a fragment of it: a fragment is missing")
             for name, shape in shape_of.items()
             if name not in with_fragments and 0 not in shape
         ]
@@ -306,10 +306,10 @@ def _of_fragments(file: RankFile, partition: Partition) -> Iterator[Finding]:
     for name, (start, numel) in sorted(partition.fragments.items(), key=lambda item: item[1]):
         if start < at:
             detail = f"{file.path.name}: begins at {start}, before the end of {shown(last)} at {at}: fragments overlap"
-            yield Finding(FRAGMENTS, name, detail=detail)
+            yield Finding(FRAGMENTS, name, detail)
         at, last = max(at, start + numel), name
     if at > partition.numel:
-        yield Finding(FRAGMENTS, last, detail=f"{file.path.name}: ends at {at}, the partition at {partition.numel}")
+        yield Finding(FRAGMENTS, last, f"{file.path.name}: ends at {at}, the partition at {partition.numel}")
 
 
 def _stage_3(
@@ -344,15 +344,14 @@ def _contradiction(
     """The problem if a rank's partition of a group does not fit the shapes of the group's parameters."""
     name, partitions = file.path.name, file.partitions
     if len(partitions) != groups:
-        detail = f"{name}: {len(partitions)} groups, {groups} in the model's file"
-        return Finding(FRAGMENTS, "all parameters", detail=detail)
+        return Finding(FRAGMENTS, "all parameters", f"{name}: {len(partitions)} groups, {groups} in the model's file")
     if file.rank not in sharing:
         detail = f"{name}: of group {number}, which ranks {', '.join(map(str, sharing))} share"
-        return Finding(MIXED_RANKS, name, detail=detail)
+        return Finding(MIXED_RANKS, name, detail)
     expected = sum(share.each for _, share in zero.shares(group, len(sharing)))
     if partitions[number].numel != expected:
         detail = f"{name}: {partitions[number].numel} elements, {expected} by the model's shapes"
-        return Finding(FRAGMENTS, f"all parameters of group {number}", detail=detail)
+        return Finding(FRAGMENTS, f"all parameters of group {number}", detail)
     return None
 
 

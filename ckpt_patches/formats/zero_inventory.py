@@ -103,7 +103,7 @@ def _data_parallel_ranks(
         stated = model.value.get("dp_world_size") if model else None
         if stated is not None and count_of(stated) is None:
             detail = f"dp_world_size is {shown(stated)}, expected a number of ranks"
-            yield Finding(CONTRADICTION, "model states", detail=detail)
+            yield Finding(CONTRADICTION, "model states", detail)
         count = degree(stated, (size for facts in own.values() for size in facts.data_parallel), there[mp])
         yield from absent_ranks(there[mp], count)
         for dp, facts in own.items():
@@ -114,33 +114,29 @@ def _data_parallel_ranks(
             ]
             if others:
                 sizes = ", ".join(map(shown, dict.fromkeys(others)))
-                yield Finding(MIXED_RANKS, facts.name, detail=f"of {sizes} ranks, expected {count}")
+                yield Finding(MIXED_RANKS, facts.name, f"of {sizes} ranks, expected {count}")
             elif dp >= count:
-                yield Finding(MIXED_RANKS, facts.name, detail=f"of rank {dp}, and the save has {count} ranks")
+                yield Finding(MIXED_RANKS, facts.name, f"of rank {dp}, and the save has {count} ranks")
 
 
 def _model_parallel_ranks(ranks: Collection[Rank], models: Models) -> Iterator[Finding]:
     """Check that there are as many model-parallel ranks as the model files state."""
     stated = {count_of(model.value.get("mp_world_size")) for model in models.values()} - {None}
     if len(stated) > 1:
-        yield Finding(
-            CONTRADICTION, "mp_world_size", detail=f"model files state {_listed(stated)} model-parallel ranks"
-        )
+        yield Finding(CONTRADICTION, "mp_world_size", f"model files state {_listed(stated)} model-parallel ranks")
     count = max((size for size in stated if size is not None), default=1)
     for there, what in (models, "the file of its model states"), (ranks, "all files of its optimizer states"):
         yield from absent_ranks({mp for _, mp in there}, count, what, "model-parallel ")
     for number in sorted({mp for _, mp in (*ranks, *models) if mp >= count}):
         if stated:
-            yield Finding(
-                FOREIGN_FILE, f"model-parallel rank {number}", detail=f"the model files state {count} of them"
-            )
+            yield Finding(FOREIGN_FILE, f"model-parallel rank {number}", f"the model files state {count} of them")
 
 
 def absent_ranks(there: Collection[int], count: int, what: str = "", kind: str = "") -> Iterator[Finding]:
     """Yield a problem for each range of absent ranks out of `count`."""
     for before, after in itertools.pairwise((-1, *sorted(number for number in there if number < count), count)):
         if after - before > 1:
-            yield Finding(MISSING_RANK, f"{kind}{numbered(before + 1, after - 1, count)}", detail=what)
+            yield Finding(MISSING_RANK, f"{kind}{numbered(before + 1, after - 1, count)}", what)
 
 
 def numbered(first: int, last: int, count: int) -> str:
@@ -159,7 +155,7 @@ def _roots(ranks: Ranks) -> Iterator[Finding]:
     for facts in ranks.values():
         written_as = f"{facts.root}.pt"
         if OPTIMIZER.fullmatch(written_as) and _is_of_another_rank(facts.root, facts.name):
-            yield Finding(FOREIGN_FILE, facts.name, detail=f"it was written as {written_as}: it is another rank's")
+            yield Finding(FOREIGN_FILE, facts.name, f"it was written as {written_as}: it is another rank's")
 
 
 def _is_of_another_rank(root: str, name: str) -> bool:
@@ -179,7 +175,7 @@ def _copies(ranks: Ranks) -> Iterator[Finding]:
         for number, own in enumerate(facts.partitions):
             if len(set(own.moments)) < len(own.moments):
                 detail = f"group {number}: two of its moments are the same, bit for bit: one is a copy"
-                yield Finding(FOREIGN_FILE, facts.name, detail=detail)
+                yield Finding(FOREIGN_FILE, facts.name, detail)
         if not _is_distinctive(facts):
             continue
         other = first.setdefault((mp, tuple(own.moments for own in facts.partitions)), facts.name)
@@ -187,7 +183,7 @@ def _copies(ranks: Ranks) -> Iterator[Finding]:
             # If a layer was initialized with zeros, equal rows have equal gradients; then main parameters are zeros.
             is_copy = bool(masters[other]) and masters[facts.name] == masters[other]
             detail = f"its moments are those of {other}, bit for bit{': it is a copy' if is_copy else ''}"
-            yield Finding(FOREIGN_FILE if is_copy else UNUSUAL, facts.name, detail=detail)
+            yield Finding(FOREIGN_FILE if is_copy else UNUSUAL, facts.name, detail)
 
 
 def _is_distinctive(facts: RankFile) -> bool:
@@ -207,11 +203,11 @@ def _keys(ranks: Ranks, stages: Iterable[Ranks], stage: int) -> Iterator[Finding
         expected |= {key: value for key, value in own.items() if zero_keys.ITEM.search(key)}
         for facts in of_stage.values():
             for what in itertools.islice(zero_keys.contradictions(facts.keys, expected), MOST_KEYS):
-                yield Finding(CONTRADICTION, facts.name, detail=what)
+                yield Finding(CONTRADICTION, facts.name, what)
             for what in settings.not_groups(facts.settings):
-                yield Finding(CONTRADICTION, facts.name, detail=what)
+                yield Finding(CONTRADICTION, facts.name, what)
     if stage < 3 and ranks and zero_keys.VERSION not in usual:
-        yield Finding(CONTRADICTION, "all ranks", detail=f"no {zero_keys.VERSION}, without which no load begins")
+        yield Finding(CONTRADICTION, "all ranks", f"no {zero_keys.VERSION}, without which no load begins")
 
 
 def _stages(ranks: Ranks, layers: Iterable[tuple[int, int]]) -> list[dict[Rank, RankFile]]:
@@ -234,7 +230,7 @@ def _groups(ranks: Ranks) -> Iterator[Finding]:
             usual = max(counts)
             for facts, count in zip(own, counts, strict=True):
                 if count != usual:
-                    yield Finding(CONTRADICTION, facts.name, detail=f"{count} {what}, other ranks have {usual}")
+                    yield Finding(CONTRADICTION, facts.name, f"{count} {what}, other ranks have {usual}")
 
 
 def _by_model_rank(ranks: Ranks) -> Iterator[tuple[int, dict[int, RankFile]]]:
@@ -265,11 +261,11 @@ def _states(ranks: Ranks, models: Models) -> Iterator[Finding]:
             if is_of_torch and group.sizes.get("exp_avg") is not None and facts.step is None:
                 names |= {"step"}
             for name in sorted(names - group.sizes.keys()):
-                yield Finding(MISSING_STATE, facts.name, detail=f"group {number} has no {shown(name)}")
+                yield Finding(MISSING_STATE, facts.name, f"group {number} has no {shown(name)}")
             for name, numel in group.sizes.items():
                 if numel is not None and numel < group.needed and name in of_elements:
                     detail = f"group {number}: {shown(name)} has {numel} elements, its parameters {group.needed}"
-                    yield Finding(MISSING_STATE, facts.name, detail=detail)
+                    yield Finding(MISSING_STATE, facts.name, detail)
 
 
 def _promised(ranks: Ranks) -> dict[frozenset[str], set[str]]:
@@ -325,13 +321,13 @@ def _settings(ranks: Ranks) -> Iterator[Finding]:
         stated = {f"step of group {n}": own.stated_step for n, own in enumerate(facts.partitions)}
         steps = {called: step for called, step in stated.items() if step is not None}
         for what in (*settings.not_numbers(facts.settings), *settings.not_steps(steps)):
-            yield Finding(CONTRADICTION, facts.name, detail=what)
+            yield Finding(CONTRADICTION, facts.name, what)
         if settings.is_not_finite(facts.loss_scale):
-            yield Finding(CONTRADICTION, facts.name, detail=f"the loss scale is {facts.loss_scale}")
+            yield Finding(CONTRADICTION, facts.name, f"the loss scale is {facts.loss_scale}")
     for _, facts in others:
         for number, (own, expected) in enumerate(zip(facts.settings, first.settings, strict=False)):
             for what in settings.differences(own, expected):
-                yield Finding(CONTRADICTION, facts.name, detail=f"group {number}: {what} in {first.name}")
+                yield Finding(CONTRADICTION, facts.name, f"group {number}: {what} in {first.name}")
 
 
 def _steps(ranks: Ranks) -> Iterator[Finding]:
@@ -339,7 +335,7 @@ def _steps(ranks: Ranks) -> Iterator[Finding]:
     newest = max((step for facts in ranks.values() if (step := facts.step) is not None), default=None)
     for facts in ranks.values():
         if facts.step not in (None, newest):
-            yield Finding(MIXED_STEPS, facts.name, detail=f"step {facts.step:g}, others are at {newest:g}")
+            yield Finding(MIXED_STEPS, facts.name, f"step {facts.step:g}, others are at {newest:g}")
     for _, own in _by_model_rank(ranks):
         yield from _steps_of_groups(own.values(), newest)
     by_group = [
@@ -347,7 +343,7 @@ def _steps(ranks: Ranks) -> Iterator[Finding]:
     ]
     if mixed := [steps for steps in by_group if len(steps) > 1]:
         steps = ", ".join(f"{step:g}" for step in sorted(mixed[0])[:5])
-        yield Finding(UNUSUAL, "param groups", detail=f"they are at different steps: {steps}")
+        yield Finding(UNUSUAL, "param groups", f"they are at different steps: {steps}")
 
 
 def _steps_of_groups(own: Iterable[RankFile], newest: float | None) -> Iterator[Finding]:
@@ -361,7 +357,7 @@ def _steps_of_groups(own: Iterable[RankFile], newest: float | None) -> Iterator[
             step, name = first.setdefault(number, (own_step, facts.name))
             if own_step != step:
                 detail = f"group {number} is at step {own_step:g}, and at {step:g} in {name}"
-                yield Finding(MIXED_STEPS, facts.name, detail=detail)
+                yield Finding(MIXED_STEPS, facts.name, detail)
 
 
 def _counted_steps(ranks: Ranks, models: Models) -> Iterator[Finding]:
@@ -370,8 +366,7 @@ def _counted_steps(ranks: Ranks, models: Models) -> Iterator[Finding]:
     for facts in models.values():
         counted = taken_steps(facts.value)
         if len(steps) == 1 and counted not in steps:
-            detail = f"the engine has counted {counted} steps, the optimizer {min(steps)}"
-            yield Finding(UNUSUAL, facts.name, detail=detail)
+            yield Finding(UNUSUAL, facts.name, f"the engine has counted {counted} steps, the optimizer {min(steps)}")
 
 
 def _layers(layers: Mapping[tuple[int, int], str], models: Models) -> Iterator[Finding]:
@@ -386,7 +381,7 @@ def _layers(layers: Mapping[tuple[int, int], str], models: Models) -> Iterator[F
             found = zero_pipeline.places(shapes_by_name(facts.value), layers.values(), mp)
             expected |= {place.file for name, place in found.items() if not is_expert(name)} - {*layers.values()}
     for name in sorted(expected):
-        yield Finding(MISSING_WEIGHT, name, detail="the file is missing")
+        yield Finding(MISSING_WEIGHT, name, "the file is missing")
 
 
 def _expert_files(names: Iterable[str], models: Models) -> Iterator[Finding]:
@@ -401,7 +396,7 @@ def _expert_files(names: Iterable[str], models: Models) -> Iterator[Finding]:
             for expert in range(count if isinstance(count, int) and 0 <= count < MOST_RANKS else 0):
                 name = f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
                 if name not in there:
-                    yield Finding(MISSING_WEIGHT, name, detail="the file is missing")
+                    yield Finding(MISSING_WEIGHT, name, "the file is missing")
 
 
 def _models(models: Models, stage: int, *, has_layers: bool) -> Iterator[Finding]:
@@ -413,10 +408,10 @@ def _models(models: Models, stage: int, *, has_layers: bool) -> Iterator[Finding
         for key in ("iteration", "global_steps", "dp_world_size"):
             if settings.differ(facts.value.get(key), first.value.get(key)):
                 detail = f"{key} is {shown(facts.value.get(key))}, and {shown(first.value.get(key))} in {first.name}"
-                yield Finding(CONTRADICTION, facts.name, detail=detail)
+                yield Finding(CONTRADICTION, facts.name, detail)
         same = next(other for (_, rank), other in models.items() if rank == mp)
         if shapes_by_name(facts.value) != shapes_by_name(same.value):
-            yield Finding(CONTRADICTION, facts.name, detail=f"its param_shapes are others than those in {same.name}")
+            yield Finding(CONTRADICTION, facts.name, f"its param_shapes are others than those in {same.name}")
         yield from _frozen(facts)
         yield from absent_weights(facts, has_layers=has_layers)
 
@@ -427,14 +422,14 @@ def other_step(folder: str, models: Iterable[ModelFacts]) -> Iterator[Finding]:
     for facts in models:
         counted = facts.value.get("global_steps")
         if named and type(counted) is int and counted != int(named[1]):
-            yield Finding(UNUSUAL, facts.name, detail=f"it states {counted} steps, and the folder is named {folder}")
+            yield Finding(UNUSUAL, facts.name, f"it states {counted} steps, and the folder is named {folder}")
 
 
 def absent_keys(facts: ModelFacts) -> Iterator[Finding]:
     """Yield problems for absent keys that every load needs."""
     for key in zero_keys.OF_THE_MODEL:
         if key not in facts.value:
-            yield Finding(CONTRADICTION, facts.name, detail=f"no {key}, without which no load begins")
+            yield Finding(CONTRADICTION, facts.name, f"no {key}, without which no load begins")
 
 
 def shapes_by_name(model: Mapping[str, Any]) -> dict[str, Shape]:
@@ -450,12 +445,12 @@ def _frozen(facts: ModelFacts) -> Iterator[Finding]:
     held = fragments if isinstance(fragments, Mapping) else {}
     shapes = frozen if isinstance(frozen, Mapping) else {}
     for name in sorted(shapes.keys() - held.keys()):
-        yield Finding(MISSING_WEIGHT, facts.name, detail=f"no fragment of the frozen parameter {shown(name)}")
+        yield Finding(MISSING_WEIGHT, facts.name, f"no fragment of the frozen parameter {shown(name)}")
     for name in sorted(held.keys() - shapes.keys()):
-        yield Finding(CONTRADICTION, facts.name, detail=f"no shape of the frozen parameter {shown(name)}")
+        yield Finding(CONTRADICTION, facts.name, f"no shape of the frozen parameter {shown(name)}")
     if shapes and facts.root and _is_of_another_rank(facts.root, facts.name):
         detail = f"it was written as {facts.root}.pt: its parts of frozen parameters are another rank's"
-        yield Finding(FOREIGN_FILE, facts.name, detail=detail)
+        yield Finding(FOREIGN_FILE, facts.name, detail)
 
 
 def absent_weights(facts: ModelFacts, *, has_layers: bool) -> Iterator[Finding]:
@@ -464,27 +459,23 @@ def absent_weights(facts: ModelFacts, *, has_layers: bool) -> Iterator[Finding]:
     if not isinstance(module, Mapping):
         if not has_layers:
             detail = f"expected the weights of the model, found {type(module).__name__}"
-            yield Finding(MISSING_WEIGHT, facts.name, detail=detail)
+            yield Finding(MISSING_WEIGHT, facts.name, detail)
         return
     for name, shape in shapes_by_name(facts.value).items():
         if name not in module and 0 not in shape and not is_expert(name):
-            yield Finding(MISSING_WEIGHT, facts.name, detail=f"no weight of {name:.100}")
+            yield Finding(MISSING_WEIGHT, facts.name, f"no weight of {name:.100}")
     buffers = facts.value.get("buffer_names")
     for name in buffers if isinstance(buffers, list) else ():
         if isinstance(name, str) and name not in module:
-            yield Finding(MISSING_WEIGHT, facts.name, detail=f"no buffer {name:.100}")
+            yield Finding(MISSING_WEIGHT, facts.name, f"no buffer {name:.100}")
     tied = facts.value.get("shared_params")
     for name, other in tied.items() if isinstance(tied, Mapping) else ():
         if isinstance(other, str) and other in module and name not in module:
-            yield Finding(
-                MISSING_WEIGHT,
-                facts.name,
-                detail=f"no weight of {shown(name)}, which is tied to {shown(other)}",
-            )
+            yield Finding(MISSING_WEIGHT, facts.name, f"no weight of {shown(name)}, which is tied to {shown(other)}")
     frozen = facts.value.get("frozen_param_shapes")
     absent = frozen.keys() - module.keys() if isinstance(frozen, Mapping) else set()
     for name in sorted(absent) if frozen and len(absent) < len(frozen) else ():  # a save can omit all of them
-        yield Finding(MISSING_WEIGHT, facts.name, detail=f"no weight of the frozen {name:.100}")
+        yield Finding(MISSING_WEIGHT, facts.name, f"no weight of the frozen {name:.100}")
 
 
 def is_expert(name: str) -> bool:

@@ -117,10 +117,10 @@ def _read_model_rank(found: Checkpoint, model: Zero, files: list[RankFile], weig
         of_experts = _experts_of(own, found.data_parallel or 0)
         where = ", ".join(filter(None, (label, of_experts)))  # expert-parallel ranks use one name for different experts
         if own.shape is None and not of_experts and (zero_inventory.is_expert(own.name) or not stated):
-            found.findings.append(Finding(damages.NOT_JUDGED, own.name, where, detail="no file has its shape"))
+            found.add(damages.NOT_JUDGED, own.name, "no file has its shape", shard=where)
         elif contradiction := own.contradiction:
             kind = damages.NOT_JUDGED if of_experts else damages.FRAGMENTS
-            found.findings.append(Finding(kind, own.name, where, detail=contradiction))
+            found.add(kind, own.name, contradiction, shard=where)
         else:
             found.shards.append(_shard(own, where, weights, local if of_experts else {}))
         found.shards += _further(label, own)
@@ -182,7 +182,7 @@ class _Weights:
                 if not tied:
                     detail = "no file of a layer has the weights of this module"
                     label = f"mp_rank_{mp:02d}"
-                    self.found.findings.append(Finding(damages.MISSING_WEIGHT, name, label, detail=detail))
+                    self.found.add(damages.MISSING_WEIGHT, name, detail, shard=label)
                 elif len(tied) == 1:  # several that look the same are ambiguous
                     self.places[name, mp] = tied[0]
 
@@ -222,7 +222,7 @@ class _Weights:
     def _in_layer(self, name: str, place: zero_pipeline.Place) -> Any:
         value = self.layers[place.file].get(place.key)
         if value is None and not zero_inventory.is_expert(name):
-            finding = Finding(damages.MISSING_WEIGHT, place.file, detail=f"no weight of {name:.100}")
+            finding = Finding(damages.MISSING_WEIGHT, place.file, f"no weight of {name:.100}")
             self.found.findings.append(finding)
         return value
 
@@ -266,11 +266,11 @@ def _check_model_files(found: Checkpoint, folder: zero.Folder, model_rank: int, 
         names = tuple(zero.model_name(rank, model_rank) for rank in missing)
         found.copies.append(Copies(there[0], names, _what_can_differ(info), _frozen(info)))
         detail = "; ".join(filter(None, (f"{len(missing)} ranks have none of their own", found.copies[-1].lost)))
-        found.findings.append(Finding(damages.ONE_MODEL_FILE, there[0], detail=detail))
+        found.add(damages.ONE_MODEL_FILE, there[0], detail)
         return
     for rank in missing:
         array = zero_inventory.numbered(rank, rank, found.data_parallel or 1)
-        found.findings.append(Finding(damages.MISSING_RANK, array, detail="the file of its model states"))
+        found.add(damages.MISSING_RANK, array, "the file of its model states")
 
 
 def _may_have_loaded_universal(info: Mapping[str, Any]) -> bool:
@@ -305,8 +305,7 @@ def _check_paddings(found: Checkpoint, files: list[RankFile]) -> None:
         for group, (padding, partition) in enumerate(zip(file.paddings, file.partitions, strict=False)):
             numel = partition.numel
             if padding > numel:
-                detail = f"group {group}: padding {padding}, partition {numel}"
-                found.findings.append(Finding(damages.LARGE_PADDING, file.path.name, detail=detail))
+                found.add(damages.LARGE_PADDING, file.path.name, f"group {group}: padding {padding}, partition {numel}")
 
 
 def _streams(own: Slice) -> dict[str, Stream]:
