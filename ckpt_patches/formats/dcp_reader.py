@@ -6,15 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.formats import (
-    damages,
-    dcp,
-    settings,
-    tensor_streams,
-    torch_dist,
-    torch_optimizers,
-    trainer_files,
-)
+from ckpt_patches.formats import damages, dcp, settings, tensor_streams, torch_dist, torch_optimizers, trainer_files
 from ckpt_patches.formats.checkpoint import (
     ALONE,
     EXP_AVG,

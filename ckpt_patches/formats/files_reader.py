@@ -13,13 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import (
-    damages,
-    safetensors,
-    tensor_streams,
-    torch_optimizers,
-    trainer_files,
-)
+from ckpt_patches.formats import damages, safetensors, tensor_streams, torch_optimizers, trainer_files
 from ckpt_patches.formats.checkpoint import ALONE, WEIGHT, Checkpoint, Extent, Shard, Stream
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dcp_reader import set_step

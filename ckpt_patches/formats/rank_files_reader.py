@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import (
-    damages,
-    settings,
-    tensor_streams,
-    torch_optimizers,
-    zero_inventory,
-    zero_keys,
-)
+from ckpt_patches.formats import damages, settings, tensor_streams, torch_optimizers, zero_inventory, zero_keys
 from ckpt_patches.formats.checkpoint import ALONE, WEIGHT, Checkpoint, Shard, last_step
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dcp_reader import set_step

@@ -83,7 +83,7 @@ class Chunked:
     def _rank(self, offsets: Offsets) -> str:
         """The rank that wrote a chunk, from the file's name."""
         place = self.tensor.places.get(offsets)
-        return "" if place is None else place.file.rpartition("_")[0]
+        return "" if place is None else place.path.rpartition("_")[0]
 
     def shape(self, offsets: list[Offsets]) -> tuple[int, ...]:
         """The shape of a shard. If flattened: the tensor's original shape divided by the fragments on each axis."""
@@ -230,7 +230,7 @@ def find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
         (own, offsets)
         for own in read
         for offsets in own.tensor.chunks
-        if not (lost and (place := own.tensor.places.get(offsets)) and (own.tensor.name, place.file) in lost)
+        if not (lost and (place := own.tensor.places.get(offsets)) and (own.tensor.name, place.path) in lost)
     ]
     with RangedFiles() as files:
         every = mapped(partial(_elements, path=found.path, files=files), chunks, WORTH_A_PROCESS)

@@ -13,25 +13,8 @@ from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.formats import (
-    damages,
-    elements,
-    settings,
-    tensor_streams,
-    zero_folder,
-    zero_inventory,
-    zero_pipeline,
-)
-from ckpt_patches.formats.checkpoint import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    WEIGHT,
-    Checkpoint,
-    Shard,
-    Stream,
-    last_step,
-)
+from ckpt_patches.formats import damages, elements, settings, tensor_streams, zero_folder, zero_inventory, zero_pipeline
+from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Checkpoint, Shard, Stream, last_step
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.formats.torch_optimizers import SHARED

@@ -20,11 +20,7 @@ from ckpt_patches.formats.megatron_arrays import (
     set_common,
 )
 from ckpt_patches.formats.megatron_names import is_bucket
-from ckpt_patches.formats.megatron_torch import (
-    check_bucket_sizes,
-    check_weights,
-    judge_object,
-)
+from ckpt_patches.formats.megatron_torch import check_bucket_sizes, check_weights, judge_object
 from ckpt_patches.formats.torch_dist import COMMON
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.formats.zarr import ATTRIBUTES, LOCKS, METADATA, Array, arrays, read_array

@@ -6,15 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import (
-    damages,
-    tensor_streams,
-    zero,
-    zero_experts,
-    zero_folder,
-    zero_inventory,
-    zero_pipeline,
-)
+from ckpt_patches.formats import damages, tensor_streams, zero, zero_experts, zero_folder, zero_inventory, zero_pipeline
 from ckpt_patches.formats.checkpoint import (
     EXP_AVG,
     EXP_AVG_SQ,
