@@ -181,10 +181,7 @@ REPAIRED = _kind(
     "repaired", NOTE, "elements that `ckpt-patches repair` has repaired, by the list in the checkpoint", NO_HARM
 )
 STALE_LIST = _kind(
-    "stale_list",
-    NOTE,
-    "a list of repaired elements that is not of these files: nothing is taken from it",
-    "remove it",
+    "stale_list", NOTE, "a list of repaired elements that is not of these files: nothing is taken from it", "remove it"
 )
 BAD_METADATA = _kind("bad_metadata", DAMAGE, "a file of metadata is missing or cannot be read")
 NOT_AS_RECORDED = _kind(

@@ -183,10 +183,8 @@ def _read_safetensors(found: Checkpoint, names: list[str]) -> Files:
             path = path_within(found.path, name)
             files[name] = safetensors.read(path)
             found.findings += _zeros(name, files[name], safetensors.zeros_from(path, files[name]))
-        except UserError as error:
+        except (UserError, OSError) as error:
             found.findings.append(tensor_streams.refused(error, name))
-        except OSError as error:
-            found.add(damages.BAD_FILE, name, error.strerror or str(error))
     for file, tensors in files.items():
         for name, tensor in tensors.items():
             if tensor.nbytes and tensor_streams.is_read(found, name, tensor.dtype):
@@ -222,12 +220,8 @@ def _zeros(file: str, tensors: Mapping[str, Tensor], begin: int) -> Iterator[Fin
 def _index(found: Checkpoint, name: str) -> dict[str, str]:
     try:
         return safetensors.read_index(path_within(found.path, name))
-    except safetensors.BadIndexError as error:
-        found.add(damages.BAD_METADATA, name, str(error))
-    except UserError as error:
-        found.findings.append(tensor_streams.refused(error, name))
-    except OSError as error:
-        found.add(damages.BAD_METADATA, name, error.strerror or str(error))
+    except (UserError, OSError) as error:
+        found.findings.append(tensor_streams.refused(error, name, damage=damages.BAD_METADATA))
     return {}
 
 

@@ -51,12 +51,13 @@ def is_torchs(path: Path) -> bool:
 
 
 def refused(
-    error: UserError, array: str, shard: str = "", *, damage: damages.FindingKind = damages.BAD_FILE
+    error: UserError | OSError, array: str, shard: str = "", *, damage: damages.FindingKind = damages.BAD_FILE
 ) -> Finding:
     """A finding for what cannot be read: `damage`, or NOT_READ for an unknown format and a link to elsewhere."""
     is_unknown = isinstance(error, torch_file.NotReadError | UnknownDtypeError | LinkOutsideError)
     kind = damages.NOT_READ if is_unknown else damage
-    return Finding(kind, array, str(error), shard=shard)
+    detail = error.strerror if isinstance(error, OSError) else None
+    return Finding(kind, array, detail or str(error), shard=shard)
 
 
 def hold(found: Checkpoint, file: torch_file.TorchFile, span: tuple[int, int], name: str = "") -> None:

@@ -351,12 +351,7 @@ def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> l
                 begins[key] = chunked.begin(offsets)
     has_rows = not is_bucket(parameter)
     return [
-        Shard(
-            *(parameter, *key, streams),
-            has_rows=has_rows,
-            is_padding=key in paddings,
-            begin=begins[key],
-        )
+        Shard(*(parameter, *key, streams), has_rows=has_rows, is_padding=key in paddings, begin=begins[key])
         for key, streams in alike.items()
     ]
 

@@ -143,7 +143,7 @@ class TorchFile(NamedTuple):
 
 
 class BadFileError(UserError):
-    """A file that torch.save did not write, or an incomplete one."""
+    """A file that is damaged or incomplete, or of another format than its name says."""
 
 
 class UnlistedClassError(UserError):

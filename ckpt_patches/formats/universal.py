@@ -213,10 +213,7 @@ def _groups(models: list[ModelFacts], names: list[str]) -> dict[str, int | None]
 
 
 def _promised(
-    models: list[ModelFacts],
-    groups: Mapping[str, int | None],
-    states: Mapping[str, list[str]],
-    listed: list[Any],
+    models: list[ModelFacts], groups: Mapping[str, int | None], states: Mapping[str, list[str]], listed: list[Any]
 ) -> dict[str, set[str]]:
     """The states that each trained parameter needs: those found in its param group, and those its settings imply."""
     steps = max((zero_inventory.taken_steps(model.value) for model in models), default=0)
@@ -307,11 +304,7 @@ def _read_parameter(
 
 
 def _shards(
-    found: Checkpoint,
-    name: str,
-    streams: dict[str, Stream],
-    shapes: list[Shape],
-    models: list[ModelFacts],
+    found: Checkpoint, name: str, streams: dict[str, Stream], shapes: list[Shape], models: list[ModelFacts]
 ) -> list[Shard]:
     """One shard with all arrays of a parameter if their element counts are equal, else one per array."""
     sizes = {stream.numel for stream in streams.values()}
