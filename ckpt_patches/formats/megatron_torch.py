@@ -32,6 +32,7 @@ OPTIMIZER, MODEL = "distrib_optim.pt", "model_optim_rng.pt"
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 COALESCED, UNPADDED = "buckets_coalesced", "numel_unpadded"
 ALIGNMENT = 64  # elements; each parameter begins at a multiple
+BUCKET_SIZES = "per_bucket_numel"
 MOST_DEPTH = 5  # of chained optimizers, buffers and dtypes
 RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")  # tensor-, pipeline-, expert-parallel
 
@@ -87,9 +88,6 @@ def unpadded(value: Any) -> int:
 def aligned(numels: Iterable[int]) -> int:
     """The most elements that parameters take in their buckets, with alignment."""
     return sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in numels)
-
-
-BUCKET_SIZES = "per_bucket_numel"
 
 
 class _Rank(NamedTuple):

@@ -2,6 +2,7 @@
 
 `model_world_size_<W>_rank_<R>.pt` holds `model.state_dict()`, whose tensors are DTensors with FSDP2 and ShardedTensors
 with FSDP1; `optim_…` holds `optimizer.state_dict()`, `extra_state_…` the scheduler and RNG states.
+https://docs.pytorch.org/docs/stable/distributed.tensor.html
 """
 
 import json
@@ -24,8 +25,21 @@ from ckpt_patches.formats.tensor_streams import groups_of, states_of
 from ckpt_patches.formats.torch_file import Instance, TensorHeader, TorchFile
 from ckpt_patches.runtime.shown import shown
 
+FORMAT, WEIGHTS_ALONE = "fsdp, a file for each rank", f"fsdp, a file for each rank{ALONE}"
+MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
+KINDS = {
+    MODEL: "the file of its weights",
+    OPTIMIZER: "the file of its optimizer",
+    EXTRA: "the file of its other states",
+}
+NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
+CONFIG = "fsdp_config.json"
+MOST_KEYS = 5  # contradictions reported per file
 REPLICATE = "Replicate"
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes within a tensor
+
+
+# A rank's part of a tensor: of a DTensor (FSDP2, tensor parallelism) or a ShardedTensor (FSDP1)
 
 
 @dataclass(frozen=True)
@@ -125,16 +139,7 @@ def untiled(parts: Mapping[int, Part]) -> Iterator[str]:
         yield f"ranks hold {sum(held.values())} elements, its shape {size} has {math.prod(size)}"
 
 
-FORMAT, WEIGHTS_ALONE = "fsdp, a file for each rank", f"fsdp, a file for each rank{ALONE}"
-MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
-KINDS = {
-    MODEL: "the file of its weights",
-    OPTIMIZER: "the file of its optimizer",
-    EXTRA: "the file of its other states",
-}
-NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
-CONFIG = "fsdp_config.json"
-MOST_KEYS = 5  # contradictions reported per file
+# The ranks' files
 
 
 class Name(NamedTuple):

@@ -1,4 +1,7 @@
-"""Read torch optimizers, wherever a torch.save file has them: `state` and `param_groups`."""
+"""Read torch optimizers, wherever a torch.save file has them: `state` and `param_groups`, and check these.
+
+https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.state_dict.html
+"""
 
 import re
 from collections import Counter
@@ -20,6 +23,9 @@ from ckpt_patches.formats.damages import (
 from ckpt_patches.formats.torch_file import Instance, TensorHeader, TorchFile
 from ckpt_patches.runtime.shown import shown
 
+KEYS = {"state", "param_groups"}
+MASTERS = ("fp32_groups_flat", "fp32_groups")  # of DeepSpeed's FP16_Optimizer and FP16_UnfusedOptimizer
+DEEPEST = 8  # dicts and objects around an optimizer
 # Settings that all groups of one optimizer have. Users can add others to some groups.
 OF_ADAM = ("betas", "eps", "weight_decay", "amsgrad", "bias_correction", "decoupled_weight_decay")
 OF_TORCH = ("momentum", "maximize", "foreach", "capturable", "differentiable", "fused")
@@ -71,7 +77,7 @@ class Optimizer:
 
 
 def problems(optimizer: Optimizer) -> Iterator[Finding]:
-    """Yield all problems of an optimizer."""
+    """Yield all problems of an optimizer. Pure."""
     where = optimizer.where
     for what in (
         *settings.not_groups(optimizer.groups),
@@ -238,11 +244,6 @@ def _steps(optimizer: Optimizer) -> Iterator[Finding]:
     elif steps and optimizer.taken is not None and int(steps[0]) not in (optimizer.taken, optimizer.taken + 1):
         detail = f"the engine has counted {optimizer.taken} steps, the optimizer {steps[0]:g}"
         yield Finding(UNUSUAL, optimizer.where, detail)
-
-
-KEYS = {"state", "param_groups"}
-MASTERS = ("fp32_groups_flat", "fp32_groups")  # of DeepSpeed's FP16_Optimizer and FP16_UnfusedOptimizer
-DEEPEST = 8  # dicts and objects around an optimizer
 
 
 def within(value: Any, depth: int = 0) -> Iterator[tuple[dict[str, Any], list[Any]]]:

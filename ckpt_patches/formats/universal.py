@@ -25,6 +25,11 @@ from ckpt_patches.formats.zero_inventory import ModelFacts
 
 FOLDER = "zero"
 VOCABULARY = "vocab_tensor"  # key in a file's dict: the array's rows are tokens, without padding
+# Experts of `deepspeed.moe`: each rank numbers its own from 0, the converter's folders number all of them.
+EXPERT = re.compile(r".*deepspeed_moe\.experts\.deepspeed_experts\.global_\d+\..+")
+GLOBAL_EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(?:global_)?\d+(\..+)")
+COMMON = ("zero/optimizer_state.pt", "optimizer_state.pt")  # the second is stage 3's
+ROLES = {"fp32": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}  # others are only checked for NaN and infinity
 
 
 def state_file(parameter: str, state: str) -> str:
@@ -55,13 +60,6 @@ def tensor_of(value: Any) -> TensorHeader | None:
     """The tensor in the value of a state's file, if any."""
     found = value.get("param") if isinstance(value, dict) else value
     return found if isinstance(found, TensorHeader) else None
-
-
-# Experts of `deepspeed.moe`: each rank numbers its own from 0, the converter's folders number all of them.
-EXPERT = re.compile(r".*deepspeed_moe\.experts\.deepspeed_experts\.global_\d+\..+")
-GLOBAL_EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(?:global_)?\d+(\..+)")
-COMMON = ("zero/optimizer_state.pt", "optimizer_state.pt")  # the second is stage 3's
-ROLES = {"fp32": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}  # others are only checked for NaN and infinity
 
 
 def read(path: Path) -> Checkpoint:

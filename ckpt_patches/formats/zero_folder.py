@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import tensor_streams, zero, zero_addresses, zero_experts, zero_inventory, zero_keys
@@ -24,6 +24,13 @@ from ckpt_patches.formats.zero_inventory import ModelFacts
 from ckpt_patches.runtime.shown import shown
 
 Wanted = TypeVar("Wanted")
+# Keys of a model-states file that the inventory reads, and those of which it reads only the names.
+OF_A_MODEL = (
+    *zero_keys.OF_THE_MODEL,
+    *("iteration", "param_shapes", "frozen_param_shapes", "buffer_names", "shared_params", "num_experts"),
+    *(zero_experts.KEY, zero_experts.LEGACY_KEY),
+)
+NAMED = ("module", "frozen_param_fragments")
 
 
 class ReadAll(Protocol):
@@ -141,7 +148,17 @@ class Slice:
     model_rank: int
     sharing: tuple[int, ...]  # the data-parallel ranks that share it
     shape: Shape | None  # None: no file states it
-    parts: Sequence[Part] = field(default_factory=list)  # in the order of the parameter's elements
+    fragments: list[Part] = field(default_factory=list)  # stages 1 and 2
+    equal: tuple["_Group", Shares] | None = None  # stage 3: where the ranks have equal parts
+
+    @property
+    def parts(self) -> list[Part]:
+        """In the order of the parameter's elements. At stage 3 made when they are asked for: ranks can be thousands."""
+        if self.equal is None:
+            return self.fragments
+        group, share = self.equal
+        places = zip(group.files, group.partitions, group.places, strict=True)
+        return [Part(file, own, self.name, share.start, share.of(place)) for file, own, place in places]
 
     @property
     def numel(self) -> int:
@@ -150,7 +167,7 @@ class Slice:
     @property
     def is_equal(self) -> bool:
         """Whether the ranks have equal parts, as at stage 3."""
-        return isinstance(self.parts, _EqualParts)
+        return self.equal is not None
 
     @property
     def expert_rank(self) -> int:
@@ -161,7 +178,7 @@ class Slice:
     @property
     def contradiction(self) -> str:
         """Why the parts are not the parameter of this shape; empty if they are."""
-        if self.is_equal and len(self.parts) == len(self.sharing):
+        if self.equal and len(self.equal[0].files) == len(self.sharing):
             return ""
         expected = 0 if self.shape is None else math.prod(self.shape)
         if self.numel != expected:
@@ -183,8 +200,8 @@ class Slice:
         Raises:
             BadFileError: a rank lacks a state that another one has, or has it in another type.
         """
-        if isinstance(self.parts, _EqualParts):
-            return self.parts.group.states
+        if self.equal:
+            return self.equal[0].states
         return _states(self.name, [part for part in self.parts if part.numel] or self.parts)
 
 
@@ -200,26 +217,6 @@ class _Group:
     def states(self) -> dict[str, ElementType]:
         parts = zip(self.files, self.partitions, strict=True)
         return _states(f"parameter group {self.number}", [Part(*part, "", 0, 0) for part in parts])
-
-
-class _EqualParts(Sequence[Part]):
-    """Stage 3: the parts of a parameter, made when they are asked for: there is one for each of thousands of ranks."""
-
-    def __init__(self, group: _Group, name: str, share: Shares) -> None:
-        self.group, self.name, self.share = group, name, share
-
-    def __len__(self) -> int:
-        return len(self.group.files)
-
-    @overload
-    def __getitem__(self, index: int) -> Part: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Part]: ...
-    def __getitem__(self, index: int | slice) -> Part | Sequence[Part]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        numel = self.share.of(self.group.places[index])
-        return Part(self.group.files[index], self.group.partitions[index], self.name, self.share.start, numel)
 
 
 def _states(name: str, parts: Sequence[Part]) -> dict[str, ElementType]:
@@ -274,9 +271,7 @@ def _stages_1_and_2(
             sharing = _sharing(file, number, ranks, neighbours=neighbours) or every
             for name, (start, numel) in partition.fragments.items():
                 unread = Slice(name, model_rank, sharing, shape_of.get(name))
-                parts = made.setdefault((name, sharing), unread).parts
-                assert isinstance(parts, list)
-                parts.append(Part(file, partition, name, start, numel))
+                made.setdefault((name, sharing), unread).fragments.append(Part(file, partition, name, start, numel))
     with_fragments = {name for name, _ in made}
     if with_fragments:
         problems += [
@@ -329,7 +324,7 @@ def _stage_3(
     for (number, sharing), own in made.items():
         held, shape_of = _Group(number, sharing, own), of_rank[own[0].rank][number]
         for name, share in zero.shares(shape_of, len(sharing)):
-            result.append(Slice(name, own[0].model_rank, sharing, shape_of[name], _EqualParts(held, name, share)))
+            result.append(Slice(name, own[0].model_rank, sharing, shape_of[name], equal=(held, share)))
     return result, []
 
 
@@ -356,15 +351,6 @@ def _contradiction(
 
 
 # Model files
-
-
-# Keys of a model-states file that the inventory reads, and those of which it reads only the names.
-OF_A_MODEL = (
-    *zero_keys.OF_THE_MODEL,
-    *("iteration", "param_shapes", "frozen_param_shapes", "buffer_names", "shared_params", "num_experts"),
-    *(zero_experts.KEY, zero_experts.LEGACY_KEY),
-)
-NAMED = ("module", "frozen_param_fragments")
 
 
 class Unlike(NamedTuple):
