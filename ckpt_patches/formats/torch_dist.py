@@ -73,20 +73,20 @@ class Index:
         yield from (((name, ()), place) for name, place in self.objects.items())
 
 
-class SubclassError(NotReadError):
-    """A chunk is a subclass of torch.Tensor, whose tensors are codes and scales, say."""
+class ChunkError(NotReadError):
+    """A chunk that is valid, and whose elements do not lie in the file in the order of its shape."""
 
     def __init__(self, detail: str, file: TorchFile) -> None:
         super().__init__(detail)
         self.file = file
 
 
-class NotContiguousError(NotReadError):
-    """A tensor that is not contiguous, such as a convolution's weight in `channels_last`."""
+class SubclassError(ChunkError):
+    """It is a subclass of torch.Tensor, whose tensors are codes and scales, say."""
 
-    def __init__(self, message: str, file: TorchFile) -> None:
-        super().__init__(message)
-        self.file = file
+
+class NotContiguousError(ChunkError):
+    """It is not contiguous, such as a convolution's weight in `channels_last`."""
 
 
 def read_index(folder: Path) -> Index:

@@ -100,15 +100,12 @@ def _rank_file(file: TorchFile) -> RankFile:
 def _set_addresses(found: Zero, model_rank: int) -> None:
     """Set the real addresses in the flat buffers of stages 1 and 2, also in Muon's momentum."""
     own, model = found.of(model_rank), found.model(model_rank)
-    partitions: list[tuple[Partition, ...]] = [file.partitions for file in own]
-    shapes = shapes_of(model)
+    is_round_robin = found.stage < 3 and zero_addresses.is_round_robin(model.get("ds_config"))
+    if not is_round_robin and not any(partition.momentum for file in own for partition in file.partitions):
+        return
     try:
-        if found.stage < 3 and zero_addresses.is_round_robin(model.get("ds_config")):
-            partitions = zero_addresses.in_written_order(partitions, shapes, found.folder.path.name)
-        if any(partition.momentum for of_rank in partitions for partition in of_rank):
-            every = {name: shape for group in shapes for name, shape in group.items()}
-            all_share = not any(map(zero_inventory.is_expert, every))
-            partitions = zero_addresses.with_momentum(partitions, every, all_share=all_share)
+        ranks, where = [file.partitions for file in own], found.folder.path.name
+        partitions = zero_addresses.corrected(ranks, shapes_of(model), where, is_round_robin=is_round_robin)
     except (UserError, ValueError, AttributeError, TypeError) as error:
         found.problems.append(Finding(NOT_JUDGED, "all parameters", str(error)))
         return
