@@ -14,6 +14,7 @@ from typing import NamedTuple
 import shared
 import universal
 from ckpt_patches.formats import stored_zip, torch_dist, torch_file
+from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.ranged import RangedFiles
 from megatron_checkpoints import ZARR, Configuration, written
@@ -151,9 +152,7 @@ def in_torch_file(path: Path) -> Iterator[Place]:
 def in_torch_dist(folder: Path) -> Iterator[Place]:
     index = torch_dist.read_index(folder)
     with RangedFiles() as files:
-        places: list[tuple[str, torch_dist.Place, tuple[int, ...]]] = [
-            (name, place, ()) for name, place in index.objects.items()
-        ]
+        places: list[tuple[str, Extent, tuple[int, ...]]] = [(name, place, ()) for name, place in index.objects.items()]
         for name, chunked in index.tensors.items():
             places += [(name, place, first) for first, place in chunked.places.items()]
         for name, place, first in places:

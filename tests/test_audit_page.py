@@ -62,7 +62,7 @@ def arrays(count: int, *findings: Finding) -> Report:
 
 
 def lost(array: int, begin: int, end: int, kind: damages.FindingKind = damages.LOST_MASTER) -> Finding:
-    return Finding(kind, f"master.{array}", "", begin, end)
+    return Finding(kind, f"master.{array}", "", "", begin, end)
 
 
 def parsed(*reports: Report) -> Parsed:
@@ -127,7 +127,7 @@ def test_nothing_runs_and_nothing_is_loaded(zarr: Path) -> None:
 
 def hostile() -> Report:
     """A report in which every text from the checkpoint is a script."""
-    report = arrays(3, Finding(damages.BAD_FILE, HOSTILE, HOSTILE, 0, 10, HOSTILE))
+    report = arrays(3, Finding(damages.BAD_FILE, HOSTILE, HOSTILE, HOSTILE, 0, 10))
     stream = next(iter(report.checkpoint.shards[0].streams.values()))._replace(array=HOSTILE)
     report.checkpoint.shards[0] = dataclasses.replace(
         report.checkpoint.shards[0], label=HOSTILE, streams={"master": stream}

@@ -41,7 +41,7 @@ def test_what_the_run_wrote_is_whole(folder: Path) -> None:
 def test_the_file_of_a_layer_is_missing(folder: Path, file: str) -> None:
     (folder / file).unlink()
     assert (audit(folder).verdict, found(audit(folder))) == (DAMAGED, [("missing_weight", file)])
-    with pytest.raises(UserError, match=f"is damaged or incomplete: absent weight: {file}: the file is missing"):
+    with pytest.raises(UserError, match=f"is damaged or incomplete: missing_weight: {file}: the file is missing"):
         source.read(folder)
 
 

@@ -24,7 +24,7 @@ def text(*findings: Finding, notes: bool = False) -> list[str]:
 
 
 def lost(name: str, detail: str = "") -> Finding:
-    return Finding(damages.LOST_MASTER, name, "rank 0", 5, 9, detail)
+    return Finding(damages.LOST_MASTER, name, detail, "rank 0", 5, 9)
 
 
 def without_a_rank(kind: str, tmp_path: Path) -> Path:

@@ -180,7 +180,7 @@ def test_what_cannot_be_compared_is_named_and_not_repaired() -> None:
     streams = {role: stream for role, stream in one.streams.items() if role != WEIGHT}
     others = [shard for shard in found.shards if shard is not one]
     blind = replace(found, shards=[*others, replace(one, streams=streams)])
-    suspicion = Finding(damages.UNROUNDED_MASTER, others[0].streams[MASTER].array, others[0].label)
+    suspicion = Finding(damages.UNROUNDED_MASTER, others[0].streams[MASTER].array, "", others[0].label)
     findings, shift = explained(blind, [suspicion])
     own = [f.detail for f in findings if f.array == one.streams[MASTER].array]
     assert own == [

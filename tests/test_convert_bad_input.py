@@ -130,15 +130,15 @@ def copied(old: str, new: str) -> Callable[[Path], object]:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a missing rank": (
         lambda f: os.remove(f / RANK_1),
-        "absent rank: rank 1 of 3",
+        "missing_rank: rank 1 of 3",
     ),
     "a missing last rank": (
         without_rank_2,
-        "absent rank: rank 2 of 3",
+        "missing_rank: rank 2 of 3",
     ),
     "a missing model file": (
         lambda f: os.remove(f / MODEL),
-        "absent rank: model-parallel rank 1 of 2: the file of its model states",
+        "missing_rank: model-parallel rank 1 of 2: the file of its model states",
     ),
     "a truncated rank": (truncated(RANK_1), f"{RANK_1} is truncated: it has no directory of records at its end"),
     "a truncated model file": (truncated(MODEL), f"{MODEL} is truncated"),
@@ -148,11 +148,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         f"{RANK_1} is corrupt: the checksum of its record {RANK_1.removesuffix('.pt')}/data.pkl is wrong",
     ),
     "a file of text": (lambda f: (f / RANK_1).write_text("hello"), "is no file of torch.save"),
-    "two degrees": (optimizer(of_dp_5), f"other degree: {RANK_1}: of 5 ranks, expected 3"),
-    "another degree": (model(lambda s: s.update(dp_world_size=5)), "absent rank: ranks 3 to 4 of 5"),
+    "two degrees": (optimizer(of_dp_5), f"mixed_ranks: {RANK_1}: of 5 ranks, expected 3"),
+    "another degree": (model(lambda s: s.update(dp_world_size=5)), "missing_rank: ranks 3 to 4 of 5"),
     "a rank too many": (
         copied(RANK_1, RANK_1.replace("mp_rank_00", "mp_rank_07")),
-        "foreign: model-parallel rank 7: the model files state 2 of them",
+        "foreign_file: model-parallel rank 7: the model files state 2 of them",
     ),
     "two trainings": (
         copied(RANK_1, RANK_1.removeprefix("bf16_")),
@@ -165,10 +165,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other steps": (optimizer(other_step), "step 7, others are at 8"),
     "other iterations": (model(lambda s: s.update(iteration=8)), f"{MODEL}: iteration is 8, and 7 in"),
-    "no moments": (optimizer(no_moments), f"absent state: {RANK_1}: group 0 has no 'exp_avg'"),
+    "no moments": (optimizer(no_moments), f"missing_state: {RANK_1}: group 0 has no 'exp_avg'"),
     "codes of 8 bits": (in_codes, "the optimizer's state 'state1' of"),
     "a nested state": (nested, "the optimizer's state '__bnb_optimizer_quant_state__' of 'fused.weight' and others"),
-    "a shorter moment": (optimizer(shorter), f"absent state: {RANK_1}: group 0: 'exp_avg' has"),
+    "a shorter moment": (optimizer(shorter), f"missing_state: {RANK_1}: group 0: 'exp_avg' has"),
     "another type": (optimizer(in_bfloat16), "has bfloat16"),
     "other shapes": (model(lambda s: s["param_shapes"][0].update({"norm.weight": torch.Size([7])})), "norm.weight"),
     "another layout": (
@@ -186,17 +186,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "layers of experts": (model(lambda s: s.update(ds_autoep_layers=[{}])), "expected 'expert_key_prefix' in it"),
     "no state of a rank": (
         optimizer(lambda s: s["base_optimizer_state"]["state"].clear()),
-        f"absent state: {RANK_1}: group 0 has no 'exp_avg'",
+        f"missing_state: {RANK_1}: group 0 has no 'exp_avg'",
     ),
     "a copied rank": (
         copied(RANK_1, RANK_1.replace("rank_1", "rank_2")),
-        f"foreign: {RANK_1.replace('rank_1', 'rank_2')}: it was written as {RANK_1}",
+        f"foreign_file: {RANK_1.replace('rank_1', 'rank_2')}: it was written as {RANK_1}",
     ),
-    "no weight": (model(lambda s: s["module"].popitem()), f"absent weight: {MODEL}: no weight of"),
-    "no weights": (model(lambda s: s.update(module=None)), f"absent weight: {MODEL}: expected the weights"),
+    "no weight": (model(lambda s: s["module"].popitem()), f"missing_weight: {MODEL}: no weight of"),
+    "no weights": (model(lambda s: s.update(module=None)), f"missing_weight: {MODEL}: expected the weights"),
     "a model-parallel rank": (
         without_model_rank_1,
-        "absent rank: model-parallel rank 1 of 2",
+        "missing_rank: model-parallel rank 1 of 2",
     ),
     "a rate that is none": (
         optimizer(lambda s: s["base_optimizer_state"]["param_groups"][0].update(lr=float("nan"))),

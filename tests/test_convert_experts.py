@@ -96,7 +96,7 @@ def without_shapes(folder: Path) -> None:
 CLASSIC_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "an expert without a file": (
         lambda folder: os.remove(folder / "layer_0_expert_3_mp_rank_00_model_states.pt"),
-        "absent weight: layer_0_expert_3_mp_rank_00_model_states.pt: the file is missing",
+        "missing_weight: layer_0_expert_3_mp_rank_00_model_states.pt: the file is missing",
     ),
     "an expert of another number": (other_number, "deepspeed_experts.3.0.weight of the shape (6, 6) in a file"),
     "no files of experts": (
@@ -106,7 +106,7 @@ CLASSIC_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no shapes": (without_shapes, "before 0.19.3 DeepSpeed saved no checkpoint of experts that can be converted"),
     "another number of ranks": (
         lambda folder: os.remove(folder / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"),
-        "absent rank: rank 3 of 4",
+        "missing_rank: rank 3 of 4",
     ),
 }
 
@@ -192,7 +192,7 @@ DAMAGES: dict[str, tuple[int, Callable[[Path], object], str]] = {
         layers(lambda layer: layer.update(expert_key_prefix="mlp")),
         "contradict each other about the experts mlp",
     ),
-    "a missing rank": (1, missing("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), "absent rank: rank 3 of 4"),
+    "a missing rank": (1, missing("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), "missing_rank: rank 3 of 4"),
     "a rank of other experts": (3, layers(lambda layer: layer.update(ep_rank=0), SECOND), "expected each rank on one"),
     "a rank with another placement": (
         3,

@@ -21,8 +21,8 @@ from ckpt_patches.convert.source import Source
 from ckpt_patches.convert.write import place
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
-from ckpt_patches.formats.zero import ElementType, Flat, Folder, Partition, RankState, Step
-from ckpt_patches.formats.zero_folder import RankFile, Zero, shapes_of, slices
+from ckpt_patches.formats.zero import ElementType, Flat, Folder, Partition, RankFile, Step
+from ckpt_patches.formats.zero_folder import Zero, shapes_of, slices
 from ckpt_patches.formats.zero_inventory import ModelFacts
 
 SMALL = settings(max_examples=150, deadline=None)
@@ -209,7 +209,7 @@ def source(stage: int, ranks: list[Partition], truth: dict[str, torch.Tensor], *
     model = {"param_shapes": [{name: tuple(t.shape) for name, t in truth.items()}], "dp_world_size": count}
     files = {}
     for rank, partition in enumerate(ranks):
-        files[rank, 0] = RankFile(Path(f"rank_{rank}.pt"), rank, 0, RankState(stage, (partition,), (count,)))
+        files[rank, 0] = RankFile(Path(f"rank_{rank}.pt"), rank, 0, stage, (partition,), (count,))
     folder = Folder(Path(), (), {(rank, 0): file.path.name for (rank, _), file in files.items()}, {})
     models: dict[tuple[int | None, int], ModelFacts] = {(None if stage < 3 else 0, 0): ModelFacts("model.pt", model)}
     found = Zero(folder, models, files)

@@ -321,7 +321,7 @@ def test_gathered_states_are_not_cut_up_anew(tmp_path: Path) -> None:
     new = migrate(old.write(settings(kind="dp_zero_gather_scatter")), tmp_path / "new")
     index = torch_dist.read_index(new)
     (place,) = index.objects.values()
-    found = torch.load(io.BytesIO((new / place.file).read_bytes()[place.offset : place.offset + place.nbytes]))
+    found = torch.load(io.BytesIO((new / place.path).read_bytes()[place.offset : place.offset + place.nbytes]))
     assert torch.equal(found[0][0]["type"]["exp_avg"], 2 * torch.ones(4))
     common = torch.load(new / "common.pt")
     assert common["content_metadata"]["distrib_optim_sharding_type"] == "dp_zero_gather_scatter"
@@ -360,7 +360,7 @@ def test_objects_are_those_of_the_source_byte_for_byte(tmp_path: Path) -> None:
 
     def data(folder: Path) -> bytes:
         place = torch_dist.read_index(folder).objects["rng_state/shard_0_1"]
-        return (folder / place.file).read_bytes()[place.offset : place.offset + place.nbytes]
+        return (folder / place.path).read_bytes()[place.offset : place.offset + place.nbytes]
 
     assert data(old) == data(new)
 
@@ -445,13 +445,13 @@ def test_bytes_that_are_not_what_was_saved_are_damage(tmp_path: Path, capsys: py
     old, _ = checkpoint(tmp_path / "old")
     tensor = torch_dist.read_index(old).tensors["optimizer.state.exp_avg.layer.weight"]
     place = tensor.places[min(tensor.places)]
-    data = bytearray((old / place.file).read_bytes())
+    data = bytearray((old / place.path).read_bytes())
     with zipfile.ZipFile(io.BytesIO(data[place.offset : place.offset + place.nbytes])) as archive:
         (info,) = (info for info in archive.infolist() if info.filename.endswith("data/0"))
     begin = place.offset + info.header_offset + 30
     begin += sum(struct.unpack("<2H", data[begin - 4 : begin]))
     data[begin] ^= 1
-    (old / place.file).write_bytes(data)
+    (old / place.path).write_bytes(data)
     assert "bad_file" in refused(capsys, old, tmp_path, status=1)
 
 

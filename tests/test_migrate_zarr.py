@@ -90,7 +90,7 @@ def test_objects_are_wrapped_as_torch_dist_has_them(tmp_path: Path) -> None:
 
     def read(key: str) -> Any:
         place = index.objects[key]
-        data = (new / place.file).read_bytes()[place.offset : place.offset + place.nbytes]
+        data = (new / place.path).read_bytes()[place.offset : place.offset + place.nbytes]
         (value,) = torch.load(io.BytesIO(data), weights_only=False)
         return value
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import pickles, stored_zip, torch_dist, torch_file, zero_facts
+from ckpt_patches.formats import pickles, stored_zip, torch_dist, torch_file, zero_folder
 from ckpt_patches.formats.dtypes import ITEM_SIZE, UnknownDtypeError
 from ckpt_patches.formats.torch_file import BadFileError, Instance, NotReadError, TensorHeader, UnlistedClassError
 from crafted_files import with_other_name
@@ -365,7 +365,7 @@ SLOW = {
 BOMBS = {**GROWING, **SLOW}
 MEMORY = """
 import resource, sys, time
-from ckpt_patches.formats import pickles, stored_zip, torch_dist, torch_file, zero_facts
+from ckpt_patches.formats import pickles, stored_zip, torch_dist, torch_file, zero_folder
 from ckpt_patches.errors import UserError
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
@@ -474,7 +474,7 @@ def test_a_stub_has_no_attribute_of_the_name_of_a_method() -> None:
 def test_shapes_of_parameters_that_are_none(shapes: Any, path: Path) -> None:
     torch.save({"param_shapes": shapes}, path)
     with pytest.raises(BadFileError, match="expected the shapes of parameters"):
-        zero_facts.of_model(torch_file.read(path))
+        zero_folder.of_model(torch_file.read(path))
 
 
 def test_stubs_are_dropped() -> None:

@@ -58,7 +58,7 @@ class Seen:
     def finding(self, kind: damages.FindingKind, role: str, begin: int, end: int, detail: str = "") -> Finding:
         written = written_by(self.shard, begin, end, self.found.data_parallel)
         detail = ", ".join(filter(None, (detail, written)))
-        return Finding(kind, self.shard.streams[role].array, self.shard.label, begin, end, detail)
+        return Finding(kind, self.shard.streams[role].array, detail, self.shard.label, begin, end)
 
 
 def judge(shard: Shard, odd: Odd, found: Checkpoint) -> Iterator[Finding]:

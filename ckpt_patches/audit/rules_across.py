@@ -136,7 +136,7 @@ def _is_lost(own: list[Part], by_parameter: dict[str, list[Part]]) -> bool:
 def _zeros(kind: damages.FindingKind, parts: Iterable[Part], detail: str) -> Iterator[Finding]:
     for part in parts:
         for role in MOMENTS:
-            yield Finding(kind, part.shard.streams[role].array, part.shard.label, part.begin, part.end, detail)
+            yield Finding(kind, part.shard.streams[role].array, detail, part.shard.label, part.begin, part.end)
 
 
 def _at_step_0(found: Checkpoint, with_moments: list[Part]) -> Iterator[Finding]:

@@ -62,7 +62,7 @@ def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), dro
     warnings = known.check_patterns(strict=strict)
     if any(len(expert.ranks) > 1 for expert in source.local_experts.values()):
         warnings.append(BY_NUMBERS)
-    if any(own.momentum for file in files for own in file.state.partitions):
+    if any(own.momentum for file in files for own in file.partitions):
         warnings.append(OF_MUON)
     links = tuple(output for output in found if isinstance(output, Link))
     outputs: list[Output] = [output for output in found if not isinstance(output, Link)]
@@ -79,7 +79,7 @@ def _check_lost(found: Zero, drop: Collection[str], *, drop_singles: bool) -> No
         UserError: one is not a flat tensor with an element for each of the main parameter's.
     """
     for file in found.ranks.values():
-        for number, own in enumerate(file.state.partitions):
+        for number, own in enumerate(file.partitions):
             lost = own.others if drop_singles else own.others + own.singles
             for state in (state for state in lost if state not in drop):
                 names = own.fragments or shapes_of(found.model(file.model_rank))[number]

@@ -21,7 +21,7 @@ def check(found: Zero) -> None:
     digests: dict[tuple[int, str], tuple[str, bytes]] = {}  # by model-parallel rank and matrix: of the first file
     with RangedFiles() as files:
         for file in found.ranks.values():
-            for own in file.state.partitions:
+            for own in file.partitions:
                 for name, (start, numel) in own.wholes.items():
                     if own.momentum and own.fragments[name][1] < numel:
                         digest = _digest(files, own.momentum, start, numel)

@@ -13,6 +13,7 @@ from ckpt_patches.convert.output_files import Records
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import settings, torch_file, zero, zero_folder, zero_inventory
 from ckpt_patches.formats import zero_experts as experts
+from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.formats.zero import OPTIMIZER_STATE, Folder, Shape, required
 from ckpt_patches.formats.zero_experts import INFO, Experts, LocalExpert
@@ -97,10 +98,11 @@ def read(path: Path, *, trust: bool = False, inject_missing_state: bool = False)
     return replace(source, records=records)
 
 
-def _refuse(path: Path, problems: Sequence[zero_inventory.Problem]) -> None:
+def _refuse(path: Path, problems: Sequence[Finding]) -> None:
     if problems:
         more = f", and {len(problems) - 1} more (ckpt-patches audit)" if len(problems) > 1 else ""
-        found = ": ".join(filter(None, problems[0]))
+        first = problems[0]
+        found = ": ".join(filter(None, (first.kind.name, first.array, first.detail)))
         raise UserError(f"{path} is damaged or incomplete: {found}{more}")
 
 
@@ -212,7 +214,7 @@ def _info(path: Path, model: dict[str, Any], may_lack: bool) -> dict[str, Any]:
 
 def _check_groups_of_stages(found: Zero) -> None:
     """A universal checkpoint has the settings of the first stage's param groups, which a load gives to all stages."""
-    first, *others = [facts for (dp, _), facts in found.facts.items() if dp == 0]
+    first, *others = [facts for (dp, _), facts in found.ranks.items() if dp == 0]
     for facts in others:
         for number, pair in enumerate(zip(facts.settings, first.settings, strict=False)):
             for what in settings.differences(*pair):
@@ -243,7 +245,7 @@ def _local_experts(found: Zero, models: Sequence[Model], trust: bool) -> dict[st
     if folder.experts:
         _check_shapes(path, model)
     shapes = zero_folder.shapes_of(model)
-    counts = found.of(0)[0].state.data_parallel
+    counts = found.of(0)[0].data_parallel
     known = experts.local_experts(path, shapes, counts, found.data_parallel(0), experts.data_first(models))
     if len(models) > 1 and (known or folder.experts):
         raise UserError(

@@ -181,7 +181,7 @@ def _segments(path: Path, tensor: torch_dist.Tensor | zarr.Array) -> Iterator[Se
     with RangedFiles() as files:
         for offsets, place in tensor.places.items():
             header = torch_dist.read_chunk(files, path, tensor, offsets).value
-            yield Segment(offsets[0], header.numel, path / place.file, header.offset, tensor.dtype)
+            yield Segment(offsets[0], header.numel, path / place.path, header.offset, tensor.dtype)
 
 
 def _objects(path: Path) -> Iterator[tuple[str, torch_file.TorchFile]]:

@@ -107,7 +107,7 @@ def of_torch_dist(files: RangedFiles, path: Path, tensor: torch_dist.Tensor) -> 
             raise UserError(f"{path}: the index has no place of the chunk {list(offsets)} of {tensor.name}")
         box, first, count = _of_chunk(tensor, offsets)
         header = torch_dist.read_chunk(files, path, tensor, offsets).value
-        file = path / tensor.places[offsets].file
+        file = path / tensor.places[offsets].path
         found += _of_file(files, file, header.offset, tensor.dtype, box, first, count)
         numel += count
     expected = math.prod(tensor.whole or tensor.size)

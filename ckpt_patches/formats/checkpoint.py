@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_patches.formats import settings
-from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.damages import Finding, FindingKind
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.torch_file import TensorHeader
 
@@ -173,6 +173,10 @@ class Checkpoint:
     copies: list[Copies] = field(default_factory=list)  # missing files that another file can replace, or why not
     findings: list[Finding] = field(default_factory=list)  # problems of its files
     recorded: Any = None  # fingerprints that the run recorded at the save; None if it recorded none
+
+    def add(self, kind: FindingKind, array: str, detail: str = "", shard: str = "") -> None:
+        """Add a finding."""
+        self.findings.append(Finding(kind, array, detail, shard))
 
     def repaired_in(self, shard: Shard) -> list[tuple[int, int]]:
         """Element ranges of a shard whose moments `ckpt-patches repair` reset or took from an older checkpoint."""

@@ -1,6 +1,7 @@
 """The complete list of finding kinds. `docs/audit.md` shows it; each kind has a test."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 DAMAGE, INCOMPLETE, SUSPICION, NOTE = "damage", "incomplete", "suspicion", "note"
@@ -180,10 +181,7 @@ REPAIRED = _kind(
     "repaired", NOTE, "elements that `ckpt-patches repair` has repaired, by the list in the checkpoint", NO_HARM
 )
 STALE_LIST = _kind(
-    "stale_list",
-    NOTE,
-    "a list of repaired elements that is not of these files: nothing is taken from it",
-    "remove it",
+    "stale_list", NOTE, "a list of repaired elements that is not of these files: nothing is taken from it", "remove it"
 )
 BAD_METADATA = _kind("bad_metadata", DAMAGE, "a file of metadata is missing or cannot be read")
 NOT_AS_RECORDED = _kind(
@@ -222,7 +220,12 @@ class Finding:
 
     kind: FindingKind
     array: str  # or a file's name
+    detail: str = ""
     shard: str = ""
     begin: int | None = None  # first element, relative to the shard
     end: int | None = None  # one past the last element
-    detail: str = ""
+
+
+def labelled(findings: Iterable[Finding], shard: str) -> list[Finding]:
+    """The findings, of this shard."""
+    return [replace(finding, shard=shard) for finding in findings]

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.ranged import open_regular
-from ckpt_patches.formats.torch_dist import INDEX, LARGEST, Index, Place, Tensor
+from ckpt_patches.formats.torch_dist import INDEX, LARGEST, Index, Tensor
 from ckpt_patches.runtime.shown import shown
 
 STATE, GROUPS = "state.", "param_groups"
@@ -75,7 +76,7 @@ def merged(path: Path, indexes: Iterable[tuple[Path, Index]]) -> Index:
     indexes = list(indexes)
     before = _before([folder.name for folder, _ in indexes])
     tensors: dict[str, Tensor] = {}
-    objects: dict[str, Place] = {}
+    objects: dict[str, Extent] = {}
     absent: list[str] = []
     for folder, own in indexes:
         inner = folder.relative_to(path)
@@ -101,8 +102,8 @@ def _before(folders: list[str]) -> dict[str, str]:
     return {folder: f"{folder}/" for folder in optimizers} if len(optimizers) > 1 else {}
 
 
-def _within(folder: Path, place: Place) -> Place:
-    return place._replace(file=str(folder / place.file))
+def _within(folder: Path, place: Extent) -> Extent:
+    return place._replace(path=str(folder / place.path))
 
 
 def is_begun(folder: Path) -> bool:

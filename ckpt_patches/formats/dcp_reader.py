@@ -6,16 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.formats import (
-    damages,
-    dcp,
-    optimizer_inventory,
-    settings,
-    tensor_streams,
-    torch_dist,
-    torch_file,
-    trainer_files,
-)
+from ckpt_patches.formats import damages, dcp, settings, tensor_streams, torch_dist, torch_optimizers, trainer_files
 from ckpt_patches.formats.checkpoint import (
     ALONE,
     EXP_AVG,
@@ -23,7 +14,6 @@ from ckpt_patches.formats.checkpoint import (
     MASTER,
     WEIGHT,
     Checkpoint,
-    Extent,
     first_beta,
     last_step,
 )
@@ -47,9 +37,6 @@ from ckpt_patches.runtime.shown import shown
 FORMAT, WEIGHTS_ALONE = "torch.distributed.checkpoint", f"torch.distributed.checkpoint{ALONE}"
 ROLES = {**dict.fromkeys(MASTERS, MASTER), "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 NUMBER = re.compile(r"(?:global_)?(?:step|iter|checkpoint)[-_]?(\d{1,15})")  # in a checkpoint folder's name
-OF_TORCH, OF_TORCH_OR_ANOTHER = (".pt", ".pth"), (".bin", ".pkl")
-# Iterations that fp16 may skip without an optimizer step: some at the start, then at most one in a hundred.
-SKIPPED, ONE_IN = 16, 100
 
 
 def read(path: Path) -> Checkpoint:
@@ -63,7 +50,7 @@ def read(path: Path) -> Checkpoint:
     with RangedFiles() as files:
         read = {name: read_object(name, index, found, files) for name in index.objects}
     objects = {name: None if file is None else file.value for name, file in read.items()}
-    values = {**objects, **{name: _header(tensor) for name, tensor in index.tensors.items()}}
+    values = {**objects, **{name: _header(chunked) for name, chunked in tensors.items()}}
     optimizers = dcp.optimizers(index.tensors, index.objects)
     steps = {state["step"] for own in optimizers for state in own.states.values() if "step" in state}
     of_optimizers = {name for own in optimizers for state in own.states.values() for name in state.values()}
@@ -92,8 +79,7 @@ def _index(found: Checkpoint) -> torch_dist.Index:
             indexes.append((folder, read_index(found, folder)))
         else:
             where = (folder / torch_dist.INDEX).relative_to(found.path)
-            detail = f"{where}, which is written last, is not there"
-            found.findings.append(Finding(damages.INCOMPLETE_SAVE, folder.name, detail=detail))
+            found.add(damages.INCOMPLETE_SAVE, folder.name, f"{where}, which is written last, is not there")
     return dcp.merged(found.path, indexes)
 
 
@@ -101,18 +87,19 @@ def _untiled(tensors: Iterable[Tensor]) -> Iterator[Finding]:
     for tensor in tensors:
         why = dcp.untiled(tensor)
         if why == dcp.TOO_MANY:
-            yield Finding(damages.NOT_JUDGED, tensor.name, detail="whether its chunks overlap: they are too many")
+            yield Finding(damages.NOT_JUDGED, tensor.name, "whether its chunks overlap: they are too many")
         elif why:
-            yield Finding(damages.FRAGMENTS, tensor.name, detail=why)
+            yield Finding(damages.FRAGMENTS, tensor.name, why)
 
 
-def _header(tensor: Tensor) -> TensorHeader:
-    """A header for a tensor of the index, without a place in a file."""
+def _header(chunked: Chunked) -> TensorHeader:
+    """A header for a tensor of the index, at the place of its first chunk."""
+    tensor, extents = chunked.tensor, list(chunked.extents.values())
     stride, strides = 1, []
     for size in reversed(tensor.size):
         strides.append(stride)
         stride *= size
-    storage = StorageHeader("", tensor.dtype, stride, 0)
+    storage = StorageHeader("", tensor.dtype, stride, extents[0].offset if extents else 0)
     return TensorHeader(storage, tensor.dtype, 0, tensor.size, tuple(reversed(strides)))
 
 
@@ -133,20 +120,10 @@ def _steps(tensors: Mapping[str, Chunked], values: Mapping[str, Any], names: Ite
         value = values[name]
         if isinstance(value, TensorHeader):
             extents = list(tensors[name].extents.values())
-            value = _element(value.dtype, extents[0]) if value.numel == 1 and extents else None
+            value = tensor_streams.scalar(Path(extents[0].path), value) if extents else None
         if value is not None:
             read[name] = value
     return read
-
-
-def _element(dtype: str, extent: Extent) -> float | None:
-    with RangedFiles() as files:
-        data = bytearray(extent.nbytes)
-        try:
-            files.read(extent.path, extent.offset, memoryview(data))
-        except OSError:  # another finding reports it
-            return None
-    return torch_file.number(dtype, bytes(data))
 
 
 def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
@@ -164,11 +141,11 @@ def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
     if groups:
         sizes = {keys[name]: contents.tensors[of].tensor.size for name, of in own.weights.items()}
         dimensions = {key: len(size) for key, size in sizes.items()}
-        optimizer = optimizer_inventory.Optimizer(where, groups, states, steps, dimensions=dimensions)
-        found.findings += tensor_streams.findings(optimizer_inventory.problems(optimizer))
+        optimizer = torch_optimizers.Optimizer(where, groups, states, steps, dimensions=dimensions)
+        found.findings += torch_optimizers.problems(optimizer)
     elif states:
         detail = "no param group, with its settings, is in the checkpoint"
-        found.findings.append(Finding(damages.UNUSUAL, f"{own.prefix}{dcp.GROUPS}", detail=detail))
+        found.add(damages.UNUSUAL, f"{own.prefix}{dcp.GROUPS}", detail)
     found.findings += _of_weights(own, contents)
     if not states and any("betas" in group and group.get("params") for group in groups):
         return [0]  # Adam's states exist after its first step
@@ -179,29 +156,27 @@ def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
     """Check that each state has a weight, of the same shape."""
     where = f"{own.prefix}{dcp.STATE}".rstrip(".")
     if own.is_numbered:
-        yield Finding(damages.NUMBERED_STATES, where, detail=f"{len(own.states)} parameters")
+        yield Finding(damages.NUMBERED_STATES, where, f"{len(own.states)} parameters")
         states = [{key: contents.values[name] for key, name in state.items()} for state in own.states.values()]
         others = [contents.tensors[name].tensor for name in contents.others]
         shapes = [tensor.size for tensor in others if tensor.dtype in FLOATS]  # unlike random states and counts
-        yield from tensor_streams.findings(optimizer_inventory.without_weights(where, states, shapes) if shapes else ())
+        yield from torch_optimizers.without_weights(where, states, shapes) if shapes else ()
     elif own.several:
         detail = f"tensors of several names could be their weights: {', '.join(map(shown, own.several[:5]))}"
-        yield Finding(damages.NOT_JUDGED, where, detail=detail)
+        yield Finding(damages.NOT_JUDGED, where, detail)
     elif own.states and not own.weights:
-        detail = f"states of {len(own.states)} parameters, and no weight of any of them"
-        yield Finding(damages.UNUSUAL, where, detail=detail)
+        yield Finding(damages.UNUSUAL, where, f"states of {len(own.states)} parameters, and no weight of any of them")
     for parameter, state in own.states.items() if own.weights else ():
         if parameter not in own.weights:
-            detail = "it has states of an optimizer, and the model has no such weight"
-            yield Finding(damages.UNUSUAL, parameter, detail=detail)
+            yield Finding(damages.UNUSUAL, parameter, "it has states of an optimizer, and the model has no such weight")
             continue
         size = contents.tensors[own.weights[parameter]].tensor.size
         for key, name in state.items():
             there = contents.tensors.get(name)
-            expected = optimizer_inventory.shapes_of(key, size)
+            expected = torch_optimizers.shapes_of(key, size)
             if expected and there is not None and there.tensor.size not in expected:
                 detail = f"its shape is {shown(there.tensor.size)}, the weight's {shown(size)}"
-                yield Finding(damages.CONTRADICTION, name, detail=detail)
+                yield Finding(damages.CONTRADICTION, name, detail)
 
 
 def _roles(own: Optimizer, tensors: Mapping[str, Chunked]) -> Iterator[dict[str, Chunked]]:
@@ -234,23 +209,16 @@ def set_step(found: Checkpoint, steps: list[Any], *folders: str) -> None:
     step, named = last_step(steps), next(filter(None, map(NUMBER.fullmatch, folders)), None)
     found.step = None if step == 1 else step
     count = int(named[1]) if named else 0
-    if named and step is not None and step + SKIPPED + count // ONE_IN < count:
+    if named and step is not None and step + trainer_files.skipped(count) < count:
         detail = f"the optimizer has taken {step} steps, and the folder is named {named[0]}: were the states loaded?"
-        found.findings.append(Finding(damages.UNUSUAL, "optimizer", detail=detail))
+        found.add(damages.UNUSUAL, "optimizer", detail)
 
 
 def read_others(found: Checkpoint) -> None:
     """Read the remaining torch.save files: schedulers, random states, the trainer's own."""
     for file in sorted(found.path.iterdir()):
-        if file.name in found.read:
-            continue
-        if file.is_file() and (file.suffix in OF_TORCH or (file.suffix in OF_TORCH_OR_ANOTHER and _is_zip(file))):
+        if file.name not in found.read and file.is_file() and tensor_streams.is_torchs(file):
             tensor_streams.read(file, found)
-
-
-def _is_zip(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(4) == b"PK\3\4"
 
 
 def _note_rest(found: Checkpoint, optimizers: list[Optimizer], others: Iterable[str]) -> None:
@@ -264,4 +232,4 @@ def _note_rest(found: Checkpoint, optimizers: list[Optimizer], others: Iterable[
     if not any(own.states for own in optimizers):
         found.format = WEIGHTS_ALONE
     if rest and not any(own.is_numbered or own.several for own in optimizers):
-        found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{len(rest)} tensors"))
+        found.add(damages.NO_OPTIMIZER_STATE, f"{len(rest)} tensors")

@@ -13,7 +13,7 @@ from ckpt_patches.formats.checkpoint import Checkpoint, first_beta, last_step
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.tensor_streams import groups_of
 from ckpt_patches.formats.torch_file import TorchFile, tensors_in
-from ckpt_patches.formats.zero_inventory import ABSENT_STATE, CONTRADICTION, ModelFacts, Problem, count_of, taken_steps
+from ckpt_patches.formats.zero_inventory import ModelFacts, count_of, taken_steps
 
 INNER = "optimizer_state_dict"
 SCALE = ("dynamic_loss_scale", "cur_scale", "cur_iter")
@@ -47,7 +47,7 @@ def read(path: Path) -> Checkpoint:
         _read_expert_ranks(found, folder, facts[0], files, experts)
     count = max((c for own in facts if (c := count_of(own.value.get("mp_world_size")))), default=1)
     absent = zero_inventory.absent_ranks({*named}, count, "the file of its model states", "model-parallel ")
-    found.findings += tensor_streams.findings([*zero_inventory.other_step(path.name, facts), *absent])
+    found.findings += [*zero_inventory.other_step(path.name, facts), *absent]
     found.beta1, found.step = first_beta(found.groups), last_step(steps)
     if found.step and all(taken_steps(own.value) == found.step - 1 for own in facts):
         found.step -= 1  # the first step used zero gradients, to allocate the states
@@ -64,11 +64,11 @@ def _read_rank(found: Checkpoint, file: TorchFile, label: str, experts: list[Any
     stage = stage_of(value.get("ds_config"))
     if stage:
         detail = f"a save of ZeRO stage {stage} has a file of optimizer states for each rank, and none is there"
-        found.findings.append(Finding(damages.INCOMPLETE_SAVE, name, label, detail=detail))
+        found.add(damages.INCOMPLETE_SAVE, name, detail, shard=label)
         return []
     if isinstance(names := value.get("buffer_names"), list):
         found.buffers |= {f"module.{own}" for own in names}
-    found.findings += tensor_streams.findings(zero_inventory.absent_keys(ModelFacts(name, value)), label)
+    found.findings += damages.labelled(zero_inventory.absent_keys(ModelFacts(name, value)), label)
     if experts and value.get("optimizer") is None:  # up to 0.19 the states are in the files of experts alone
         return []
     return _read_optimizers(found, file, value, label, experts)
@@ -95,7 +95,7 @@ def _read_expert_ranks(
         expected.append((f"experts' layer {layer}, ", {own for of, own in there if of == layer}, count_of(count) or 1))
     for kind, numbers, count in expected:
         absent = zero_inventory.absent_ranks(numbers, count, "its file of experts", kind)
-        found.findings += tensor_streams.findings(absent)
+        found.findings += absent
     for rank, file in read.items():
         value = {**model.value, **file.value}
         _read_optimizers(found, file, value, f"expert-parallel rank {rank}", experts)
@@ -110,8 +110,8 @@ def _read_optimizers(
     has_states = any(state for optimizer, _ in optimizers for state in tensor_streams.states_of(optimizer).values())
     if taken and not has_states and (not groups or any(map(_keeps_states, groups))):
         detail = f"{taken} steps were taken, and no state of an optimizer is in the file"
-        found.findings.append(Finding(damages.MISSING_STATE, file.path.name, label, detail=detail))
-    found.findings += tensor_streams.findings(_of_the_wrapper(file.path, value), label)
+        found.add(damages.MISSING_STATE, file.path.name, detail, shard=label)
+    found.findings += damages.labelled(_of_the_wrapper(file.path, value), label)
     module, steps = value.get("module"), list[Any]()
     weights = [*module.values(), *experts] if isinstance(module, dict) else []
     for optimizer, masters in optimizers:
@@ -127,17 +127,17 @@ def _keeps_states(group: dict[str, Any]) -> bool:
     return "momentum" not in group or bool(group["momentum"]) or "betas" in group
 
 
-def _of_the_wrapper(path: Path, value: dict[str, Any]) -> Iterator[Problem]:
+def _of_the_wrapper(path: Path, value: dict[str, Any]) -> Iterator[Finding]:
     """Missing entries that FP16_Optimizer and FP16_UnfusedOptimizer save with the inner state and need at a load."""
     wrapper = value.get("optimizer")
     if not isinstance(wrapper, dict) or INNER not in wrapper:
         return
     for key in (*SCALE, *(DYNAMIC if wrapper.get("dynamic_loss_scale") else ())):
         if key not in wrapper:
-            yield Problem(CONTRADICTION, path.name, f"no {key} of the optimizer, without which no load begins")
+            yield Finding(damages.CONTRADICTION, path.name, f"no {key} of the optimizer, without which no load begins")
     if not any(key in wrapper for key in torch_optimizers.MASTERS):
         masters = " and ".join(torch_optimizers.MASTERS)
-        yield Problem(ABSENT_STATE, path.name, f"no main parameters: none of {masters}")
+        yield Finding(damages.MISSING_STATE, path.name, f"no main parameters: none of {masters}")
 
 
 def stage_of(config: Any) -> int:

@@ -43,7 +43,6 @@ ITEM_SIZE = {
 FLOATS = ("float32", "bfloat16", "float16")  # which Adam's states and trained weights mostly are
 # Elements per byte of packed dtypes. Their storages count bytes.
 PACKED = {"quint4x2": 2, "quint2x4": 4}
-QUANTIZED = ("qint32", "qint8", "quint8", *PACKED)  # integers that scales convert to numbers
 
 # torch's storage classes and their dtypes. Other dtypes have untyped storages.
 STORAGES = {

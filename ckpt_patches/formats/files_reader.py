@@ -13,20 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import (
-    damages,
-    optimizer_inventory,
-    safetensors,
-    tensor_streams,
-    torch_optimizers,
-    trainer_files,
-)
+from ckpt_patches.formats import damages, safetensors, tensor_streams, torch_optimizers, trainer_files
 from ckpt_patches.formats.checkpoint import ALONE, WEIGHT, Checkpoint, Extent, Shard, Stream
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dcp_reader import set_step
 from ckpt_patches.formats.dtypes import FLOATS
 from ckpt_patches.formats.paths import path_within
-from ckpt_patches.formats.ranged import open_regular
 from ckpt_patches.formats.safetensors import INDEX_SUFFIX, SUFFIX, Tensor
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile, tensors_in
 from ckpt_patches.runtime.shown import shown
@@ -41,8 +33,6 @@ WEIGHTS = re.compile(r"(pytorch_model|adapter_model|diffusion_pytorch_model).*\.
 ONE_OF = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
 OF_A_RANK = re.compile(r"iter_(\d{7,15})_(\d{1,7})_local\.pt")  # a file of a local checkpoint, in its rank's folder
 OWN = re.compile(r"(?!rng_state|optimizer|scheduler|scaler).+\.(pt|pth)")
-OF_TORCHS = (".pt", ".pth")  # suffixes
-MAY_BE_TORCHS = (".bin", ".pkl")
 PARAMETER = re.compile(r"(.*[._])?(weight|bias|lora_\w+)")  # in the name of what is no buffer
 NORM = re.compile(r".*(norm|ln_|\bln)[^.]*\.weight", re.IGNORECASE)
 LEAST = 64  # bytes: fewer zeros can end a tensor that nothing was lost of
@@ -94,7 +84,7 @@ def read(path: Path) -> Checkpoint:
     found.findings += trainer_files.findings(path, names, steps, found.groups)
     found.format = _format(names)
     if not any(_has_weights(path / name) for name in names):
-        found.findings.append(Finding(damages.MISSING_WEIGHT, "model", detail="no file of the model's weights"))
+        found.add(damages.MISSING_WEIGHT, "model", "no file of the model's weights")
     return found
 
 
@@ -123,17 +113,8 @@ def _read_torch(found: Checkpoint, name: str) -> TorchFile | None:
     """The content of a file, if its name or its first bytes are those of torch.save."""
     path = found.path / name
     is_named = trainer_files.NUMBERED.fullmatch(name) or WEIGHTS.fullmatch(name)
-    is_torchs = path.suffix in OF_TORCHS or (path.suffix in MAY_BE_TORCHS and _is_zip(path))
-    return tensor_streams.read_file(path, found) if is_named or (is_torchs and not path.is_dir()) else None
-
-
-def _is_zip(path: Path) -> bool:
-    """Whether a file can be torch's: another one, such as a tokenizer's, is none. What cannot be opened may be one."""
-    try:
-        with open(open_regular(path), "rb") as file:
-            return file.read(4) == b"PK\3\4"
-    except OSError:
-        return True
+    is_torchs = is_named or (not path.is_dir() and tensor_streams.is_torchs(path))
+    return tensor_streams.read_file(path, found) if is_torchs else None
 
 
 def _read_optimizers(found: Checkpoint, files: Mapping[str, TorchFile], weights: Mapping[str, Any]) -> list[Any]:
@@ -145,13 +126,13 @@ def _read_optimizers(found: Checkpoint, files: Mapping[str, TorchFile], weights:
         value = file.value if isinstance(file.value, dict) else {}
         if not isinstance(value.get("state"), dict) or not isinstance(value.get("param_groups"), list):
             detail = "expected state and param_groups, as a torch optimizer's state dict has them"
-            found.findings.append(Finding(damages.MISSING_STATE, name, detail=detail))
+            found.add(damages.MISSING_STATE, name, detail)
             continue
         steps += torch_optimizers.take(found, file, value, f"{file.path.stem}.state").values()
         shapes = [tensor.shape for tensors in weights.values() for tensor in tensors.values()]
         states = filter(_is_of_its_shape, tensor_streams.states_of(value).values())
-        problems = optimizer_inventory.without_weights(name, states, shapes) if shapes else ()
-        found.findings += tensor_streams.findings(problems)
+        problems = torch_optimizers.without_weights(name, states, shapes) if shapes else ()
+        found.findings += problems
     return steps
 
 
@@ -160,7 +141,7 @@ def _is_of_its_shape(state: Mapping[Any, Any]) -> bool:
     tensors = [own for own in state.values() if isinstance(own, TensorHeader) and own.numel > 1]
     return len({tensor.shape for tensor in tensors}) == 1 and all(
         isinstance(own, TensorHeader) and own.numel > 1
-        for name in optimizer_inventory.OF_ELEMENTS
+        for name in torch_optimizers.OF_ELEMENTS
         if (own := state.get(name)) is not None
     )
 
@@ -178,8 +159,7 @@ def read_local(path: Path) -> Checkpoint:
     for name in every:
         file = tensor_streams.read_file(found.path / name, found)
         if name not in newest:
-            detail = f"of an earlier iteration than {found.iteration}, which the others are of"
-            found.findings.append(Finding(damages.UNUSUAL, name, detail=detail))
+            found.add(damages.UNUSUAL, name, f"of an earlier iteration than {found.iteration}, which the others are of")
         elif file is not None:
             label = f"rank {int(newest[name][2])}"
             for optimizer, masters in torch_optimizers.within(file.value):
@@ -189,8 +169,7 @@ def read_local(path: Path) -> Checkpoint:
     there = {int(own[2]) for own in newest.values()}
     folders = {int(parent) for name in every if (parent := Path(name).parent.name).isdecimal()}
     for rank in sorted({*folders, *range(min(there), min(max(there), min(there) + len(there)) + 1)} - there):
-        detail = f"no file of iteration {found.iteration}"
-        found.findings.append(Finding(damages.MISSING_RANK, f"rank {rank}", detail=detail))
+        found.add(damages.MISSING_RANK, f"rank {rank}", f"no file of iteration {found.iteration}")
     return found
 
 
@@ -204,10 +183,8 @@ def _read_safetensors(found: Checkpoint, names: list[str]) -> Files:
             path = path_within(found.path, name)
             files[name] = safetensors.read(path)
             found.findings += _zeros(name, files[name], safetensors.zeros_from(path, files[name]))
-        except UserError as error:
+        except (UserError, OSError) as error:
             found.findings.append(tensor_streams.refused(error, name))
-        except OSError as error:
-            found.findings.append(Finding(damages.BAD_FILE, name, detail=error.strerror or str(error)))
     for file, tensors in files.items():
         for name, tensor in tensors.items():
             if tensor.nbytes and tensor_streams.is_read(found, name, tensor.dtype):
@@ -220,10 +197,10 @@ def _without_elements(file: str, tensors: Mapping[str, Tensor | TensorHeader]) -
     """Weights without elements. ZeRO-3 leaves `[0]` in place of a weight that is not gathered; no module has such."""
     empty = [name for name, tensor in tensors.items() if tuple(tensor.shape) == (0,) and tensor.dtype in FLOATS]
     if not any(math.prod(tensor.shape) for tensor in tensors.values()):
-        yield Finding(damages.MISSING_WEIGHT, file, detail=f"{len(tensors)} tensors, and no element of a weight")
+        yield Finding(damages.MISSING_WEIGHT, file, f"{len(tensors)} tensors, and no element of a weight")
     elif named := list(filter(PARAMETER.fullmatch, empty)):
         detail = f"{len(empty)} of {len(tensors)} weights have the shape (0,), such as {shown(named[0])}"
-        yield Finding(damages.MISSING_WEIGHT, file, detail=detail)
+        yield Finding(damages.MISSING_WEIGHT, file, detail)
 
 
 def _zeros(file: str, tensors: Mapping[str, Tensor], begin: int) -> Iterator[Finding]:
@@ -237,18 +214,14 @@ def _zeros(file: str, tensors: Mapping[str, Tensor], begin: int) -> Iterator[Fin
     is_lost = has_matrix and (is_cut or any(map(NORM.fullmatch, zero)))
     first = min(zero, key=lambda name: zero[name].offset)
     detail = f"its last {size - begin} bytes are zeros: {len(zero)} whole tensors, from {shown(first)} on"
-    yield Finding(damages.BAD_FILE if is_lost else damages.UNUSUAL, file, detail=detail)
+    yield Finding(damages.BAD_FILE if is_lost else damages.UNUSUAL, file, detail)
 
 
 def _index(found: Checkpoint, name: str) -> dict[str, str]:
     try:
         return safetensors.read_index(path_within(found.path, name))
-    except safetensors.BadIndexError as error:
-        found.findings.append(Finding(damages.BAD_METADATA, name, detail=str(error)))
-    except UserError as error:
-        found.findings.append(tensor_streams.refused(error, name))
-    except OSError as error:
-        found.findings.append(Finding(damages.BAD_METADATA, name, detail=error.strerror or str(error)))
+    except (UserError, OSError) as error:
+        found.findings.append(tensor_streams.refused(error, name, damage=damages.BAD_METADATA))
     return {}
 
 
@@ -256,20 +229,19 @@ def _of_index(index: str, listed: Mapping[str, str], files: Files, names: list[s
     """Check that an index lists the files and tensors that are present."""
     own = {*listed.values()}
     for file in sorted(own - {*names}):
-        yield Finding(damages.BAD_FILE, file, detail=f"the file is missing, and {index} lists it")
+        yield Finding(damages.BAD_FILE, file, f"the file is missing, and {index} lists it")
     places = {name: file for file in files for name in files[file]}
     for name, file in listed.items():
         if file in files and name not in files[file]:
             there = f", it is in {places[name]}" if name in places else ""
             kind = damages.CONTRADICTION if there else damages.MISSING_WEIGHT
-            yield Finding(kind, name, detail=f"{index} has it in {file}{there}")
+            yield Finding(kind, name, f"{index} has it in {file}{there}")
     unlisted = [name for file in sorted(own & files.keys()) for name in files[file] if name not in listed]
     if unlisted:
         detail = f"{len(unlisted)} tensors are in its files and not in the index, such as {shown(unlisted[0])}"
-        yield Finding(damages.UNUSUAL, index, detail=detail)
+        yield Finding(damages.UNUSUAL, index, detail)
     if listed and index.removesuffix(INDEX_SUFFIX) in names:
-        detail = "a file of all weights and an index are there: a load takes one of them"
-        yield Finding(damages.UNUSUAL, index, detail=detail)
+        yield Finding(damages.UNUSUAL, index, "a file of all weights and an index are there: a load takes one of them")
 
 
 def _of_numbers(names: list[str], listed: set[str]) -> Iterator[Finding]:
@@ -279,6 +251,6 @@ def _of_numbers(names: list[str], listed: set[str]) -> Iterator[Finding]:
         files = {f"{prefix}-{number:05d}-of-{count}{suffix}" for number in range(1, min(int(count), 99_999) + 1)}
         if not files & listed:
             detail = f"no index lists them, and they are {there} of {int(count)}"
-            yield Finding(damages.UNUSUAL, f"{prefix}-*-of-{count}{suffix}", detail=detail)
+            yield Finding(damages.UNUSUAL, f"{prefix}-*-of-{count}{suffix}", detail)
         elif unlisted := sorted((files & {*names}) - listed):
-            yield Finding(damages.UNUSUAL, unlisted[0], detail="a file that the index does not list")
+            yield Finding(damages.UNUSUAL, unlisted[0], "a file that the index does not list")

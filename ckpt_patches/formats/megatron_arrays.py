@@ -83,12 +83,12 @@ def check_siblings(found: Checkpoint, arrays: Mapping[str, str]) -> None:
             wanted = wanted - {MASTER}  # an fp32 weight is the main parameter, except with a distributed optimizer
         missing = [role for role in ROLES if role not in roles and role in wanted]
         if set(missing) == set(MOMENTS):
-            found.findings.append(Finding(damages.MISSING_MOMENTS, name))
+            found.add(damages.MISSING_MOMENTS, name)
         elif missing:
-            found.findings.append(Finding(damages.MISSING_ARRAY, name, detail=f"no {' and no '.join(missing)}"))
+            found.add(damages.MISSING_ARRAY, name, f"no {' and no '.join(missing)}")
     without = sum(not _is_state(name) for name in parameters.keys() - with_state.keys())
     if with_state and without and not any(map(is_bucket, with_state)):
-        found.findings.append(Finding(damages.NO_OPTIMIZER_STATE, f"{without} parameters"))
+        found.add(damages.NO_OPTIMIZER_STATE, f"{without} parameters")
 
 
 def _stepped_by_others(arrays: Iterable[str]) -> set[str]:
@@ -104,10 +104,10 @@ def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
     has_states = any(map(_is_state, arrays)) or any(not shard.has_rows for shard in found.shards)
     if found.step and not has_states:
         detail = f"the optimizer is at step {found.step}, and no state of it is in the checkpoint"
-        found.findings.append(Finding(damages.MISSING_STATE, "the optimizer's state", detail=detail))
+        found.add(damages.MISSING_STATE, "the optimizer's state", detail)
     if has_states and not found.groups:
         detail = "no param group, with its settings and its step, is in the checkpoint"
-        found.findings.append(Finding(damages.MISSING_STATE, "param_groups", detail=detail))
+        found.add(damages.MISSING_STATE, "param_groups", detail)
     stated = {f"the step of group {n}": group.get("step") for n, group in enumerate(found.groups)}
     steps: dict[str, Any] = {
         name: step for name, step in stated.items() if step is not None and not isinstance(step, TensorHeader)
@@ -115,15 +115,15 @@ def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
     wrong = [*settings.not_numbers(found.groups), *settings.not_steps(steps)]
     if len(known := {step for step in steps.values() if settings.is_step(step)}) > 1:
         detail = f"the groups are at different steps, {', '.join(map(str, sorted(known)[:5]))}"
-        found.findings.append(Finding(damages.UNUSUAL, "param_groups", detail=detail))
+        found.add(damages.UNUSUAL, "param_groups", detail)
     # Allow one extra step: an optimizer may take one at the start, to allocate its states.
     if found.iteration is not None and (found.step or 0) > found.iteration + 1:
         detail = f"the optimizer has taken {found.step} steps, and the run {found.iteration}"
-        found.findings.append(Finding(damages.UNUSUAL, "param_groups", detail=detail))
-    found.findings += [Finding(damages.UNUSUAL, "param_groups", detail=what) for what in _groups_of_states(found)]
-    found.findings += [Finding(damages.CONTRADICTION, "param_groups", detail=what) for what in wrong]
+        found.add(damages.UNUSUAL, "param_groups", detail)
+    found.findings += [Finding(damages.UNUSUAL, "param_groups", what) for what in _groups_of_states(found)]
+    found.findings += [Finding(damages.CONTRADICTION, "param_groups", what) for what in wrong]
     unlike = settings.unlike_groups(found.groups)
-    found.findings += [Finding(damages.UNUSUAL, "param_groups", detail=what) for what in unlike]
+    found.findings += [Finding(damages.UNUSUAL, "param_groups", what) for what in unlike]
 
 
 def _groups_of_states(found: Checkpoint) -> Iterator[str]:
@@ -159,26 +159,25 @@ def name_other_cuts(found: Checkpoint, cuts: dict[str, tuple[str, object]]) -> N
     detail = "cut otherwise than the master parameter: they were not compared"
     for name, cut in cuts.values():
         if cut != cuts[MASTER][1]:
-            found.findings.append(Finding(damages.NOT_JUDGED, name, detail=detail))
+            found.add(damages.NOT_JUDGED, name, detail)
 
 
 def set_common(found: Checkpoint, common: Any, *, is_distributed: bool) -> None:
     """Set the optimizer's step and other facts about the run from the unsharded state."""
     if not isinstance(common, dict):
-        detail = f"expected a dict in {COMMON}, found {type(common).__name__}"
-        found.findings.append(Finding(damages.BAD_METADATA, COMMON, detail=detail))
+        found.add(damages.BAD_METADATA, COMMON, f"expected a dict in {COMMON}, found {type(common).__name__}")
         return
     optimizers = [common.get("optimizer"), common.get("optimizer_states")]  # the second is NeMo's
     set_run(found, param_groups(optimizers), common.get("args"))
     check_scaler(found, optimizers, common.get("args"))
     for what in _without_groups(optimizers):
-        found.findings.append(Finding(damages.MISSING_STATE, "param_groups", detail=what))
+        found.add(damages.MISSING_STATE, "param_groups", what)
     check_iteration(found, common, COMMON)
     own = _sharding_of(optimizers)
     found.sharding = _sharding_of_content(common) or own
     if not own and is_distributed:
         detail = f"no {SHARDING_TYPE} in {COMMON}, without which no load of a distributed optimizer begins"
-        found.findings.append(Finding(damages.CONTRADICTION, COMMON, detail=detail))
+        found.add(damages.CONTRADICTION, COMMON, detail)
     found.recorded = common.get(KEY)
 
 
@@ -204,7 +203,7 @@ def set_run(found: Checkpoint, optimizers: list[list[dict[str, Any]]], arguments
     is_adam = all("betas" in group for group in groups)
     for own in optimizers:
         unusual = [*settings.same_groups(own), *settings.unlike_schedules(own, experts_are_apart=is_adam)]
-        found.findings += [Finding(damages.UNUSUAL, "param_groups", detail=what) for what in unusual]
+        found.findings += [Finding(damages.UNUSUAL, "param_groups", what) for what in unusual]
     found.groups += groups
     steps = [step for group in found.groups if (step := group.get("step")) is not None]
     found.step = last_step(steps) if steps else (0 if found.groups else None)
@@ -228,11 +227,9 @@ def check_scaler(found: Checkpoint, optimizer: Any, arguments: Any) -> None:
     for own in _mixed_precision(optimizer):
         scaler = own.get(SCALER)
         if is_fp16 and not isinstance(scaler, dict):
-            detail = f"no {SCALER}, which a run in fp16 saves"
-            found.findings.append(Finding(damages.MISSING_STATE, "the loss scale", detail=detail))
+            found.add(damages.MISSING_STATE, "the loss scale", f"no {SCALER}, which a run in fp16 saves")
         for key in sorted(OF_SCALER - scaler.keys()) if isinstance(scaler, dict) and scaler else ():
-            detail = f"no {key} in {SCALER}, without which no load begins"
-            found.findings.append(Finding(damages.MISSING_STATE, "the loss scale", detail=detail))
+            found.add(damages.MISSING_STATE, "the loss scale", f"no {key} in {SCALER}, without which no load begins")
 
 
 def _mixed_precision(optimizer: Any) -> Iterator[dict[str, Any]]:
@@ -251,17 +248,16 @@ def check_iteration(found: Checkpoint, value: dict[str, Any], where: str) -> Non
     named, stated = ITERATION.fullmatch(found.path.name), value.get("iteration")
     absent = {"args", "checkpoint_version", "iteration"} - value.keys()  # Megatron-LM saves these together
     if absent == {"iteration"}:
-        detail = "no iteration, without which no load begins"
-        found.findings.append(Finding(damages.CONTRADICTION, where, detail=detail))
+        found.add(damages.CONTRADICTION, where, "no iteration, without which no load begins")
     elif len(absent) == 1 and not (found.path / CONFIG_OF_BRIDGE).exists():
         detail = (
             f"no {absent.pop()}, which Megatron-LM saves with the iteration: a load takes it for that of an old one"
         )
-        found.findings.append(Finding(damages.UNUSUAL, where, detail=detail))
+        found.add(damages.UNUSUAL, where, detail)
     found.iteration = stated if type(stated) is int else None
     if named and type(stated) is int and stated != int(named[1]):
         detail = f"it states iteration {shown(stated)}, and the folder is named {found.path.name}"
-        found.findings.append(Finding(damages.UNUSUAL, where, detail=detail))
+        found.add(damages.UNUSUAL, where, detail)
 
 
 def _sharding_of_content(common: dict[str, Any]) -> str:
@@ -315,12 +311,12 @@ def check_config(found: Checkpoint) -> None:
     named = _named_backend(found.path)
     if named is None:
         detail = "the file that states the format is missing or cannot be read; identified by the files beside it"
-        found.findings.append(Finding(damages.BAD_METADATA, CONFIG, detail=detail))
+        found.add(damages.BAD_METADATA, CONFIG, detail)
     elif named not in BACKENDS:
         detail = (
             f"the metadata names the format {shown(named)}, which is not known here; read as the files beside it are"
         )
-        found.findings.append(Finding(damages.NOT_READ, CONFIG, detail=detail))
+        found.add(damages.NOT_READ, CONFIG, detail)
 
 
 def _named_backend(path: Path) -> str | None:

@@ -5,19 +5,34 @@ bucket. `mp_rank_*/model_optim_rng.pt` holds the model's weights and the optimiz
 """
 
 import contextlib
+import itertools
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import torch_file
-from ckpt_patches.formats.torch_file import TensorHeader, tensors_in
+from ckpt_patches.formats import damages, settings, tensor_streams, torch_file
+from ckpt_patches.formats.checkpoint import Checkpoint, Shard
+from ckpt_patches.formats.checksum import of_zeros
+from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.megatron_arrays import (
+    STATES,
+    check_iteration,
+    check_promises,
+    check_scaler,
+    param_groups,
+    set_run,
+)
+from ckpt_patches.formats.torch_file import TensorHeader, TorchFile, tensors_in
+from ckpt_patches.runtime.shown import shown
 
 OPTIMIZER, MODEL = "distrib_optim.pt", "model_optim_rng.pt"
-STATES = ("param", "exp_avg", "exp_avg_sq")
+NAMES = ("param", "exp_avg", "exp_avg_sq")
 COALESCED, UNPADDED = "buckets_coalesced", "numel_unpadded"
 ALIGNMENT = 64  # elements; each parameter begins at a multiple
+BUCKET_SIZES = "per_bucket_numel"
 MOST_DEPTH = 5  # of chained optimizers, buffers and dtypes
 RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")  # tensor-, pipeline-, expert-parallel
 
@@ -47,7 +62,7 @@ def buckets(value: Any) -> dict[str, dict[str, TensorHeader]]:
     found: dict[str, dict[str, TensorHeader]] = {}
     for name, tensor in tensors_in(value):
         bucket, _, state = name.rpartition(".")
-        if state in STATES:
+        if state in NAMES:
             found.setdefault(bucket, {})[state] = tensor
     return found
 
@@ -73,3 +88,167 @@ def unpadded(value: Any) -> int:
 def aligned(numels: Iterable[int]) -> int:
     """The most elements that parameters take in their buckets, with alignment."""
     return sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in numels)
+
+
+class _Rank(NamedTuple):
+    """The facts that a model-parallel rank's folder states."""
+
+    label: str
+    keys: frozenset[str]  # of the model's file
+    groups: list[dict[str, Any]]  # param groups
+    has_states: bool
+
+
+def read(path: Path) -> Checkpoint:
+    """The structure of a checkpoint, with findings for the problems of its files."""
+    found = Checkpoint(path, "megatron torch")
+    ranks = [_read_rank(found, folder, "" if folder == path else folder.name) for folder in folders(path)]
+    _check_ranks(found, list(filter(None, ranks)))
+    _check_copies(found)
+    check_promises(found, ())
+    return found
+
+
+def _read_rank(found: Checkpoint, folder: Path, label: str) -> _Rank | None:
+    """Add the buckets of a folder. Returns None if one of its files is missing or cannot be read."""
+    before = len(found.groups)
+    model = _read_model(found, folder, label)
+    if not (folder / OPTIMIZER).exists():
+        found.add(damages.BAD_FILE, f"{label}/{OPTIMIZER}", "the file is missing")
+        return None
+    states = tensor_streams.read(folder / OPTIMIZER, found)
+    judge_buckets(found, folder / OPTIMIZER, label, states)
+    if model is None or states is None:
+        return None
+    weights = [tensor.numel for key, own in model.items() if key.startswith("model") for _, tensor in tensors_in(own)]
+    check_weights(found, f"{label}/{MODEL}".lstrip("/"), unpadded(states), weights)
+    return _Rank(label, frozenset(model), found.groups[before:], bool(buckets(states)))
+
+
+def judge_object(found: Checkpoint, file: TorchFile, name: str) -> int:
+    """Read an object, or a list of one, that is stored with the sharded tensors: bucket states or param groups.
+
+    Returns the number of elements, without padding, that it states for the buckets.
+    """
+    value = file.value[0] if isinstance(file.value, list) and len(file.value) == 1 else file.value
+    judge_buckets(found, file.path, "", value, name)
+    if groups := param_groups(value):
+        set_run(found, groups, None)
+    return _total(value) if name.endswith(f".{BUCKET_SIZES}_unpadded") else unpadded(value)
+
+
+def _total(sizes: Any) -> int:
+    """The sum of nested numbers."""
+    if isinstance(sizes, (dict, list)):
+        return sum(map(_total, sizes.values() if isinstance(sizes, dict) else sizes))
+    return sizes if type(sizes) is int else 0
+
+
+def check_bucket_sizes(found: Checkpoint, objects: Mapping[str, Any]) -> None:
+    """Check the bucket sizes that `dp_reshardable` saves, with padding and without it."""
+    for name, value in objects.items():
+        other = objects.get(f"{name}_unpadded") if name.endswith(f".{BUCKET_SIZES}") else None
+        if other is not None and not _is_at_most(other, value):
+            detail = "the buckets, or their sizes with and without padding, are not those of each other"
+            found.add(damages.CONTRADICTION, name, detail)
+
+
+def _is_at_most(one: Any, other: Any) -> bool:
+    """Whether two values have the same nesting, and no number in `one` is larger than its counterpart."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        pairs = [(one[key], other.get(key)) for key in one] if len(one) == len(other) else [(0, None)]
+    elif isinstance(one, list) and isinstance(other, list):
+        pairs = list(zip(one, other, strict=True)) if len(one) == len(other) else [(0, None)]
+    else:
+        return type(one) is int and type(other) is int and one <= other
+    return all(_is_at_most(*pair) for pair in pairs)
+
+
+def judge_buckets(found: Checkpoint, path: Path, label: str, value: Any, prefix: str = "") -> None:
+    """Add a shard for each bucket in a file's value."""
+    for place, bucket in buckets(value).items():
+        name = f"{prefix}.{place}".strip(".")
+        tensors = {role: bucket[key] for key, role in STATES.items() if key in bucket}
+        sizes = {tensor.numel for tensor in tensors.values()}
+        if len(sizes) != 1 or len(tensors) != len(set(STATES.values())):
+            detail = ", ".join(f"{role}: {tensor.numel}" for role, tensor in tensors.items())
+            found.add(damages.MISSING_ARRAY, name, detail, shard=label)
+        streams = tensor_streams.streams(found, path, name, tensors)
+        if len(sizes) == 1:
+            found.shards.append(Shard(name, label, (sizes.pop(),), streams, has_rows=False))
+    for own in coalesced(value):
+        numel, states = own.get(UNPADDED), [own[key] for key in NAMES if isinstance(own.get(key), TensorHeader)]
+        if any(state.numel != numel for state in states):
+            detail = f"{UNPADDED} is {shown(numel)}, of states with {states[0].numel} elements"
+            found.add(damages.CONTRADICTION, f"{prefix} {UNPADDED}".strip(), detail, shard=label)
+
+
+def check_weights(found: Checkpoint, where: str, expected: int, weights: list[int]) -> None:
+    """Check that a rank's weights have at least `expected` elements. `weights` has the count of each."""
+    there = aligned(weights)
+    if weights and there < expected:
+        detail = f"expected {expected} elements at least, as the optimizer has, found {there} in {len(weights)} tensors"
+        found.add(damages.MISSING_WEIGHT, where, detail)
+
+
+def _check_ranks(found: Checkpoint, ranks: list[_Rank]) -> None:
+    """Check that every model-parallel rank has a folder, with the same contents as the others'."""
+    places = [match for rank in ranks if (match := RANK.fullmatch(rank.label))]
+    sizes = list(found.model_parallel)
+    for own in places:
+        sizes = [max(size, int(own[n + 1] or 0) + 1) for n, size in enumerate(sizes)]
+    there = {(int(own[1]), int(own[2] or 0)) for own in places}
+    if places and len(there) < math.prod(sizes):
+        absent = next(rank for rank in itertools.product(*map(range, sizes)) if rank not in there)
+        detail = f"{len(there)} of {math.prod(sizes)} model-parallel ranks are there; rank {absent} is not"
+        found.add(damages.MISSING_RANK, "mp_rank_*", detail)
+    first: dict[str, _Rank] = {}
+    for rank in ranks:
+        if any(other.keys - rank.keys or other.has_states > rank.has_states for other in ranks):
+            found.add(damages.MISSING_STATE, rank.label, "it has no states, or not all that another rank's folder has")
+        other = first.setdefault(rank.label.partition("_rank_")[2].partition("_")[2], rank)  # same pipeline stage
+        wrong = [*_unlike(rank, other)]
+        found.findings += [Finding(damages.CONTRADICTION, f"{rank.label}/{MODEL}", what) for what in wrong]
+
+
+def _unlike(rank: _Rank, other: _Rank) -> Iterator[str]:
+    """Describe the differences between the param groups of two tensor-parallel ranks."""
+    if len(rank.groups) != len(other.groups):
+        yield f"{len(rank.groups)} param groups, and {len(other.groups)} in {other.label}"
+        return
+    for number, pair in enumerate(zip(rank.groups, other.groups, strict=True)):
+        yield from (f"in {other.label}, group {number}: {what}" for what in settings.differences(*pair))
+
+
+def _check_copies(found: Checkpoint) -> None:
+    """Report files with the same tensors as another rank's file of that name. Ignores tensors of zeros."""
+    crcs: dict[str, list[int]] = {}
+    for record in found.records:
+        if record.crc != of_zeros(record.nbytes):
+            crcs.setdefault(record.path, []).append(record.crc)
+    first: dict[tuple[str, tuple[int, ...]], Path] = {}
+    for path, own in ((Path(path), own) for path, own in crcs.items()):
+        other = first.setdefault((path.name, tuple(own)), path)
+        if other != path:
+            stages = {match[2] for file in (path, other) if (match := RANK.fullmatch(file.parent.name))}
+            is_stage = found.model_parallel[1] > 1 and len(stages) > 1
+            detail = f"all of its tensors are those of {other.relative_to(found.path)}"
+            kind = damages.FOREIGN_FILE if is_stage else damages.UNUSUAL
+            found.add(kind, str(path.relative_to(found.path)), detail)
+
+
+def _read_model(found: Checkpoint, folder: Path, label: str) -> dict[str, Any] | None:
+    """The value of the model's file, by key. Sets the optimizer's step; the weights are judged with all tensors."""
+    path = folder / MODEL
+    if not path.exists():
+        found.add(damages.BAD_FILE, f"{label}/{MODEL}".lstrip("/"), "the file is missing")
+        return None
+    value = tensor_streams.read(path, found)
+    if not isinstance(value, dict):
+        return None
+    set_run(found, param_groups(value.get("optimizer")), value.get("args"))
+    check_scaler(found, value.get("optimizer"), value.get("args"))
+    if not any(str(key).startswith("model") for key in value):
+        found.add(damages.MISSING_WEIGHT, f"{label}/{MODEL}".lstrip("/"), "no weights of the model")
+    check_iteration(found, value, f"{label}/{MODEL}".lstrip("/"))
+    return {str(key): own for key, own in value.items()}

@@ -236,11 +236,6 @@ class Function:
     __setstate__ = __setattr__
 
 
-def is_name(value: Any) -> bool:
-    """Whether a value is a string that is short enough for a message."""
-    return type(value) is str and len(value) <= LONGEST_GLOBAL
-
-
 _MODULES = ("builtins", "__builtin__")
 # The classes and functions that are no stubs, and the methods of the unpickler that stand for them.
 BUILTIN = {

@@ -8,10 +8,10 @@ from ckpt_patches.formats import (
     deepspeed_files,
     files_reader,
     megatron_arrays,
-    megatron_torch_reader,
+    megatron_torch,
     rank_files_reader,
     torch_dist_reader,
-    universal_reader,
+    universal,
     zarr_reader,
     zero_reader,
 )
@@ -29,13 +29,13 @@ def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
     if zero_reader.is_zero(path):
         return zero_reader.read
     if is_universal(path):
-        return universal_reader.read
+        return universal.read
     if deepspeed_files.is_without_zero(path):
         return deepspeed_files.read
     if rank_files_reader.is_rank_files(path):
         return rank_files_reader.read
     if megatron_torch_folders(path):
-        return megatron_torch_reader.read
+        return megatron_torch.read
     if is_dcp(path):
         return dcp_reader.read
     if files_reader.is_local(path):

@@ -16,9 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.ranged import open_regular, read_metadata
+from ckpt_patches.formats.torch_file import BadFileError
 from ckpt_patches.runtime.shown import shown
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".index.json"
@@ -44,10 +44,6 @@ DTYPES = {
 }
 
 
-class BadHeaderError(UserError):
-    """A file that is not a safetensors file, or is incomplete."""
-
-
 class Tensor(NamedTuple):
     """The position of a tensor in a file."""
 
@@ -61,20 +57,20 @@ def read(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, by name. Only the header is read.
 
     Raises:
-        BadHeaderError: the file is truncated, corrupt, or not a safetensors file.
+        BadFileError: the file is truncated, corrupt, or not a safetensors file.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
-            raise BadHeaderError(f"{path} is truncated: its header does not end in it")
+            raise BadFileError(f"{path} is truncated: its header does not end in it")
         if length > LONGEST_HEADER:
-            raise BadHeaderError(f"{path}: expected a header of at most {LONGEST_HEADER} bytes, found {length}")
+            raise BadFileError(f"{path}: expected a header of at most {LONGEST_HEADER} bytes, found {length}")
         data = file.read(length)
     try:
         return _checked(data, 8 + length, size)
-    except BadHeaderError as error:
-        raise BadHeaderError(f"{path} is corrupt: {error}") from None
+    except BadFileError as error:
+        raise BadFileError(f"{path} is corrupt: {error}") from None
 
 
 def _checked(data: bytes, begin: int, size: int) -> dict[str, Tensor]:
@@ -84,9 +80,9 @@ def _checked(data: bytes, begin: int, size: int) -> dict[str, Tensor]:
     for (_, before), (after, _) in pairwise([(begin, begin), *ordered, (size, size)]):
         if before > after:
             what = "the file is truncated" if after == size else "tensors overlap"
-            raise BadHeaderError(f"{what}: one ends at byte {before}, expected at most {after}")
+            raise BadFileError(f"{what}: one ends at byte {before}, expected at most {after}")
         if before < after:
-            raise BadHeaderError(f"no tensor has the bytes from {before} to {after}")
+            raise BadFileError(f"no tensor has the bytes from {before} to {after}")
     return found
 
 
@@ -95,11 +91,11 @@ def _entries(data: bytes) -> list[tuple[str, Any]]:
     try:
         found = json.loads(data, object_pairs_hook=_Pairs)
     except (ValueError, RecursionError) as error:
-        raise BadHeaderError(f"its header is no JSON ({type(error).__name__})") from None
+        raise BadFileError(f"its header is no JSON ({type(error).__name__})") from None
     if not isinstance(found, _Pairs):
-        raise BadHeaderError("its header is no JSON object")
+        raise BadFileError("its header is no JSON object")
     if len(dict(found)) < len(found):
-        raise BadHeaderError("a name is twice in its header")
+        raise BadFileError("a name is twice in its header")
     return list(found)
 
 
@@ -111,11 +107,11 @@ def _tensor(name: str, value: Any, begin: int) -> Tensor:
     fields = dict(value) if isinstance(value, _Pairs) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise BadHeaderError(f"{shown(name)} has no type, shape and offsets")
+        raise BadFileError(f"{shown(name)} has no type, shape and offsets")
     torchs, nbytes = DTYPES.get(dtype, dtype), offsets[1] - offsets[0]
     numel = math.prod(shape)
     if nbytes < 0 or (torchs in ITEM_SIZE and nbytes != numel * ITEM_SIZE[torchs]):
-        raise BadHeaderError(f"{shown(name)} has {nbytes} bytes for {numel} elements of {dtype:.50}")
+        raise BadFileError(f"{shown(name)} has {nbytes} bytes for {numel} elements of {dtype:.50}")
     return Tensor(torchs, tuple(shape), begin + offsets[0], nbytes)
 
 
@@ -143,25 +139,21 @@ def zeros_from(path: Path, tensors: Mapping[str, Tensor]) -> int:
     return at
 
 
-class BadIndexError(UserError):
-    """An index without a valid list of the tensors' files."""
-
-
 def read_index(path: Path) -> dict[str, str]:
     """The file of each tensor, from an index (`weight_map`).
 
     Raises:
-        BadIndexError: the index is invalid, or lists something other than files beside it.
+        BadFileError: the index is invalid, or lists something other than files beside it.
     """
     try:
         found = json.loads(read_metadata(path))
     except (ValueError, RecursionError) as error:
-        raise BadIndexError(f"{path} is no JSON ({type(error).__name__})") from None
+        raise BadFileError(f"{path} is no JSON ({type(error).__name__})") from None
     listed = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(listed, dict) or not listed:
-        raise BadIndexError(f"{path} has no weight_map")
+        raise BadFileError(f"{path} has no weight_map")
     if odd := [file for file in listed.values() if not _is_file_name(file)]:
-        raise BadIndexError(f"{path}: expected names of files beside it, found {shown(odd[0])}")
+        raise BadFileError(f"{path}: expected names of files beside it, found {shown(odd[0])}")
     return listed
 
 

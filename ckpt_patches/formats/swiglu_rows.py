@@ -87,7 +87,7 @@ def _mixed(tensor: Tensor, beside: Tensor | None, is_fsdp2: bool) -> Mixed | Non
     if data_parallel % 2 == 0:  # if in place, a shard is one chunk
         return Mixed(grid)
     number = {row: count for count, row in enumerate(rows)}
-    files = [(number[at[axis]], place.file.rpartition("_")[0]) for at, place in tensor.places.items()]
+    files = [(number[at[axis]], place.path.rpartition("_")[0]) for at, place in tensor.places.items()]
     as_mixed, in_place = (_is_of_one_rank(files, shard_of) for shard_of in (_mixed_shards(grid), _shards(grid)))
     if as_mixed == in_place:
         return Mixed(None, "the files do not tell which data-parallel rank has saved which of its chunks")

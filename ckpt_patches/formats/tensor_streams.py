@@ -1,32 +1,20 @@
 """Read tensors of torch.save files as streams, for the readers of formats that consist of such files."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import damages, optimizer_inventory, torch_file, zero_facts, zero_inventory
+from ckpt_patches.formats import damages, torch_file
 from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Held, Record, Stream
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
 from ckpt_patches.formats.paths import LinkOutsideError, path_within
+from ckpt_patches.formats.ranged import open_regular
 
+OF_TORCH, OF_TORCH_OR_ANOTHER = (".pt", ".pth"), (".bin", ".pkl")  # suffixes
 # Found in the class names of quantized tensors (codes with scales), such as Transformer Engine's.
 QUANTIZED = ("Float8", "FP8", "FP4")
-
-PROBLEMS = {
-    zero_inventory.ABSENT_RANK: damages.MISSING_RANK,
-    zero_inventory.ABSENT_STATE: damages.MISSING_STATE,
-    zero_inventory.ABSENT_WEIGHT: damages.MISSING_WEIGHT,
-    zero_inventory.FOREIGN: damages.FOREIGN_FILE,
-    zero_inventory.OTHER_STEP: damages.MIXED_STEPS,
-    zero_inventory.OTHER_DEGREE: damages.MIXED_RANKS,
-    zero_inventory.CONTRADICTION: damages.CONTRADICTION,
-    zero_inventory.FRAGMENTS: damages.FRAGMENTS,
-    zero_inventory.NOT_JUDGED: damages.NOT_JUDGED,
-    zero_inventory.UNUSUAL: damages.UNUSUAL,
-    zero_inventory.RARE: damages.RARE,
-}
 
 
 def read(path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BAD_FILE) -> Any:
@@ -51,18 +39,25 @@ def read_file(
     return file
 
 
-def findings(problems: Iterable[zero_inventory.Problem], label: str = "") -> list[Finding]:
-    """Convert the problems of an inventory to findings."""
-    return [Finding(PROBLEMS[problem.kind], problem.where, label, detail=problem.detail) for problem in problems]
+def is_torchs(path: Path) -> bool:
+    """Whether a file is one of torch.save, by its suffix or first bytes. What cannot be opened may be one."""
+    if path.suffix not in OF_TORCH_OR_ANOTHER:
+        return path.suffix in OF_TORCH
+    try:
+        with open(open_regular(path), "rb") as file:
+            return file.read(4) == b"PK\3\4"
+    except OSError:
+        return True
 
 
 def refused(
-    error: UserError, array: str, shard: str = "", *, damage: damages.FindingKind = damages.BAD_FILE
+    error: UserError | OSError, array: str, shard: str = "", *, damage: damages.FindingKind = damages.BAD_FILE
 ) -> Finding:
     """A finding for what cannot be read: `damage`, or NOT_READ for an unknown format and a link to elsewhere."""
     is_unknown = isinstance(error, torch_file.NotReadError | UnknownDtypeError | LinkOutsideError)
     kind = damages.NOT_READ if is_unknown else damage
-    return Finding(kind, array, shard, detail=str(error))
+    detail = error.strerror if isinstance(error, OSError) else None
+    return Finding(kind, array, detail or str(error), shard=shard)
 
 
 def hold(found: Checkpoint, file: torch_file.TorchFile, span: tuple[int, int], name: str = "") -> None:
@@ -75,7 +70,7 @@ def hold(found: Checkpoint, file: torch_file.TorchFile, span: tuple[int, int], n
             detail = (
                 f"an object of {type(part).__module__}.{type(part).__name__}, whose bytes are no numbers by themselves"
             )
-            found.findings.append(Finding(damages.NOT_JUDGED, place, detail=detail))
+            found.add(damages.NOT_JUDGED, place, detail)
 
 
 def stream(found: Checkpoint, path: Path, array: str, value: Any) -> Stream | None:
@@ -100,7 +95,7 @@ def weight(found: Checkpoint, path: Path, name: str, value: Any, shape: tuple[in
     """The model's weight of a parameter, as in `stream`. One of another shape is not compared and adds a finding."""
     if isinstance(value, torch_file.TensorHeader) and value.numel and value.shape != shape:
         detail = f"the model's weight has the shape {value.shape}, its parameter {shape}: they were not compared"
-        found.findings.append(Finding(damages.NOT_JUDGED, name, detail=detail))
+        found.add(damages.NOT_JUDGED, name, detail)
         return None
     return stream(found, path, name, value)
 
@@ -110,7 +105,7 @@ def is_read(found: Checkpoint, array: str, dtype: str) -> bool:
     if dtype in ITEM_SIZE and dtype not in PACKED:
         return True
     what = "several of which share a byte" if dtype in PACKED else "a type that is not known here"
-    found.findings.append(Finding(damages.NOT_READ, array, detail=f"elements of torch.{dtype}, {what}"))
+    found.add(damages.NOT_READ, array, f"elements of torch.{dtype}, {what}")
     return False
 
 
@@ -129,19 +124,6 @@ def states_of(optimizer: Mapping[str, Any]) -> dict[Any, dict[Any, Any]]:
 def steps_of(path: Path, states: Mapping[Any, Mapping[Any, Any]]) -> dict[Any, float | None]:
     """The step of each parameter that has one; None if it is not a number."""
     return {number: scalar(path, state["step"]) for number, state in states.items() if "step" in state}
-
-
-def of_optimizer(
-    file: torch_file.TorchFile,
-    groups: list[dict[str, Any]],
-    states: Mapping[Any, dict[Any, Any]],
-    steps: Mapping[Any, Any],
-    label: str = "",
-) -> list[Finding]:
-    """The findings of the inventory of a torch optimizer."""
-    checksums = zero_facts.distinctive_checksums(file)
-    optimizer = optimizer_inventory.Optimizer(file.path.name, groups, states, steps, checksums=checksums)
-    return findings(optimizer_inventory.problems(optimizer), label)
 
 
 def scalar(path: Path, value: Any) -> float | None:

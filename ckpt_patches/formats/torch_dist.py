@@ -10,10 +10,11 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import pickles, torch_file
+from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.pickles import Instance
 from ckpt_patches.formats.ranged import RangedFiles, read_metadata
@@ -31,24 +32,16 @@ LARGEST = pickles.LARGEST  # bytes of an index: some two million chunks
 MEMORY = 15  # bytes of memory for each byte of an index
 
 
-class Place(NamedTuple):
-    """A part of a file."""
-
-    file: str  # its name in the checkpoint's folder
-    offset: int
-    nbytes: int
-
-
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the index."""
+    """A tensor of the index. The paths of its places are below the checkpoint's folder."""
 
     name: str
     dtype: str  # torch's name
     size: tuple[int, ...]
     whole: tuple[int, ...] | None  # the shape before flattening; None if not flattened
     chunks: dict[Offsets, tuple[int, ...]]  # sizes by offsets
-    places: dict[Offsets, Place] = field(default_factory=dict)  # of the chunks, by offsets; some can be missing
+    places: dict[Offsets, Extent] = field(default_factory=dict)  # of the chunks, by offsets; some can be missing
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ class Index:
     """The content of `.metadata`."""
 
     tensors: dict[str, Tensor]
-    objects: dict[str, Place]
+    objects: dict[str, Extent]
     absent: tuple[str, ...] = ()  # entries that the index lists or a rank planned to write, without a place
 
     def same_places(self) -> Iterator[tuple[str, str]]:
@@ -74,26 +67,26 @@ class Index:
             if (file, begin) in same and (other := first.setdefault((file, begin), key)) is not key:
                 yield _called(*other), _called(*key)
 
-    def _places(self) -> Iterator[tuple[tuple[str, Offsets], Place]]:
+    def _places(self) -> Iterator[tuple[tuple[str, Offsets], Extent]]:
         for name, tensor in self.tensors.items():
             yield from (((name, offsets), place) for offsets, place in tensor.places.items())
         yield from (((name, ()), place) for name, place in self.objects.items())
 
 
-class SubclassError(NotReadError):
-    """A chunk is a subclass of torch.Tensor, whose tensors are codes and scales, say."""
+class ChunkError(NotReadError):
+    """A chunk that is valid, and whose elements do not lie in the file in the order of its shape."""
 
     def __init__(self, detail: str, file: TorchFile) -> None:
         super().__init__(detail)
         self.file = file
 
 
-class NotContiguousError(NotReadError):
-    """A tensor that is not contiguous, such as a convolution's weight in `channels_last`."""
+class SubclassError(ChunkError):
+    """It is a subclass of torch.Tensor, whose tensors are codes and scales, say."""
 
-    def __init__(self, message: str, file: TorchFile) -> None:
-        super().__init__(message)
-        self.file = file
+
+class NotContiguousError(ChunkError):
+    """It is not contiguous, such as a convolution's weight in `channels_last`."""
 
 
 def read_index(folder: Path) -> Index:
@@ -161,14 +154,14 @@ def _index(folder: Path, index: dict[str, Any]) -> Index:
         name, offsets, file, begin, nbytes = _stored(key, where)
         if not (type(begin) is type(nbytes) is int and begin >= 0 <= nbytes):
             raise ValueError(f"expected a place in a file, found {shown((begin, nbytes))}")
-        place = tuple.__new__(Place, (file, begin, nbytes))
+        place = tuple.__new__(Extent, (file, begin, nbytes))
         if name in found.tensors:
             key = _numbers(offsets)
             found.tensors[name].places[same[name].get(key, key)] = place  # keeps equal offsets in memory once
         elif isinstance(name, str):
             found.objects[name] = place
-    of_tensors = {place.file for tensor in found.tensors.values() for place in tensor.places.values()}
-    for file in of_tensors | {place.file for place in found.objects.values()}:
+    of_tensors = {place.path for tensor in found.tensors.values() for place in tensor.places.values()}
+    for file in of_tensors | {place.path for place in found.objects.values()}:
         path_within(folder, file)
     return replace(found, absent=tuple(_absent(index, found)))
 
@@ -227,14 +220,14 @@ def _numbers(values: Any) -> tuple[int, ...]:
     return found
 
 
-def read_place(files: RangedFiles, folder: Path, place: Place) -> TorchFile:
+def read_place(files: RangedFiles, folder: Path, place: Extent) -> TorchFile:
     """Read what torch.save wrote at a place of the index. Classes become stubs.
 
     Raises:
         BadFileError: the file is missing or too short, or the data is damaged.
         NotReadError: the data is in torch's format before 1.6.
     """
-    path = _path(folder, place.file)
+    path = _path(folder, place.path)
     try:
         descriptor = files.descriptor(str(path))
     except OSError as error:

@@ -25,15 +25,14 @@ from ckpt_patches.formats.megatron_arrays import (
     set_common,
 )
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
-from ckpt_patches.formats.megatron_torch_reader import check_bucket_sizes, judge_object
-from ckpt_patches.formats.optimizer_inventory import OF_ELEMENTS
+from ckpt_patches.formats.megatron_torch import ALIGNMENT, check_bucket_sizes, judge_object
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import Offsets, Tensor
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader, TorchFile
+from ckpt_patches.formats.torch_optimizers import OF_ELEMENTS
 from ckpt_patches.runtime.processes import mapped
 
 OF_SHARDS = re.compile(r"/shard_[\d.]+_[\d.]+$")  # end of megatron-core's object names
-ALIGNMENT = 64  # elements; parameters begin at multiples of it in a bucket
 WORTH_A_PROCESS = 4000  # chunks per process
 MANY = 1000  # lost chunks of a tensor in one file that are reported one by one
 Key = tuple[str, tuple[int, ...]]  # a shard's label and shape
@@ -84,7 +83,7 @@ class Chunked:
     def _rank(self, offsets: Offsets) -> str:
         """The rank that wrote a chunk, from the file's name."""
         place = self.tensor.places.get(offsets)
-        return "" if place is None else place.file.rpartition("_")[0]
+        return "" if place is None else place.path.rpartition("_")[0]
 
     def shape(self, offsets: list[Offsets]) -> tuple[int, ...]:
         """The shape of a shard. If flattened: the tensor's original shape divided by the fragments on each axis."""
@@ -143,9 +142,9 @@ def wrong_entries(index: torch_dist.Index) -> Iterator[Finding]:
     """Report entries of an index without a place in a file, or at the place of another entry."""
     for name in (name for name in index.absent if name != torch_dist.COMMON_OBJECT):  # `_common` reports that one
         detail = "the index lists it, or a rank has planned to write it, and it is in no file"
-        yield Finding(damages.MISSING_ARRAY, name, detail=detail)
+        yield Finding(damages.MISSING_ARRAY, name, detail)
     for first, other in itertools.islice(index.same_places(), MANY):
-        yield Finding(damages.FOREIGN_FILE, other, detail=f"the index has it at the same bytes as {first}")
+        yield Finding(damages.FOREIGN_FILE, other, f"the index has it at the same bytes as {first}")
 
 
 def mixed_rows(found: Checkpoint, index: torch_dist.Index) -> dict[str, swiglu_rows.Mixed]:
@@ -162,10 +161,10 @@ def _rows_of_fsdp2(mixed: dict[str, swiglu_rows.Mixed]) -> Iterator[Finding]:
     for name, (grid, why_not) in mixed.items():
         if grid is None:
             detail = f"whether rows of W and V are in each other's places, as torch FSDP2 has saved them: {why_not}"
-            yield Finding(damages.NOT_JUDGED, name, detail=detail)
+            yield Finding(damages.NOT_JUDGED, name, detail)
         else:
             ranks = f"{grid.tensor_parallel} tensor-parallel and {grid.data_parallel} data-parallel ranks"
-            yield Finding(damages.MIXED_ROWS, name, detail=f"saved by {ranks}")
+            yield Finding(damages.MIXED_ROWS, name, f"saved by {ranks}")
 
 
 def _is_distributed(index: torch_dist.Index) -> bool:
@@ -231,7 +230,7 @@ def find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
         (own, offsets)
         for own in read
         for offsets in own.tensor.chunks
-        if not (lost and (place := own.tensor.places.get(offsets)) and (own.tensor.name, place.file) in lost)
+        if not (lost and (place := own.tensor.places.get(offsets)) and (own.tensor.name, place.path) in lost)
     ]
     with RangedFiles() as files:
         every = mapped(partial(_elements, path=found.path, files=files), chunks, WORTH_A_PROCESS)
@@ -245,10 +244,10 @@ def find_elements(tensors: dict[str, Chunked], found: Checkpoint) -> None:
             else:
                 found.tensors += elements.held
                 if len(elements.held) > 1:
-                    found.findings.append(Finding(damages.CODED_STATE, own.tensor.name, str(offsets)))
+                    found.add(damages.CODED_STATE, own.tensor.name, shard=str(offsets))
                 elif not _is_alone(own.tensor.name):
                     detail = "its elements do not lie in the order of its shape: they were not compared with others"
-                    found.findings.append(Finding(damages.NOT_JUDGED, own.tensor.name, str(offsets), detail=detail))
+                    found.add(damages.NOT_JUDGED, own.tensor.name, detail, shard=str(offsets))
 
 
 def _is_alone(name: str) -> bool:
@@ -268,8 +267,7 @@ def _lost(tensors: list[Chunked], found: Checkpoint) -> set[tuple[str, str]]:
                 counts[own.tensor.name, file] += 1
     many = {key: count for key, count in counts.items() if count > MANY}
     for (name, file), count in many.items():
-        detail = f"{count} chunks are beyond the end of {file}, at its byte {ends[file]}"
-        found.findings.append(Finding(damages.BAD_FILE, name, detail=detail))
+        found.add(damages.BAD_FILE, name, f"{count} chunks are beyond the end of {file}, at its byte {ends[file]}")
     return set(many)
 
 
@@ -285,7 +283,7 @@ def _elements(chunk: tuple[Chunked, Offsets], path: Path, files: RangedFiles) ->
     """The elements of one chunk, or a finding if it cannot be read."""
     tensor, offsets = chunk[0].tensor, chunk[1]
     if offsets not in tensor.places:
-        return Finding(damages.MISSING_CHUNK, tensor.name, str(offsets), detail="not in the index")
+        return Finding(damages.MISSING_CHUNK, tensor.name, "not in the index", shard=str(offsets))
     try:
         part = torch_dist.read_chunk(files, path, tensor, offsets)
     except torch_dist.NotContiguousError as error:
@@ -328,8 +326,7 @@ def _judged_object(name: str, index: torch_dist.Index, found: Checkpoint, files:
     if part is None:
         return None
     if OF_SHARDS.search(name) and isinstance(part.value, list) and len(part.value) != 1:
-        detail = f"expected a list of one, found {len(part.value)}"
-        found.findings.append(Finding(damages.BAD_FILE, name, detail=detail))
+        found.add(damages.BAD_FILE, name, f"expected a list of one, found {len(part.value)}")
     if name != torch_dist.COMMON_OBJECT:
         judge_object(found, part, name)
     return part.value
@@ -354,12 +351,7 @@ def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> l
                 begins[key] = chunked.begin(offsets)
     has_rows = not is_bucket(parameter)
     return [
-        Shard(
-            *(parameter, *key, streams),
-            has_rows=has_rows,
-            is_padding=key in paddings,
-            begin=begins[key],
-        )
+        Shard(*(parameter, *key, streams), has_rows=has_rows, is_padding=key in paddings, begin=begins[key])
         for key, streams in alike.items()
     ]
 

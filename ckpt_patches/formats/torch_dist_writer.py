@@ -6,15 +6,16 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.pickles import Size, stub
-from ckpt_patches.formats.torch_dist import Place, Tensor
+from ckpt_patches.formats.torch_dist import Tensor
 from ckpt_patches.formats.torch_writer import pickled
 
 METADATA, STORAGE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 ARCHIVE = "archive"  # torch's folder of records for data that is not saved to a named file
 
 
-def index(tensors: Iterable[Tensor], objects: Mapping[str, Place]) -> bytes:
+def index(tensors: Iterable[Tensor], objects: Mapping[str, Extent]) -> bytes:
     """The bytes of `.metadata`. Every chunk of the tensors must have a place."""
     described: dict[str, Any] = {}
     stored: dict[Any, Any] = {}
@@ -41,8 +42,8 @@ def _tensor(tensor: Tensor) -> Any:
     return _described("TensorStorageMetadata", properties=properties, size=Size(tensor.size), chunks=chunks)
 
 
-def _place(place: Place) -> Any:
-    state = {"relative_path": place.file, "offset": place.offset, "length": place.nbytes}
+def _place(place: Extent) -> Any:
+    state = {"relative_path": place.path, "offset": place.offset, "length": place.nbytes}
     return _object(STORAGE, "_StorageInfo", state)
 
 

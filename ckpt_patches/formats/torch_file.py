@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ckpt_patches.errors import TRUST, UserError
 from ckpt_patches.formats import dtypes, pickles, stored_zip
+from ckpt_patches.formats.checksum import of_zeros
 from ckpt_patches.formats.dtypes import ITEM_SIZE, STORAGES, UNTYPED
 from ckpt_patches.formats.pickles import Function, Global, stub
 from ckpt_patches.formats.pickles import Instance as Instance
@@ -135,9 +136,14 @@ class TorchFile(NamedTuple):
     storages: tuple[stored_zip.Stored, ...]  # all that are not empty, with the checksums that the file states
     root: str = ""  # the records' folder: the stem of the name that torch.save wrote to, or "archive"
 
+    @property
+    def checksums(self) -> dict[int, int]:
+        """CRC-32 by offset, of storages that are not all zeros. Two are equal if one is a copy of the other."""
+        return {own.offset: own.checksum for own in self.storages if own.checksum != of_zeros(own.nbytes)}
+
 
 class BadFileError(UserError):
-    """A file that torch.save did not write, or an incomplete one."""
+    """A file that is damaged or incomplete, or of another format than its name says."""
 
 
 class UnlistedClassError(UserError):

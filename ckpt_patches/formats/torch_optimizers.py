@@ -1,15 +1,249 @@
-"""Read torch optimizers, wherever a torch.save file has them: `state` and `param_groups`."""
+"""Read torch optimizers, wherever a torch.save file has them: `state` and `param_groups`, and check these.
 
-from collections.abc import Iterator, Mapping, Sequence
+https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.state_dict.html
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_patches.formats import optimizer_inventory, tensor_streams, zero_facts
+from ckpt_patches.formats import damages, settings, tensor_streams
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, Checkpoint, Shard
+from ckpt_patches.formats.damages import (
+    CONTRADICTION,
+    FOREIGN_FILE,
+    MISSING_STATE,
+    MISSING_WEIGHT,
+    RARE,
+    UNUSUAL,
+    Finding,
+)
 from ckpt_patches.formats.torch_file import Instance, TensorHeader, TorchFile
+from ckpt_patches.runtime.shown import shown
 
 KEYS = {"state", "param_groups"}
 MASTERS = ("fp32_groups_flat", "fp32_groups")  # of DeepSpeed's FP16_Optimizer and FP16_UnfusedOptimizer
 DEEPEST = 8  # dicts and objects around an optimizer
+# Settings that all groups of one optimizer have. Users can add others to some groups.
+OF_ADAM = ("betas", "eps", "weight_decay", "amsgrad", "bias_correction", "decoupled_weight_decay")
+OF_TORCH = ("momentum", "maximize", "foreach", "capturable", "differentiable", "fused")
+SHARED = {*OF_ADAM, *OF_TORCH}
+# States with as many elements as the parameter, unlike Adafactor's rows and columns and Shampoo's factors.
+OF_ELEMENTS = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "master_param"),
+    *("grad_avg", "acc_delta", "prev", "ax"),  # of RMSprop, Adadelta, Rprop, ASGD
+)
+OF_A_DIMENSION = re.compile(r"\w*[^\W\d]_(\d{1,3})")  # names of Shampoo's and SM3's states, such as pre_cond_0
+OF_MATRICES = ("row_var", "col_var", "_row", "_col")  # suffixes of Adafactor's names, in torch and Transformers
+
+
+def shapes_of(state: str, weight: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes that a state of a weight can have; empty if the state is not known."""
+    if state in ("step_size", "variance", "exp_avg_sq"):  # Amos and others have one number
+        return [weight, ()]
+    if state in OF_ELEMENTS:
+        return [weight]
+    before, rows, columns = weight[:-2], weight[:-1], weight[-1:]
+    of_adafactor = {
+        "row_var": (*rows, 1),  # in torch
+        "col_var": (*before, 1, *columns),
+        "exp_avg_sq_row": rows,  # in Transformers
+        "exp_avg_sq_col": (*before, *columns),
+    }
+    return [of_adafactor[state]] if state in of_adafactor else []
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer in a file."""
+
+    where: str  # the file's name
+    groups: Sequence[Mapping[str, Any]]  # param groups
+    states: Mapping[Any, Mapping[str, Any]]  # by parameter number; tensors are headers
+    steps: Mapping[Any, Any]  # by parameter number, if it has a step; a number if it could be read
+    masters: Sequence[Any] = ()  # main parameters, in parameter order; empty if the file has none
+    weights: Sequence[Any] = ()  # the model's, in any order
+    checksums: Mapping[int, int] = field(default_factory=dict)  # CRC-32 by offset, for tensors that are not all zeros
+    taken: int | None = None  # steps that the trainer counted; None if unknown
+    dimensions: Mapping[Any, int] = field(default_factory=dict)  # of the weights, by parameter number, where known
+
+    @property
+    def parameters(self) -> list[tuple[int, Any]]:
+        """Group number and parameter number of each parameter."""
+        groups = [(n, group.get("params")) for n, group in enumerate(self.groups)]
+        return [(n, param) for n, params in groups if isinstance(params, (list, tuple)) for param in params]
+
+
+def problems(optimizer: Optimizer) -> Iterator[Finding]:
+    """Yield all problems of an optimizer. Pure."""
+    where = optimizer.where
+    for what in (
+        *settings.not_groups(optimizer.groups),
+        *settings.not_numbers(optimizer.groups),
+        *settings.not_steps({f"step of parameter {shown(n)}": step for n, step in optimizer.steps.items()}),
+    ):
+        yield Finding(CONTRADICTION, where, what)
+    yield from _keys(optimizer)
+    yield from _states(optimizer)
+    yield from _masters(optimizer)
+    yield from _steps(optimizer)
+
+
+def _keys(optimizer: Optimizer) -> Iterator[Finding]:
+    """Check that groups have the same settings. In a mix, such as Muon with Adam, each kind has its own."""
+    for what in settings.unlike_groups([{k: v for k, v in group.items() if k in SHARED} for group in optimizer.groups]):
+        yield Finding(UNUSUAL, optimizer.where, what)
+    has_betas = any("betas" in group for group in optimizer.groups)
+    for number, group in enumerate(optimizer.groups):
+        # Transformers' Adafactor has its own settings
+        is_of_adam = has_betas or {*group} >= settings.TORCHS_ADAM - {"betas"}
+        if is_of_adam and "betas" not in group and {"exp_avg", "exp_avg_sq"} <= _named(optimizer, {number}):
+            yield Finding(CONTRADICTION, optimizer.where, f"group {number} has no betas, and moments of Adam")
+
+
+def _named(optimizer: Optimizer, groups: Collection[int], dimensions: int | None = None) -> set[str]:
+    """The names of all states in these groups; with `dimensions`, of parameters with as many.
+
+    Adafactor, Shampoo and others have different states for matrices and vectors.
+    """
+    found = set[str]()
+    for group, number in optimizer.parameters:
+        if group in groups and _is_key(number):
+            state = optimizer.states.get(number) or {}
+            if dimensions is None or dimensions == _dimensions(optimizer, number, state):
+                found |= {str(name) for name, value in state.items() if value is not None}
+    return found
+
+
+def _dimensions(optimizer: Optimizer, number: Any, state: Mapping[Any, Any]) -> int | None:
+    """The dimensions of a parameter, by its weight or else its states; None if it has none but its step."""
+    if number in optimizer.dimensions:
+        return optimizer.dimensions[number]
+    if any(str(name).endswith(OF_MATRICES) for name in state):
+        return 2
+    if numbers := [int(own[1]) for own in map(OF_A_DIMENSION.fullmatch, map(str, state)) if own]:
+        return max(numbers) + 1
+    tensors = [value for name, value in state.items() if isinstance(value, TensorHeader) and name != "step"]
+    return max((len(tensor.shape) for tensor in tensors), default=None)
+
+
+def _alike(optimizer: Optimizer, group: int) -> set[int]:
+    """The groups of the same optimizer: with the same settings but for numbers. Muon's can have a flag."""
+
+    def kind(of: Mapping[str, Any]) -> set[tuple[str, Any]]:
+        return {(key, value if isinstance(value, (bool, str)) else None) for key, value in of.items()}
+
+    own = kind(optimizer.groups[group])
+    return {number for number, other in enumerate(optimizer.groups) if kind(other) == own}
+
+
+def _by_settings(group: Mapping[str, Any]) -> set[str]:
+    """The states that the settings of torch's Adam promise."""
+    if not group.keys() >= settings.TORCHS_ADAM:
+        return set()
+    return {"exp_avg", "exp_avg_sq", *(("step",) if "step" not in group else ())}
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, (int, str))
+
+
+def _states(optimizer: Optimizer) -> Iterator[Finding]:
+    """Check that each parameter has the states that others of its kind have, all of the same shape."""
+    where, parameters = optimizer.where, [(n, p) for n, p in optimizer.parameters if _is_key(p)]
+    alike = {n: _alike(optimizer, n) for n in range(len(optimizer.groups))}
+    promised: dict[tuple[frozenset[int], int | None], set[str]] = {}
+    without = []
+    for group, number in parameters:
+        state = optimizer.states.get(number)
+        if not state:
+            without.append(number)
+            continue
+        key = frozenset(alike[group]), _dimensions(optimizer, number, state)
+        if key not in promised:
+            promised[key] = _named(optimizer, *key)
+        # What is nested is the optimizer's own, and a matrix has more factors than a vector (Shampoo's pre_cond_1).
+        expected = {name for name in promised[key] if "." not in name and not OF_A_DIMENSION.fullmatch(name)}
+        expected |= _by_settings(optimizer.groups[group])
+        for name in sorted(expected - {str(name) for name, value in state.items() if value is not None}):
+            yield Finding(MISSING_STATE, where, f"parameter {shown(number)} has no {shown(name)}")
+        tensors = {str(name): value for name, value in state.items() if isinstance(value, TensorHeader) and value.shape}
+        if len({tensor.shape for name, tensor in tensors.items() if name in OF_ELEMENTS}) > 1:
+            yield Finding(CONTRADICTION, where, f"states of parameter {shown(number)} have different shapes")
+        moments = [
+            t for name, t in tensors.items() if not name.startswith("max_") and t.numel > 1
+        ]  # AMSGrad's maxima can be equal
+        crcs = [crc for tensor in moments if (crc := optimizer.checksums.get(tensor.offset))]
+        if len(set(crcs)) < len(crcs):
+            yield Finding(FOREIGN_FILE, where, f"two states of parameter {shown(number)} are the same, bit for bit")
+    if without and promised:
+        detail = f"{len(without)} parameters have no state, such as {shown(without[0])}: frozen or unused ones"
+        yield Finding(RARE, where, detail)
+    for number in sorted(optimizer.states.keys() - {number for _, number in parameters}, key=str)[:5]:
+        yield Finding(CONTRADICTION, where, f"a state of {shown(number)}, which no param group names")
+
+
+def _masters(optimizer: Optimizer) -> Iterator[Finding]:
+    """Check that each parameter has a main parameter of its states' shape."""
+    if not optimizer.masters:
+        return
+    count = len(optimizer.parameters)
+    if len(optimizer.masters) != count:
+        detail = f"{len(optimizer.masters)} main parameters, {count} in the param groups"
+        yield Finding(MISSING_STATE, optimizer.where, detail)
+        return
+    for (_, number), master in zip(optimizer.parameters, optimizer.masters, strict=True):
+        state = optimizer.states.get(number) if _is_key(number) else None
+        shapes = {value.shape for value in (state or {}).values() if isinstance(value, TensorHeader) and value.shape}
+        if isinstance(master, TensorHeader) and shapes and master.shape not in shapes:
+            detail = f"the main parameter {shown(number)} has another shape than its states"
+            yield Finding(CONTRADICTION, optimizer.where, detail)
+    yield from _weights(optimizer)
+
+
+def _weights(optimizer: Optimizer) -> Iterator[Finding]:
+    """Check that the model has as many weights of each shape as main parameters, unless these are flattened."""
+    shapes = {
+        called: Counter(tensor.shape for tensor in tensors if isinstance(tensor, TensorHeader))
+        for called, tensors in (("masters", optimizer.masters), ("weights", optimizer.weights))
+    }
+    if not optimizer.weights or any(len(shape) > 1 for shape in shapes["weights"]) > any(
+        len(shape) > 1 for shape in shapes["masters"]
+    ):
+        return
+    for shape, count in (shapes["masters"] - shapes["weights"]).items():
+        detail = f"{count} main parameters of the shape {shown(tuple(shape))} have no weight in the model"
+        yield Finding(MISSING_WEIGHT, optimizer.where, detail)
+
+
+def without_weights(
+    where: str, states: Iterable[Mapping[Any, Any]], weights: Iterable[tuple[int, ...]]
+) -> Iterator[Finding]:
+    """Yield the shapes with fewer weights than states, where no file states which state belongs to which weight.
+
+    A rank's own part of a flat parameter has such a shape: the parts of the other ranks were not saved.
+    """
+    shapes: Counter[tuple[int, ...]] = Counter()
+    for state in states:
+        own = [state[key] for key in OF_ELEMENTS if isinstance(state.get(key), TensorHeader)]
+        shapes.update([own[0].shape] if own and own[0].shape else [])  # Amos has one number
+    for shape, count in (shapes - Counter(weights)).items():
+        detail = f"{count} parameters with states of the shape {shown(tuple(shape))} have no weight in the model"
+        yield Finding(UNUSUAL, where, detail)
+
+
+def _steps(optimizer: Optimizer) -> Iterator[Finding]:
+    """Check that all parameters are at one step, and that the trainer's step agrees."""
+    steps = sorted({step for step in optimizer.steps.values() if settings.is_step(step)})
+    if len(steps) > 1:
+        found = ", ".join(f"{step:g}" for step in steps[:5])
+        yield Finding(RARE, optimizer.where, f"parameters are at different steps: {found}")
+    # DeepSpeed can take one more step at the start, with zero gradients, to allocate the states.
+    elif steps and optimizer.taken is not None and int(steps[0]) not in (optimizer.taken, optimizer.taken + 1):
+        detail = f"the engine has counted {optimizer.taken} steps, the optimizer {steps[0]:g}"
+        yield Finding(UNUSUAL, optimizer.where, detail)
 
 
 def within(value: Any, depth: int = 0) -> Iterator[tuple[dict[str, Any], list[Any]]]:
@@ -42,9 +276,9 @@ def take(
     Returns the steps by parameter, and those of groups.
     """
     groups, states = tensor_streams.groups_of(optimizer), tensor_streams.states_of(optimizer)
-    steps, checksums = tensor_streams.steps_of(file.path, states), zero_facts.distinctive_checksums(file)
-    own = optimizer_inventory.Optimizer(file.path.name, groups, states, steps, masters, weights, checksums, taken)
-    found.findings += tensor_streams.findings(optimizer_inventory.problems(own), label)
+    steps = tensor_streams.steps_of(file.path, states)
+    own = Optimizer(file.path.name, groups, states, steps, masters, weights, file.checksums, taken)
+    found.findings += damages.labelled(problems(own), label)
     found.groups += groups
     for number, state in states.items():
         master = masters[number] if type(number) is int and 0 <= number < len(masters) else None

@@ -40,7 +40,6 @@ WITH_OPTIMIZER = re.compile(
 RANK_BELOW = re.compile(r"__(\d{1,7})_\d+\.distcp")
 OF_RANKS = ("random_states", "rng_state")
 OF_EVALUATIONS = ("num_bad_epochs", "best")  # keys of schedulers that count evaluations
-SKIPPED, ONE_IN = 16, 100  # steps that fp16 skips: some at the start, then at most one in a hundred
 
 
 def findings(path: Path, names: Collection[str], steps: Iterable[Any], groups: list[dict[str, Any]]) -> list[Finding]:
@@ -61,16 +60,15 @@ def findings(path: Path, names: Collection[str], steps: Iterable[Any], groups: l
         return found
     if STATE not in names:  # scripts without a Trainer have some of its names, and no random state
         kind = damages.INCOMPLETE_SAVE if has_random_state else damages.UNUSUAL
-        detail = "Trainer writes it last, and it is missing: the save has not finished"
-        found.append(Finding(kind, STATE, detail=detail))
+        found.append(Finding(kind, STATE, "Trainer writes it last, and it is missing: the save has not finished"))
     found += _absent(names) if has_training else ()
     try:
         state = _state(path) if STATE in names else None
     except UserError as error:
-        return [*found, Finding(damages.NOT_READ, STATE, detail=str(error))]
+        return [*found, Finding(damages.NOT_READ, STATE, str(error))]
     except (OSError, ValueError, RecursionError) as error:
         what = error.strerror if isinstance(error, OSError) else "expected JSON with the number of steps"
-        return [*found, Finding(damages.BAD_METADATA, STATE, detail=str(what or error))]
+        return [*found, Finding(damages.BAD_METADATA, STATE, str(what or error))]
     if state is not None:
         found += _of_folders(path.name, names, state)
     if not any(map(OF_DEEPSPEED.fullmatch, names)):
@@ -93,13 +91,12 @@ def _missing(path: Path, names: Collection[str]) -> Iterator[Finding]:
                 kind = damages.UNUSUAL if is_of_ranks and before < 0 else kind  # of a node with a disk of its own
                 last = f" to {after - 1}" if after - before > 2 else ""
                 detail = f"missing, and {stem}_{max(numbers)}.{suffix} is there"
-                yield Finding(kind, f"{stem}_{before + 1}.{suffix}{last}", detail=detail)
+                yield Finding(kind, f"{stem}_{before + 1}.{suffix}{last}", detail)
     if there.get(("rng_state", "pth")) == {0} and "rng_state.pth" not in names and ranks < 2:
         detail = "missing: a run on one rank has rng_state.pth, and rng_state_0.pth is there"
-        yield Finding(damages.UNUSUAL, "rng_state_1.pth", detail=detail)
+        yield Finding(damages.UNUSUAL, "rng_state_1.pth", detail)
     if ("scheduler", "bin") in there and not any(map(WITH_OPTIMIZER.fullmatch, names)):
-        detail = "scheduler.bin is there, and no file of an optimizer"
-        yield Finding(damages.MISSING_STATE, "optimizer", detail=detail)
+        yield Finding(damages.MISSING_STATE, "optimizer", "scheduler.bin is there, and no file of an optimizer")
 
 
 def _ranks_below(path: Path, names: Iterable[str]) -> int:
@@ -117,12 +114,12 @@ def _absent(names: Collection[str]) -> Iterator[Finding]:
     has_optimizer = any(map(WITH_OPTIMIZER.fullmatch, names))
     if not has_optimizer:
         detail = "other files of the training are there, and no file or folder of an optimizer"
-        yield Finding(damages.MISSING_STATE, "optimizer", detail=detail)
+        yield Finding(damages.MISSING_STATE, "optimizer", detail)
     elif SCHEDULER not in names and not any(map(OF_DEEPSPEED.fullmatch, names)):  # which can have its own scheduler
         detail = "the file is missing: without it Trainer loads no optimizer, and begins a new one"
-        yield Finding(damages.MISSING_STATE, SCHEDULER, detail=detail)
+        yield Finding(damages.MISSING_STATE, SCHEDULER, detail)
     if has_optimizer and not any(map(RANDOM_STATE.fullmatch, names)):
-        yield Finding(damages.UNUSUAL, "rng_state.pth", detail="no random state of any rank is there")
+        yield Finding(damages.UNUSUAL, "rng_state.pth", "no random state of any rank is there")
 
 
 def _state(path: Path) -> int:
@@ -142,11 +139,10 @@ def _state(path: Path) -> int:
 def _of_folders(folder: str, names: Iterable[str], state: int) -> Iterator[Finding]:
     """Compare the Trainer's step with the names of its folder and of DeepSpeed's folders in it."""
     if (named := FOLDER.fullmatch(folder)) and int(named[1]) != state:
-        yield Finding(damages.MIXED_STEPS, STATE, detail=f"step {state}, and the folder is named {folder}")
+        yield Finding(damages.MIXED_STEPS, STATE, f"step {state}, and the folder is named {folder}")
     inner = [int(own[1]) for own in map(OF_DEEPSPEED.fullmatch, names) if own]
     if inner and state not in inner:  # some releases count a last, smaller batch differently
-        detail = f"step {state}, and DeepSpeed's folder is global_step{max(inner)}"
-        yield Finding(damages.UNUSUAL, STATE, detail=detail)
+        yield Finding(damages.UNUSUAL, STATE, f"step {state}, and DeepSpeed's folder is global_step{max(inner)}")
 
 
 def _value(path: Path, name: str) -> Any:
@@ -173,21 +169,26 @@ def _of_steps(
     known = {step for step in every.values() if step is not None}
     text = ", ".join(f"the {called}'s step is {step}" for called, step in every.items() if step is not None)
     if state is not None and counted == state and taken is not None and taken < state:
-        yield Finding(damages.MIXED_STEPS, "optimizer", detail=f"{text}: the optimizer's file is of an earlier save")
+        yield Finding(damages.MIXED_STEPS, "optimizer", f"{text}: the optimizer's file is of an earlier save")
     elif len(known) > 1 and not _are_skipped(path, state, known - {state}):
-        yield Finding(damages.UNUSUAL, STATE, detail=f"{text}: a file of another save, or an optimizer that began anew")
+        yield Finding(damages.UNUSUAL, STATE, f"{text}: a file of another save, or an optimizer that began anew")
     rates = scheduler.get("_last_lr")
     for rate, group in zip(rates if isinstance(rates, list) else [], groups, strict=False):
         own = group.get("lr")
         if isinstance(rate, float) and isinstance(own, float) and not math.isclose(rate, own, rel_tol=1e-6):
             detail = f"the scheduler has set a learning rate of {rate:g}, and the optimizer's is {own:g}"
-            yield Finding(damages.UNUSUAL, SCHEDULER, detail=detail)
+            yield Finding(damages.UNUSUAL, SCHEDULER, detail)
             return
+
+
+def skipped(steps: int) -> int:
+    """How many steps fp16 may skip: some at the start, then at most one in a hundred."""
+    return 16 + steps // 100
 
 
 def _are_skipped(path: Path, state: int | None, others: set[int]) -> bool:
     """Whether the optimizer and scheduler are at one step, and behind by no more than fp16 skips."""
-    if state is None or len(others) != 1 or not 0 < state - min(others) <= SKIPPED + state // ONE_IN:
+    if state is None or len(others) != 1 or not 0 < state - min(others) <= skipped(state):
         return False
     arguments = _value(path, ARGUMENTS)
     return not isinstance(arguments, torch_file.Instance) or arguments.fields.get("fp16") is not False

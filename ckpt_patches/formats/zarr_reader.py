@@ -20,11 +20,7 @@ from ckpt_patches.formats.megatron_arrays import (
     set_common,
 )
 from ckpt_patches.formats.megatron_names import is_bucket
-from ckpt_patches.formats.megatron_torch_reader import (
-    check_bucket_sizes,
-    check_weights,
-    judge_object,
-)
+from ckpt_patches.formats.megatron_torch import check_bucket_sizes, check_weights, judge_object
 from ckpt_patches.formats.torch_dist import COMMON
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.formats.zarr import ATTRIBUTES, LOCKS, METADATA, Array, arrays, read_array
@@ -79,7 +75,7 @@ def _check_objects(found: Checkpoint) -> None:
         counts = {math.prod(map(int, size)) for place, size in parts if len(place) == len(size)}
         if not names or any(count != len(names) for count in counts):
             detail = f"{len(names)} files of the object, expected {max(counts, default=1)}"
-            found.findings.append(Finding(damages.BAD_FILE, folder.name, detail=detail))
+            found.add(damages.BAD_FILE, folder.name, detail)
 
 
 def _array(folder: Path, found: Checkpoint) -> Array | None:
@@ -125,7 +121,7 @@ def _chunk(array: Array, label: str, found: Checkpoint) -> tuple[Stream, bool]:
 
 
 def _chunk_finding(kind: damages.FindingKind, array: Array, label: str, detail: str) -> Finding:
-    return Finding(kind, array.name, label, 0, math.prod(array.chunks), detail)
+    return Finding(kind, array.name, detail, shard=label, begin=0, end=math.prod(array.chunks))
 
 
 def _check_strays(roles: dict[str, Array], found: Checkpoint) -> None:
@@ -134,4 +130,4 @@ def _check_strays(roles: dict[str, Array], found: Checkpoint) -> None:
         expected = {METADATA, ATTRIBUTES, *array.labels()}
         strays = sorted({file.name for file in array.path.iterdir()} - expected)
         if strays:
-            found.findings.append(Finding(damages.STRAY_FILE, array.name, detail=", ".join(strays[:5])))
+            found.add(damages.STRAY_FILE, array.name, ", ".join(strays[:5]))

@@ -9,12 +9,13 @@ https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from ckpt_patches.formats import torch_file
-from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader
+from ckpt_patches.formats import torch_file, zero_keys
+from ckpt_patches.formats.settings import is_step
+from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader, TorchFile
 from ckpt_patches.runtime.shown import shown
 
 MASTER = "fp32"
@@ -127,6 +128,22 @@ class Partition:
     momentum: Flat | None = None  # Muon's at stages 1 and 2; it can be of full parameters
     in_momentum: Mapping[str, int] = field(default_factory=dict)  # by parameter, start of its fragment in `momentum`
     wholes: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by parameter, start and elements of all of it
+    sizes: Mapping[str, int | None] = field(default_factory=dict)  # elements of all states; None if they are not flat
+    needed: int = 0  # elements up to the end of the last fragment, which is in the partition
+    # CRC-32 of the main parameter, and of each moment. Without those of zeros alone.
+    masters: tuple[int, ...] = ()
+    moments: tuple[int, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Its elements. The main parameter can lack its padding."""
+        return max(flat.numel for flat in self.states.values())
+
+    @property
+    def stated_step(self) -> Any:
+        """The step as a number, or what the file has instead; None if absent."""
+        number = self.step.number if self.step else None
+        return shown(self.step.value) if self.step and number is None else number
 
     def held(self) -> list[str]:
         """The states of each fragment, the main parameter first."""
@@ -134,9 +151,12 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class RankState:
-    """The content of a rank's optimizer file."""
+class RankFile:
+    """A rank's optimizer file."""
 
+    path: Path
+    rank: int  # data-parallel
+    model_rank: int
     stage: int
     partitions: tuple[Partition, ...]  # by group
     data_parallel: tuple[int, ...] = ()  # number of ranks that share each group, if stored
@@ -144,6 +164,19 @@ class RankState:
     settings: tuple[dict[str, Any], ...] = ()  # of the param groups: learning rate, betas, sometimes the step
     states: int = 0  # number of groups that have states
     sharing: tuple[tuple[int, ...], ...] = ()  # stage 3: by group, the ranks that share it, if stored
+    loss_scale: Any = None
+    root: str = ""  # the stem of the name that it was written to, or "archive"
+    keys: Mapping[str, Any] = field(default_factory=dict)  # all paths in the file, as `zero_keys.keys_of` has them
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def step(self) -> float | None:
+        """The highest step that the file states; None if it states none."""
+        steps = [own.stated_step for own in self.partitions] + [group.get("step") for group in self.settings]
+        return max(filter(is_step, steps), default=None)
 
 
 def stage_of(optimizer: Mapping[str, Any]) -> int:
@@ -152,7 +185,7 @@ def stage_of(optimizer: Mapping[str, Any]) -> int:
     return int(stage.args[0] if isinstance(stage, torch_file.Instance) else stage)
 
 
-def read_rank(path: Path, optimizer: dict[str, Any]) -> RankState:
+def read_rank(file: TorchFile) -> RankFile:
     """Parse a rank's optimizer file.
 
     Raises:
@@ -160,6 +193,9 @@ def read_rank(path: Path, optimizer: dict[str, Any]) -> RankState:
         NotReadError: the optimizer has fewer groups than main parameters.
         UnknownDtypeError: a tensor's dtype is not known.
     """
+    path, match = file.path, OPTIMIZER.fullmatch(file.path.name)
+    assert match  # `look` has found it by this name
+    optimizer = required(file.value, OPTIMIZER_STATE, path)
     stage = stage_of(optimizer)
     base = required(optimizer, "optimizer_state_dict" if stage > 2 else "base_optimizer_state", path)
     states = required(base, "state", path)
@@ -176,22 +212,51 @@ def read_rank(path: Path, optimizer: dict[str, Any]) -> RankState:
             f"of {len(masters)} and fragments of {len(mappings)}"
         )
     paddings = optimizer.get("group_paddings") or ()
-    partitions = []
+    partitions, crcs = [], file.checksums
     for group, (master, mapping) in enumerate(zip(masters, mappings, strict=True)):
         padding = paddings[group] if group < len(paddings) and type(paddings[group]) is int else 0
         of_muon = stage < 3 and _is_of_muon(base, group)
         state = states.get(group) or {}
-        partitions.append(_partition(path, group, state, master, mapping, padding, is_of_muon=of_muon))
+        own = _partition(path, group, state, master, mapping, padding, is_of_muon=of_muon)
+        partitions.append(_with_facts(own, state, crcs, has_fragments=stage < 3))
     counts = optimizer.get("partition_count") or ()
-    return RankState(
+    scale = optimizer.get("loss_scaler", optimizer.get("cur_scale"))
+    return RankFile(
+        path,
+        int(match[2]),
+        int(match[3]),
         stage,
         tuple(partitions),
         tuple(counts) if isinstance(counts, (list, tuple)) else (counts,),
         tuple(optimizer.get("group_paddings") or ()),
-        tuple(base.get("param_groups") or ()),
+        tuple(group for group in base.get("param_groups") or () if isinstance(group, dict)),
         len(states),
         tuple(tuple(group.get("partition_ranks") or ()) for group in optimizer.get("ds_zero_partition_groups") or ()),
+        scale.fields.get("cur_scale") if isinstance(scale, torch_file.Instance) else scale,
+        file.root,
+        zero_keys.keys_of(file.value),
     )
+
+
+def _with_facts(own: Partition, state: Mapping[str, Any], crcs: Mapping[int, int], *, has_fragments: bool) -> Partition:
+    """Add what is compared with other ranks: sizes and checksums. `crcs` are by offset."""
+    tensors = {str(key): value for key, value in state.items() if value is not None}
+    sizes = {key: one.numel if _has_one_dimension(one) else None for key, one in tensors.items()}
+    master = own.states[MASTER]
+    ends = [start + numel for start, numel in own.fragments.values() if numel]
+    # AMSGrad's maxima equal exp_avg_sq as long as it grows.
+    moments = [flat.offset for key, flat in own.states.items() if key != MASTER and not key.startswith("max_")]
+    return replace(
+        own,
+        sizes={MASTER: max(master.numel, master.room), **sizes},
+        needed=min(max(ends, default=0), own.numel) if has_fragments else own.numel,
+        masters=tuple(crcs[at] for at in [master.offset] if at in crcs),
+        moments=tuple(crcs[at] for at in moments if at in crcs),
+    )
+
+
+def _has_one_dimension(value: Any) -> TypeGuard[TensorHeader]:
+    return isinstance(value, TensorHeader) and len(value.shape) == 1
 
 
 def _is_of_muon(base: Mapping[str, Any], group: int) -> bool:
@@ -242,7 +307,7 @@ def _is_single(value: Any, numel: int) -> bool:
 
 
 def _is_flat(value: Any) -> TypeGuard[TensorHeader]:
-    return isinstance(value, TensorHeader) and value.is_contiguous and len(value.shape) == 1 and value.dtype in NUMBERS
+    return _has_one_dimension(value) and value.is_contiguous and value.dtype in NUMBERS
 
 
 def _fragment(path: Path, name: str, address: Any) -> tuple[int, int]:
@@ -255,7 +320,7 @@ def _fragment(path: Path, name: str, address: Any) -> tuple[int, int]:
 
 
 def _flat(path: Path, key: str, tensor: Any) -> Flat:
-    if not isinstance(tensor, TensorHeader) or not tensor.is_contiguous or len(tensor.shape) != 1:
+    if not _has_one_dimension(tensor) or not tensor.is_contiguous:
         raise BadFileError(f"{path}: expected {key} as one flattened tensor, found {shown(tensor)}")
     room = (tensor.storage.offset + tensor.storage.nbytes - tensor.offset) // tensor.item_size
     return Flat(str(path), tensor.offset, tensor.numel, ElementType(tensor.dtype, tensor.requires_grad), room)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckpt_patches.formats.torch_file import BadFileError
 from ckpt_patches.formats.zero import MASTER, MOMENTUM, Partition, Shape
+from ckpt_patches.formats.zero_inventory import is_expert
 
 Fragments = dict[str, tuple[int, int]]  # by parameter: start in the partition, elements
 
@@ -24,27 +25,31 @@ def is_round_robin(config: Any) -> bool:
     return isinstance(own, dict) and own.get("round_robin_gradients") is True
 
 
-def in_written_order(
-    ranks: Sequence[Sequence[Partition]], shapes: Sequence[Mapping[str, Shape]], where: str
+def corrected(
+    ranks: Sequence[Sequence[Partition]], shapes: Sequence[Mapping[str, Shape]], where: str, *, is_round_robin: bool
 ) -> list[tuple[Partition, ...]]:
-    """Correct the addresses in all data-parallel ranks' partitions, in a `round_robin_gradients` run.
+    """All data-parallel ranks' partitions with the addresses in the buffers, also in Muon's momentum.
 
     Args:
         ranks: by data-parallel rank, its partition of each group.
         shapes: by group, the parameters' shapes in the order of the buffer.
         where: the folder, for error messages.
+        is_round_robin: whether the run had `round_robin_gradients`.
 
     Raises:
         BadFileError: the correct addresses cannot be determined.
     """
-    groups = list(zip(*ranks, strict=True))
-    fixed = [
-        _group(group, shapes[n] if n < len(shapes) else {}, f"{where}: group {n}") for n, group in enumerate(groups)
-    ]
-    return list(zip(*fixed, strict=True)) if fixed else [() for _ in ranks]
+    every = {name: shape for group in shapes for name, shape in group.items()}
+    groups = []
+    for number, parts in enumerate(zip(*ranks, strict=True)):
+        own: Sequence[Partition] = parts
+        if is_round_robin:
+            own = _in_written_order(own, shapes[number] if number < len(shapes) else {}, f"{where}: group {number}")
+        groups.append(_with_momentum(own, every))
+    return list(zip(*groups, strict=True)) if groups else [() for _ in ranks]
 
 
-def _group(parts: Sequence[Partition], shapes: Mapping[str, Shape], where: str) -> list[Partition]:
+def _in_written_order(parts: Sequence[Partition], shapes: Mapping[str, Shape], where: str) -> list[Partition]:
     size = max(flat.numel for part in parts for flat in part.states.values())
     stated = sorted(
         (rank * size + start, numel, name)
@@ -78,24 +83,18 @@ def _fragments(sizes: Mapping[str, int], first: int, size: int) -> Fragments:
     return found
 
 
-def with_momentum(
-    ranks: Sequence[Sequence[Partition]], shapes: Mapping[str, Shape], *, all_share: bool
-) -> list[tuple[Partition, ...]]:
-    """Add the addresses in Muon's momentum to all data-parallel ranks' partitions.
+def _with_momentum(parts: Sequence[Partition], shapes: Mapping[str, Shape]) -> list[Partition]:
+    """Add the addresses in Muon's momentum.
 
-    A rank has the momentum of all elements of each parameter with a fragment in its partition (if `all_share`: all
-    ranks share the parameters) or, with a CPU optimizer, of its partition. Otherwise the momentum goes to `others`.
+    A rank has the momentum of all elements of each parameter with a fragment in its partition (without experts, whose
+    parameters not all ranks share) or, with a CPU optimizer, of its partition. Otherwise it goes to `others`.
     """
-    groups = [_with_momentum(group, shapes, all_share=all_share) for group in zip(*ranks, strict=True)]
-    return list(zip(*groups, strict=True)) if groups else [() for _ in ranks]
-
-
-def _with_momentum(parts: Sequence[Partition], shapes: Mapping[str, Shape], *, all_share: bool) -> list[Partition]:
     held = [part.momentum.numel for part in parts if part.momentum]
     if not held:
         return list(parts)
     own = [[name for name, (_, numel) in sorted(part.fragments.items(), key=lambda f: f[1]) if numel] for part in parts]
     wholes = [[math.prod(shapes.get(name, ())) for name in names] for names in own]
+    all_share = not any(map(is_expert, shapes))
     if all_share and held == [sum(sizes) for part, sizes in zip(parts, wholes, strict=True) if part.momentum]:
         return _of_wholes(parts, own, wholes)
     size = max(part.states[MASTER].numel for part in parts)

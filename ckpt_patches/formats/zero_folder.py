@@ -11,39 +11,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import zero, zero_addresses, zero_experts, zero_facts, zero_inventory
-from ckpt_patches.formats.checkpoint import last_step
-from ckpt_patches.formats.torch_file import BadFileError, TorchFile
-from ckpt_patches.formats.zero import MASTER, MOMENTUM, ElementType, Flat, Folder, Partition, RankState, Shape, Shares
-from ckpt_patches.formats.zero_facts import numel_of
-from ckpt_patches.formats.zero_inventory import FRAGMENTS, NOT_JUDGED, OTHER_DEGREE, ModelFacts, Problem, RankFacts
+from ckpt_patches.formats import tensor_streams, zero, zero_addresses, zero_experts, zero_inventory, zero_keys
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent, Shard, Stream
+from ckpt_patches.formats.damages import FRAGMENTS, MIXED_RANKS, NOT_JUDGED, Finding
+from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.torch_file import BadFileError, TensorHeader, TorchFile
+from ckpt_patches.formats.zero import MASTER, MOMENTUM, ElementType, Flat, Folder, Partition, RankFile, Shape, Shares
+from ckpt_patches.formats.zero_inventory import ModelFacts
 from ckpt_patches.runtime.shown import shown
 
 Wanted = TypeVar("Wanted")
+# Keys of a model-states file that the inventory reads, and those of which it reads only the names.
+OF_A_MODEL = (
+    *zero_keys.OF_THE_MODEL,
+    *("iteration", "param_shapes", "frozen_param_shapes", "buffer_names", "shared_params", "num_experts"),
+    *(zero_experts.KEY, zero_experts.LEGACY_KEY),
+)
+NAMED = ("module", "frozen_param_fragments")
 
 
 class ReadAll(Protocol):
     """How a tool opens files: the results of `wanted` for these files, None for one that cannot be read."""
 
     def __call__(self, names: Sequence[str], wanted: Callable[[TorchFile], Wanted], /) -> Sequence[Wanted | None]: ...
-
-
-@dataclass(frozen=True)
-class RankFile:
-    """A rank's optimizer file and its contents."""
-
-    path: Path
-    rank: int  # data-parallel
-    model_rank: int
-    state: RankState
-
-    @property
-    def step(self) -> int | None:
-        own = [partition.step.number for partition in self.state.partitions if partition.step]
-        return last_step([*own, *(group.get("step") for group in self.state.settings if isinstance(group, dict))])
 
 
 @dataclass
@@ -53,13 +46,12 @@ class Zero:
     folder: Folder
     models: dict[tuple[int | None, int], ModelFacts]  # by data-parallel (before stage 3: None), model-parallel rank
     ranks: dict[tuple[int, int], RankFile]  # by data-parallel and model-parallel rank, in the order of the latter
-    facts: dict[tuple[int, int], RankFacts] = field(default_factory=dict)  # by the same
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[Finding] = field(default_factory=list)
     _degrees: dict[int, int] = field(default_factory=dict)
 
     @property
     def stage(self) -> int:
-        return max((file.state.stage for file in self.ranks.values()), default=1)
+        return max((file.stage for file in self.ranks.values()), default=1)
 
     def of(self, model_rank: int) -> list[RankFile]:
         """The files of a model-parallel rank, in the order of the data-parallel ranks."""
@@ -73,7 +65,7 @@ class Zero:
     def data_parallel(self, model_rank: int) -> int:
         """The number of data-parallel ranks."""
         if model_rank not in self._degrees:
-            counts = (count for file in self.of(model_rank) for count in file.state.data_parallel)
+            counts = (count for file in self.of(model_rank) for count in file.data_parallel)
             ranks = [dp for dp, own in self.folder.optimizer if own == model_rank]
             stated = self.model(model_rank).get("dp_world_size")
             self._degrees[model_rank] = zero_inventory.degree(stated, counts, ranks)
@@ -84,51 +76,41 @@ def read(folder: Folder, read_all: ReadAll) -> Zero:
     """The model of a folder."""
     complete = {rank: name for rank, name in folder.models.items() if not rank[0]}
     others = {rank: name for rank, name in folder.models.items() if rank[0]}
-    models = dict(zip(complete, read_all([*complete.values()], zero_facts.of_model), strict=True))
+    models = dict(zip(complete, read_all([*complete.values()], of_model), strict=True))
     first = next((own.value for own in models.values() if own), {})
-    unlike = read_all([*others.values()], lambda file: zero_facts.unlike(zero_facts.of_model(file), first))
-    models |= {rank: own.facts(first) for rank, own in zip(others, unlike, strict=True) if own}
+    changes = read_all([*others.values()], lambda file: unlike(of_model(file), first))
+    models |= {rank: own.facts(first) for rank, own in zip(others, changes, strict=True) if own}
     numbers = sorted(folder.optimizer, key=lambda rank: rank[::-1])
     files = read_all([folder.optimizer[rank] for rank in numbers], _rank_file)
     ranks = {rank: own for rank, own in zip(numbers, files, strict=True) if own}
-    in_order = {rank: own for rank in folder.models if (own := models.get(rank))}
-    facts = {rank: own for rank, (_, own) in ranks.items()}
-    found = Zero(folder, in_order, {rank: file for rank, (file, _) in ranks.items()}, facts)
+    found = Zero(folder, {rank: own for rank in folder.models if (own := models.get(rank))}, ranks)
     for model_rank in dict.fromkeys(mp for _, mp in ranks):
         _set_addresses(found, model_rank)
-    found.problems += zero_inventory.problems(facts, found.models, found.stage, folder.names, folder.optimizer)
+    found.problems += zero_inventory.problems(ranks, found.models, found.stage, folder.names, folder.optimizer)
     return found
 
 
-def _rank_file(file: TorchFile) -> tuple[RankFile, RankFacts]:
-    match = zero.OPTIMIZER.fullmatch(file.path.name)
-    assert match  # `look` has found it by this name
+def _rank_file(file: TorchFile) -> RankFile:
     try:
-        optimizer = zero.required(file.value, zero.OPTIMIZER_STATE, file.path)
-        state = zero.read_rank(file.path, optimizer)
-        facts = zero_facts.of_rank(file, optimizer, state)
+        return zero.read_rank(file)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise BadFileError(f"{file.path} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
-    return RankFile(file.path, int(match[2]), int(match[3]), state), facts
 
 
 def _set_addresses(found: Zero, model_rank: int) -> None:
     """Set the real addresses in the flat buffers of stages 1 and 2, also in Muon's momentum."""
     own, model = found.of(model_rank), found.model(model_rank)
-    partitions: list[tuple[Partition, ...]] = [file.state.partitions for file in own]
-    shapes = shapes_of(model)
+    is_round_robin = found.stage < 3 and zero_addresses.is_round_robin(model.get("ds_config"))
+    if not is_round_robin and not any(partition.momentum for file in own for partition in file.partitions):
+        return
     try:
-        if found.stage < 3 and zero_addresses.is_round_robin(model.get("ds_config")):
-            partitions = zero_addresses.in_written_order(partitions, shapes, found.folder.path.name)
-        if any(partition.momentum for of_rank in partitions for partition in of_rank):
-            every = {name: shape for group in shapes for name, shape in group.items()}
-            all_share = not any(map(zero_inventory.is_expert, every))
-            partitions = zero_addresses.with_momentum(partitions, every, all_share=all_share)
+        ranks, where = [file.partitions for file in own], found.folder.path.name
+        partitions = zero_addresses.corrected(ranks, shapes_of(model), where, is_round_robin=is_round_robin)
     except (UserError, ValueError, AttributeError, TypeError) as error:
-        found.problems.append(Problem(NOT_JUDGED, "all parameters", str(error)))
+        found.problems.append(Finding(NOT_JUDGED, "all parameters", str(error)))
         return
     for file, fixed in zip(own, partitions, strict=True):
-        found.ranks[file.rank, model_rank] = replace(file, state=replace(file.state, partitions=fixed))
+        found.ranks[file.rank, model_rank] = replace(file, partitions=fixed)
 
 
 def shapes_of(model: Mapping[str, Any]) -> list[dict[str, Shape]]:
@@ -163,7 +145,17 @@ class Slice:
     model_rank: int
     sharing: tuple[int, ...]  # the data-parallel ranks that share it
     shape: Shape | None  # None: no file states it
-    parts: Sequence[Part] = field(default_factory=list)  # in the order of the parameter's elements
+    fragments: list[Part] = field(default_factory=list)  # stages 1 and 2
+    equal: tuple["_Group", Shares] | None = None  # stage 3: where the ranks have equal parts
+
+    @property
+    def parts(self) -> list[Part]:
+        """In the order of the parameter's elements. At stage 3 made when they are asked for: ranks can be thousands."""
+        if self.equal is None:
+            return self.fragments
+        group, share = self.equal
+        places = zip(group.files, group.partitions, group.places, strict=True)
+        return [Part(file, own, self.name, share.start, share.of(place)) for file, own, place in places]
 
     @property
     def numel(self) -> int:
@@ -172,7 +164,7 @@ class Slice:
     @property
     def is_equal(self) -> bool:
         """Whether the ranks have equal parts, as at stage 3."""
-        return isinstance(self.parts, _EqualParts)
+        return self.equal is not None
 
     @property
     def expert_rank(self) -> int:
@@ -183,7 +175,7 @@ class Slice:
     @property
     def contradiction(self) -> str:
         """Why the parts are not the parameter of this shape; empty if they are."""
-        if self.is_equal and len(self.parts) == len(self.sharing):
+        if self.equal and len(self.equal[0].files) == len(self.sharing):
             return ""
         expected = 0 if self.shape is None else math.prod(self.shape)
         if self.numel != expected:
@@ -205,8 +197,8 @@ class Slice:
         Raises:
             BadFileError: a rank lacks a state that another one has, or has it in another type.
         """
-        if isinstance(self.parts, _EqualParts):
-            return self.parts.group.states
+        if self.equal:
+            return self.equal[0].states
         return _states(self.name, [part for part in self.parts if part.numel] or self.parts)
 
 
@@ -215,33 +207,13 @@ class _Group:
 
     def __init__(self, number: int, sharing: tuple[int, ...], files: Sequence[RankFile]) -> None:
         self.number, self.files = number, files
-        self.partitions = [file.state.partitions[number] for file in files]
+        self.partitions = [file.partitions[number] for file in files]
         self.places = [sharing.index(file.rank) for file in files]  # among those that share it
 
     @cached_property
     def states(self) -> dict[str, ElementType]:
         parts = zip(self.files, self.partitions, strict=True)
         return _states(f"parameter group {self.number}", [Part(*part, "", 0, 0) for part in parts])
-
-
-class _EqualParts(Sequence[Part]):
-    """Stage 3: the parts of a parameter, made when they are asked for: there is one for each of thousands of ranks."""
-
-    def __init__(self, group: _Group, name: str, share: Shares) -> None:
-        self.group, self.name, self.share = group, name, share
-
-    def __len__(self) -> int:
-        return len(self.group.files)
-
-    @overload
-    def __getitem__(self, index: int) -> Part: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Part]: ...
-    def __getitem__(self, index: int | slice) -> Part | Sequence[Part]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        numel = self.share.of(self.group.places[index])
-        return Part(self.group.files[index], self.group.partitions[index], self.name, self.share.start, numel)
 
 
 def _states(name: str, parts: Sequence[Part]) -> dict[str, ElementType]:
@@ -264,7 +236,7 @@ def _states(name: str, parts: Sequence[Part]) -> dict[str, ElementType]:
     return found
 
 
-def slices(found: Zero, model_rank: int, shapes: Sequence[Mapping[str, Shape]]) -> tuple[list[Slice], list[Problem]]:
+def slices(found: Zero, model_rank: int, shapes: Sequence[Mapping[str, Shape]]) -> tuple[list[Slice], list[Finding]]:
     """The slices of all parameters on one model-parallel rank, and the problems of their fragments.
 
     Args:
@@ -277,32 +249,30 @@ def slices(found: Zero, model_rank: int, shapes: Sequence[Mapping[str, Shape]]) 
         return [], []
     groups = Counter(name for group in shapes for name in group)
     if twice := [name for name, count in groups.items() if count > 1]:
-        return [], [Problem(FRAGMENTS, name, "it is in several groups of param_shapes") for name in twice]
+        return [], [Finding(FRAGMENTS, name, "it is in several groups of param_shapes") for name in twice]
     return _stage_3(found, own, shapes) if found.stage > 2 else _stages_1_and_2(found, own, shapes)
 
 
 def _stages_1_and_2(
     found: Zero, files: Sequence[RankFile], shapes: Sequence[Mapping[str, Shape]]
-) -> tuple[list[Slice], list[Problem]]:
+) -> tuple[list[Slice], list[Finding]]:
     model_rank = files[0].model_rank
     ranks, neighbours = found.data_parallel(model_rank), zero_experts.shares_with_neighbours(found.model(model_rank))
     every = tuple(range(ranks))
     shape_of = {name: shape for group in shapes for name, shape in group.items()}
     made: dict[tuple[str, tuple[int, ...]], Slice] = {}
-    problems: list[Problem] = []
+    problems: list[Finding] = []
     for file in files:
-        for number, partition in enumerate(file.state.partitions):
+        for number, partition in enumerate(file.partitions):
             problems += _of_fragments(file, partition)
             sharing = _sharing(file, number, ranks, neighbours=neighbours) or every
             for name, (start, numel) in partition.fragments.items():
                 unread = Slice(name, model_rank, sharing, shape_of.get(name))
-                parts = made.setdefault((name, sharing), unread).parts
-                assert isinstance(parts, list)
-                parts.append(Part(file, partition, name, start, numel))
+                made.setdefault((name, sharing), unread).fragments.append(Part(file, partition, name, start, numel))
     with_fragments = {name for name, _ in made}
     if with_fragments:
         problems += [
-            Problem(FRAGMENTS, name, "no rank has a fragment of it: a fragment is missing")
+            Finding(FRAGMENTS, name, "no rank has a fragment of it: a fragment is missing")
             for name, shape in shape_of.items()
             if name not in with_fragments and 0 not in shape
         ]
@@ -315,35 +285,35 @@ def _sharing(file: RankFile, group: int, ranks: int, *, neighbours: bool) -> tup
     Neighboring ranks have different experts, unless `neighbours` is set: with 4 ranks, 2 of them per expert,
     ranks 0 and 2 share one.
     """
-    counts = file.state.data_parallel
+    counts = file.data_parallel
     if group >= len(counts) or counts[group] == ranks or counts[group] < 1 or ranks % counts[group]:
         return ()
     sharing = zero_experts.ranks_of(ranks, ranks // counts[group], neighbours)
     return next((own for own in sharing if file.rank in own), ())
 
 
-def _of_fragments(file: RankFile, partition: Partition) -> Iterator[Problem]:
+def _of_fragments(file: RankFile, partition: Partition) -> Iterator[Finding]:
     """Check that fragments lie within the partition and do not overlap."""
     at, last = 0, ""
     for name, (start, numel) in sorted(partition.fragments.items(), key=lambda item: item[1]):
         if start < at:
             detail = f"{file.path.name}: begins at {start}, before the end of {shown(last)} at {at}: fragments overlap"
-            yield Problem(FRAGMENTS, name, detail)
+            yield Finding(FRAGMENTS, name, detail)
         at, last = max(at, start + numel), name
-    if at > numel_of(partition):
-        yield Problem(FRAGMENTS, last, f"{file.path.name}: ends at {at}, the partition at {numel_of(partition)}")
+    if at > partition.numel:
+        yield Finding(FRAGMENTS, last, f"{file.path.name}: ends at {at}, the partition at {partition.numel}")
 
 
 def _stage_3(
     found: Zero, files: Sequence[RankFile], shapes: Sequence[Mapping[str, Shape]]
-) -> tuple[list[Slice], list[Problem]]:
+) -> tuple[list[Slice], list[Finding]]:
     """No slices if a file contradicts the model's. Ranks with other experts have a model file with other shapes."""
     every = tuple(range(found.data_parallel(files[0].model_rank)))
     made: dict[tuple[int, tuple[int, ...]], list[RankFile]] = {}
     of_rank = {file.rank: _own_shapes(found, file, shapes) for file in files}
     for file in files:
         for number, group in enumerate(of_rank[file.rank]):
-            sharing = next(iter(file.state.sharing[number : number + 1]), ()) or every
+            sharing = next(iter(file.sharing[number : number + 1]), ()) or every
             if problem := _contradiction(file, number, group, sharing, len(of_rank[file.rank])):
                 return [], [problem]
             made.setdefault((number, sharing), []).append(file)
@@ -351,7 +321,7 @@ def _stage_3(
     for (number, sharing), own in made.items():
         held, shape_of = _Group(number, sharing, own), of_rank[own[0].rank][number]
         for name, share in zero.shares(shape_of, len(sharing)):
-            result.append(Slice(name, own[0].model_rank, sharing, shape_of[name], _EqualParts(held, name, share)))
+            result.append(Slice(name, own[0].model_rank, sharing, shape_of[name], equal=(held, share)))
     return result, []
 
 
@@ -362,17 +332,97 @@ def _own_shapes(found: Zero, file: RankFile, shapes: Sequence[Mapping[str, Shape
 
 def _contradiction(
     file: RankFile, number: int, group: Mapping[str, Shape], sharing: tuple[int, ...], groups: int
-) -> Problem | None:
+) -> Finding | None:
     """The problem if a rank's partition of a group does not fit the shapes of the group's parameters."""
-    name, partitions = file.path.name, file.state.partitions
+    name, partitions = file.path.name, file.partitions
     if len(partitions) != groups:
-        detail = f"{name}: {len(partitions)} groups, {groups} in the model's file"
-        return Problem(FRAGMENTS, "all parameters", detail)
+        return Finding(FRAGMENTS, "all parameters", f"{name}: {len(partitions)} groups, {groups} in the model's file")
     if file.rank not in sharing:
         detail = f"{name}: of group {number}, which ranks {', '.join(map(str, sharing))} share"
-        return Problem(OTHER_DEGREE, name, detail)
+        return Finding(MIXED_RANKS, name, detail)
     expected = sum(share.each for _, share in zero.shares(group, len(sharing)))
-    if numel_of(partitions[number]) != expected:
-        detail = f"{name}: {numel_of(partitions[number])} elements, {expected} by the model's shapes"
-        return Problem(FRAGMENTS, f"all parameters of group {number}", detail)
+    if partitions[number].numel != expected:
+        detail = f"{name}: {partitions[number].numel} elements, {expected} by the model's shapes"
+        return Finding(FRAGMENTS, f"all parameters of group {number}", detail)
     return None
+
+
+# Model files
+
+
+class Unlike(NamedTuple):
+    """The differences of a model-states file from another one. There are many files, which are nearly equal."""
+
+    name: str
+    root: str
+    changed: dict[str, Any]
+    absent: tuple[str, ...]
+
+    def facts(self, first: Mapping[str, Any]) -> ModelFacts:
+        """The file's facts. `first` is the content of the other file."""
+        value = {**_looked_at(first), **self.changed}
+        return ModelFacts(self.name, {key: value[key] for key in value.keys() - {*self.absent}}, self.root)
+
+
+def unlike(facts: ModelFacts, first: Mapping[str, Any]) -> Unlike:
+    own, other = _looked_at(facts.value), _looked_at(first)
+    changed = {key: value for key, value in own.items() if key not in other or value != other[key]}
+    return Unlike(facts.name, facts.root, changed, tuple(other.keys() - own.keys()))
+
+
+def _looked_at(value: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: value[key] for key in (*OF_A_MODEL, *NAMED) if key in value}
+    return found | {key: dict.fromkeys(own) for key in NAMED if isinstance(own := found.get(key), Mapping)}
+
+
+def of_model(file: TorchFile) -> ModelFacts:
+    """The facts in a model-states file.
+
+    Raises:
+        BadFileError: it does not hold a dict, or has no shapes as `param_shapes`.
+    """
+    if not isinstance(file.value, dict):
+        raise BadFileError(f"{file.path}: expected a dict in it, found {type(file.value).__name__}")
+    check_shapes(file.path, file.value)
+    return ModelFacts(file.path.name, file.value, file.root)
+
+
+def check_shapes(path: Path, model: Mapping[str, Any]) -> None:
+    """Check that the `param_shapes` of a model-states file are dicts of shapes.
+
+    Raises:
+        BadFileError: they are something else.
+    """
+    groups = model.get("param_shapes") or ()
+    if not isinstance(groups, (list, tuple)) or not all(map(_are_shapes, groups)):
+        raise BadFileError(f"{path}: expected the shapes of parameters as param_shapes, found {shown(groups)}")
+
+
+def _are_shapes(group: Any) -> bool:
+    return isinstance(group, dict) and all(isinstance(shape, (list, tuple)) for shape in group.values())
+
+
+def add_frozen_parts(found: Checkpoint, model: ModelFacts, rank: int, ranks: int | None) -> None:
+    """Add a shard for each part of a frozen parameter in the model file of `rank` of `ranks`, without its padding.
+
+    DeepSpeed allocates the padding with torch.empty, so it can hold NaN.
+    """
+    path = found.path / model.name
+    shapes, fragments = model.value.get("frozen_param_shapes"), model.value.get("frozen_param_fragments")
+    if not isinstance(shapes, Mapping) or not isinstance(fragments, Mapping) or not ranks:
+        return
+    for name, share in zero.shares(shapes, ranks):
+        part = fragments.get(name)
+        # MiCS shards a parameter over fewer ranks: then all elements are checked, as in an unknown tensor.
+        if not isinstance(part, TensorHeader) or part.numel != share.each:
+            continue
+        own = share.of(rank)
+        array = f"frozen_param_fragments.{name}"
+        stream = tensor_streams.stream(found, path, array, part)
+        if stream is None:
+            continue
+        found.padded.append(stream.extents[0])
+        if own:
+            extent = Extent(str(path), part.offset, own * ITEM_SIZE[part.dtype])
+            streams = {WEIGHT: Stream(array, part.dtype, (extent,))}
+            found.shards.append(Shard(array, path.name, (own,), streams))

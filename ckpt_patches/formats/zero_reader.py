@@ -6,16 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import (
-    damages,
-    frozen_parts,
-    tensor_streams,
-    zero,
-    zero_experts,
-    zero_folder,
-    zero_inventory,
-    zero_pipeline,
-)
+from ckpt_patches.formats import damages, tensor_streams, zero, zero_experts, zero_folder, zero_inventory, zero_pipeline
 from ckpt_patches.formats.checkpoint import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -31,9 +22,8 @@ from ckpt_patches.formats.checkpoint import (
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
-from ckpt_patches.formats.zero import Flat, Shape
-from ckpt_patches.formats.zero_facts import numel_of
-from ckpt_patches.formats.zero_folder import Part, RankFile, Slice, Zero
+from ckpt_patches.formats.zero import Flat, RankFile, Shape
+from ckpt_patches.formats.zero_folder import Part, Slice, Zero
 from ckpt_patches.formats.zero_inventory import ModelFacts
 
 # Keys that DeepSpeed itself saves with the model. Others are the user's, or a newer release's.
@@ -64,9 +54,11 @@ def read(path: Path) -> Checkpoint:
             _read_model_rank(found, model, own, weights)
         for (dp, mp), facts in model.models.items():
             if mp == model_rank and dp is not None:
-                frozen_parts.add(found, ModelFacts(facts.name, reader.values[facts.name]), dp, found.data_parallel)
+                zero_folder.add_frozen_parts(
+                    found, ModelFacts(facts.name, reader.values[facts.name]), dp, found.data_parallel
+                )
     other_steps = zero_inventory.other_step(path.name, model.models.values())
-    found.findings += tensor_streams.findings([*model.problems, *other_steps])
+    found.findings += [*model.problems, *other_steps]
     for name in folder.names:  # experts, layers
         if name.endswith(".pt") and name not in found.read:
             tensor_streams.read(path / name, found)
@@ -106,10 +98,10 @@ def _read_model_rank(found: Checkpoint, model: Zero, files: list[RankFile], weig
         _check_model_files(found, model.folder, model_rank, info)
     label = f"mp_rank_{model_rank:02d}" if info and info.get("mp_world_size", 1) > 1 else ""
     stated = zero_folder.shapes_of(info)
-    trained = {name for file in files for partition in file.state.partitions for name in partition.fragments}
+    trained = {name for file in files for partition in file.partitions for name in partition.fragments}
     shapes = stated or _shapes_of_weights(info, trained) or weights.shapes_in_layers(trained, model_rank)
     slices, problems = zero_folder.slices(model, model_rank, shapes)
-    found.findings += tensor_streams.findings(problems)
+    found.findings += problems
     found.padded += _partitions(files, slices)
     experts = {(match[1], match[2]) for own in slices if (match := zero_experts.LOCAL.fullmatch(own.name))}
     local = Counter(layer for layer, _ in experts)
@@ -117,10 +109,10 @@ def _read_model_rank(found: Checkpoint, model: Zero, files: list[RankFile], weig
         of_experts = _experts_of(own, found.data_parallel or 0)
         where = ", ".join(filter(None, (label, of_experts)))  # expert-parallel ranks use one name for different experts
         if own.shape is None and not of_experts and (zero_inventory.is_expert(own.name) or not stated):
-            found.findings.append(Finding(damages.NOT_JUDGED, own.name, where, detail="no file has its shape"))
+            found.add(damages.NOT_JUDGED, own.name, "no file has its shape", shard=where)
         elif contradiction := own.contradiction:
             kind = damages.NOT_JUDGED if of_experts else damages.FRAGMENTS
-            found.findings.append(Finding(kind, own.name, where, detail=contradiction))
+            found.add(kind, own.name, contradiction, shard=where)
         else:
             found.shards.append(_shard(own, where, weights, local if of_experts else {}))
         found.shards += _further(label, own)
@@ -182,7 +174,7 @@ class _Weights:
                 if not tied:
                     detail = "no file of a layer has the weights of this module"
                     label = f"mp_rank_{mp:02d}"
-                    self.found.findings.append(Finding(damages.MISSING_WEIGHT, name, label, detail=detail))
+                    self.found.add(damages.MISSING_WEIGHT, name, detail, shard=label)
                 elif len(tied) == 1:  # several that look the same are ambiguous
                     self.places[name, mp] = tied[0]
 
@@ -222,7 +214,7 @@ class _Weights:
     def _in_layer(self, name: str, place: zero_pipeline.Place) -> Any:
         value = self.layers[place.file].get(place.key)
         if value is None and not zero_inventory.is_expert(name):
-            finding = Finding(damages.MISSING_WEIGHT, place.file, detail=f"no weight of {name:.100}")
+            finding = Finding(damages.MISSING_WEIGHT, place.file, f"no weight of {name:.100}")
             self.found.findings.append(finding)
         return value
 
@@ -239,9 +231,9 @@ def _shapes_of_weights(info: Mapping[str, Any], trained: Set[str]) -> list[dict[
 def _partitions(files: list[RankFile], slices: list[Slice]) -> Iterator[Extent]:
     """The byte ranges of groups that hold parameters. Bytes outside the parameters are padding with any value."""
     used = {id(part.partition) for own in slices for part in own.parts}
-    groups = {n for file in files for n, partition in enumerate(file.state.partitions) if id(partition) in used}
+    groups = {n for file in files for n, partition in enumerate(file.partitions) if id(partition) in used}
     for file in files:
-        for number, partition in enumerate(file.state.partitions):
+        for number, partition in enumerate(file.partitions):
             for flat in partition.states.values() if number in groups else ():
                 yield Extent(str(file.path), flat.offset, flat.numel * ITEM_SIZE[flat.type.dtype])
 
@@ -249,10 +241,10 @@ def _partitions(files: list[RankFile], slices: list[Slice]) -> Iterator[Extent]:
 def _set_run(found: Checkpoint, model: Zero, files: list[RankFile]) -> None:
     """Set the facts about the run that the files of one model-parallel rank state."""
     found.data_parallel = model.data_parallel(files[0].model_rank)
-    steps = {file.step for file in files if file.step is not None}
+    steps = {int(file.step) for file in files if file.step is not None}
     # SGD and Lion store no step; an optimizer that never stepped stores no state.
-    found.step = max(steps, default=None if any(file.state.states for file in files) else 0)
-    found.groups = [group for group in files[0].state.settings if isinstance(group, dict)]
+    found.step = max(steps, default=None if any(file.states for file in files) else 0)
+    found.groups = [*files[0].settings]
     found.beta1 = first_beta(found.groups)
 
 
@@ -266,11 +258,11 @@ def _check_model_files(found: Checkpoint, folder: zero.Folder, model_rank: int, 
         names = tuple(zero.model_name(rank, model_rank) for rank in missing)
         found.copies.append(Copies(there[0], names, _what_can_differ(info), _frozen(info)))
         detail = "; ".join(filter(None, (f"{len(missing)} ranks have none of their own", found.copies[-1].lost)))
-        found.findings.append(Finding(damages.ONE_MODEL_FILE, there[0], detail=detail))
+        found.add(damages.ONE_MODEL_FILE, there[0], detail)
         return
     for rank in missing:
         array = zero_inventory.numbered(rank, rank, found.data_parallel or 1)
-        found.findings.append(Finding(damages.MISSING_RANK, array, detail="the file of its model states"))
+        found.add(damages.MISSING_RANK, array, "the file of its model states")
 
 
 def _may_have_loaded_universal(info: Mapping[str, Any]) -> bool:
@@ -302,11 +294,10 @@ def _what_can_differ(info: Mapping[str, Any]) -> str:
 
 def _check_paddings(found: Checkpoint, files: list[RankFile]) -> None:
     for file in files:
-        for group, (padding, partition) in enumerate(zip(file.state.paddings, file.state.partitions, strict=False)):
-            numel = numel_of(partition)
+        for group, (padding, partition) in enumerate(zip(file.paddings, file.partitions, strict=False)):
+            numel = partition.numel
             if padding > numel:
-                detail = f"group {group}: padding {padding}, partition {numel}"
-                found.findings.append(Finding(damages.LARGE_PADDING, file.path.name, detail=detail))
+                found.add(damages.LARGE_PADDING, file.path.name, f"group {group}: padding {padding}, partition {numel}")
 
 
 def _streams(own: Slice) -> dict[str, Stream]:

@@ -17,10 +17,10 @@ from ckpt_patches.audit.audit import Report
 from ckpt_patches.audit.judging import recorded_states
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist_writer
-from ckpt_patches.formats.checkpoint import Checkpoint
+from ckpt_patches.formats.checkpoint import Checkpoint, Extent
 from ckpt_patches.formats.damages import DAMAGE, INCOMPLETE, MIXED_ROWS, NOTE, SHIFTED_STATE, UNREADABLE, Finding
 from ckpt_patches.formats.megatron_arrays import CONFIG
-from ckpt_patches.formats.torch_dist import COMMON, INDEX, Place
+from ckpt_patches.formats.torch_dist import COMMON, INDEX
 from ckpt_patches.migrate import keys, repairs, source
 from ckpt_patches.migrate.output import OutputFile, write
 from ckpt_patches.migrate.plan import Plan, needs_nothing, plan, source_type
@@ -234,10 +234,10 @@ def _finish(made: _Migration, audited: Checkpoint, workers: int, options: Option
 
 def _index(planned: Plan) -> bytes:
     tensors = {own.name: replace(own, places={}) for own in planned.tensors}
-    objects: dict[str, Place] = {}
+    objects: dict[str, Extent] = {}
     for file in planned.files:
         for begin, entry in file.placed():
-            place = Place(file.name, begin, entry.nbytes)
+            place = Extent(file.name, begin, entry.nbytes)
             if entry.offsets is not None:
                 tensors[entry.key].places[entry.offsets] = place
             elif file.name != COMMON:

@@ -74,7 +74,7 @@ def _of_torch_dist(path: Path, trust: bool) -> _Read:
     _check_metadata(found)
     with RangedFiles() as files:
         objects = {
-            name: Object(Extent(str(path / place.file), *place[1:]), torch_dist.read_place(files, path, place).value)
+            name: Object(Extent(str(path / place.path), *place[1:]), torch_dist.read_place(files, path, place).value)
             for name, place in index.objects.items()
         }
     return found, arrays, objects, torch_dist_reader.mixed_rows(found, index)

@@ -90,7 +90,7 @@ def _undetermined(shard: Shard) -> Finding:
     what = {role: shard.streams[role].dtype if role in shard.streams else "none" for role in (WEIGHT, MASTER, *MOMENTS)}
     types = ", ".join(f"{role} {dtype}" for role, dtype in what.items())
     detail = f"whether it is shifted could not be told: other arrays or types than are compared ({types})"
-    return Finding(damages.SHIFTED_STATE, shard.streams[MASTER].array, shard.label, 0, shard.numel, detail)
+    return Finding(damages.SHIFTED_STATE, shard.streams[MASTER].array, detail, shard.label, 0, shard.numel)
 
 
 def _is_complete(shard: Shard) -> bool:
@@ -108,7 +108,7 @@ def _findings(shift: Shift) -> Iterator[Finding]:
         places = ", ".join(f"[{begin}, {end})" for begin, end in lost)
         far = "by how many elements could not be told" if by is None else f"by {by} elements"
         detail = f"{far}; found in no file: {places or 'none'}"
-        yield Finding(damages.SHIFTED_STATE, shard.streams[MASTER].array, shard.label, 0, shard.numel, detail)
+        yield Finding(damages.SHIFTED_STATE, shard.streams[MASTER].array, detail, shard.label, 0, shard.numel)
 
 
 def find(shards: list[Shard]) -> Shift | None:
