@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import save
 
 from ckpt_patches.cli import command_line
+from ckpt_patches.fingerprint import megatron_state
 from ckpt_patches.fingerprint.boxes import LONG, Box, of_box
 from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
 from ckpt_patches.fingerprint.megatron_files import fingerprints, parameter_and_state, read
@@ -132,3 +133,20 @@ def test_boxes_that_fill_a_tensor_add_up(shape: list[int], data: st.DataObject) 
         middle = data.draw(st.integers(0, len(part)))
         total += of_box(part[:middle], 0, box) + of_box(part[middle:], middle, box)
     assert total % MODULUS == of_run(whole.reshape(-1), 0)
+
+
+def test_an_optimizer_without_parameters_has_nothing_to_prove() -> None:
+    """As on a pipeline stage without experts; one with parameters and no state is listed."""
+    leaf = Leaf(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]))
+    assert megatron_state.live(leaf, {}).left_out == {"Leaf": "it has no state yet"}
+    leaf.optimizer.param_groups[0]["params"].clear()
+    assert not megatron_state.live(leaf, {}).left_out
+
+
+class Leaf:
+    """The attributes by which an optimizer of Megatron that is not distributed is known."""
+
+    fp32_from_float16_groups: tuple[list[torch.Tensor], ...] = ()
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer

@@ -6,6 +6,7 @@ import math
 import pickle
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,14 +94,64 @@ def test_what_differs_is_named_with_what_it_looks_like(tensor: torch.Tensor, kin
 
 
 def test_a_state_that_is_not_there_is_missing() -> None:
-    """A missing state is an error; a missing parameter is another model's and only unproven."""
+    """A missing state is an error, and so is a missing parameter."""
     tensors = some()
     del tensors[FIRST]
     assert difference(tensors).kind == verdicts.MISSING
     del tensors["first.weight", "master"], tensors["first.weight", "exp_avg_sq"]
-    found = verdict_of(live(tensors), recorded(live(some())))
-    assert not found.is_wrong
-    assert found.unproven == {"first.weight": "this run has no such parameter"}
+    found = verdict_of(live(tensors), recorded(live(some()))).differences
+    assert {(one.kind, one.what) for one in found} == {(verdicts.MISSING, "the run has no such parameter")}
+    assert len(found) == 3
+
+
+def test_a_state_that_was_not_saved_is_an_error() -> None:
+    saved = some()
+    del saved[FIRST]
+    (found,) = verdict_of(live(some()), recorded(live(saved))).differences
+    assert found == Difference(*FIRST, verdicts.NOT_SAVED, "the checkpoint's fingerprint does not have it")
+
+
+@pytest.mark.parametrize("what", ["first.weight", "first.weight exp_avg", "an optimizer"])
+def test_a_state_that_one_side_cannot_read_is_no_difference(what: str) -> None:
+    lacks = some()
+    del lacks[FIRST]
+    unread = replace(live(lacks), left_out={what: "of a type that cannot be read"})
+    for saved, found in ((live(some()), unread), (unread, live(some()))):
+        verdict = verdict_of(found, recorded(saved))
+        assert not verdict.is_wrong
+        assert verdict.unproven == {what: "of a type that cannot be read"}
+    other = replace(live(lacks), left_out={"second.bias exp_avg": "of a type that cannot be read"})
+    assert verdict_of(other, recorded(live(some()))).is_wrong
+
+
+# Layers that are stacked into one parameter, some of them frozen
+
+LAYERS = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(7))
+
+
+def stacked(*trained: int, layers: torch.Tensor = LAYERS) -> Live:
+    """The state of some layers of a stack."""
+
+    def parts() -> Iterator[Part]:
+        for number in trained:
+            box = Box((number, 0, 0), (1, 4, 5), tuple(layers.shape))
+            yield Part("layers.weight", "exp_avg", box, 0, layers[number].reshape(-1), main=True)
+
+    return Live(parts, {"layers.weight": GROUP})
+
+
+def test_layers_beside_frozen_ones_are_compared() -> None:
+    record = recorded(stacked(1, 2))
+    assert from_plain(record).sizes == {"layers.weight": 60}
+    assert verdict_of(stacked(1, 2), record).proven == [("layers.weight", "exp_avg")]
+    for other in (stacked(1, 2, layers=LAYERS * 0), stacked(0, 1), stacked(1), stacked(0, 1, 2)):
+        assert verdict_of(other, record).is_wrong
+
+
+def test_more_layers_or_another_padding_are_not_compared_with_frozen_ones() -> None:
+    more = torch.cat([LAYERS, LAYERS])
+    assert not verdict_of(stacked(*range(6), layers=more), recorded(stacked(0, 1, 2))).is_wrong
+    assert not recorded(stacked(0, 1, 2)).get("sizes")
 
 
 def test_a_setting_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,14 +210,16 @@ def test_a_record_that_cannot_be_read_is_an_error(
 def test_a_load_of_which_nothing_can_be_compared_is_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing proven is an error, as with other names of all parameters; one proven state is enough."""
+    """Nothing proven is an error, as with an optimizer that cannot be read; so are other names of all parameters."""
     monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", "1")
+    unread = Live(list, left_out={"an optimizer": "that is not known"})
+    with pytest.raises(
+        FingerprintError, match=r"nothing is proven of this resume\n.*: an optimizer: that is not known"
+    ):
+        prove(unread, recorded(live(some())))
     renamed = {(f"module.{name}", state): tensor for (name, state), tensor in some().items()}
-    with pytest.raises(FingerprintError, match=r"nothing is proven of this resume\n.*: this run has no such parameter"):
+    with pytest.raises(FingerprintError, match=r"18 states \(9 missing, 9 not saved\)"):
         prove(live(renamed), recorded(live(some())))
-    one_known = {**renamed, FIRST: some()[FIRST]}
-    del one_known["module.first.weight", "exp_avg"]
-    assert verdict_of(live(one_known), recorded(live(some()))).proven == [FIRST]
 
 
 def test_another_padding_of_the_vocabulary_and_another_dtype_prove_nothing() -> None:
@@ -179,6 +232,24 @@ def test_another_padding_of_the_vocabulary_and_another_dtype_prove_nothing() -> 
         "first.weight exp_avg": "1,440 elements here, 1,200 in the checkpoint: another padding of the vocabulary?",
         "second.bias master": "kept in bfloat16 here, in float32 when it was saved",
     }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
+def test_moments_that_the_optimizer_keeps_in_fewer_bits_than_before_are_listed(dtype: str) -> None:
+    """A precision-aware optimizer returns them in fp32, whatever it keeps them in."""
+
+    def kept(dtype: str) -> Live:
+        own = live(some())
+        parts = [part._replace(kept_in=dtype if part.state == "exp_avg" else "") for part in own.parts()]
+        return replace(own, parts=lambda: parts)
+
+    rounded = changed(FIRST, some()[FIRST].bfloat16().float())
+    found = verdict_of(replace(live(rounded), parts=kept(dtype).parts), recorded(live(some())))
+    assert not found.is_wrong
+    assert found.unproven == {
+        f"{name} exp_avg": f"kept in {dtype} here, in float32 when it was saved" for name in SHAPES
+    }
+    assert not verdict_of(live(some()), recorded(kept(dtype))).unproven
 
 
 def test_a_note_in_a_state_dict_that_others_write_is_nothing() -> None:

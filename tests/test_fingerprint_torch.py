@@ -169,6 +169,18 @@ def test_a_rate_may_be_a_tensor() -> None:
     fingerprint.prove(model, optimizer, fingerprint.of_training(model, optimizer))
 
 
+def test_settings_of_a_group_without_parameters_are_compared() -> None:
+    """torch.distributed.checkpoint loses them: pytorch#143828."""
+    model = Branches()
+    optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": [], "weight_decay": 0.3}])
+    stepped(model, optimizer)
+    record = fingerprint.of_training(model, optimizer)
+    fingerprint.prove(model, optimizer, record)
+    del optimizer.param_groups[1]["betas"]
+    with pytest.raises(fingerprint.FingerprintError, match=r"param group 1: betas None, saved as \[0\.9, 0\.999\]"):
+        fingerprint.prove(model, optimizer, record)
+
+
 def test_a_record_of_another_format_proves_nothing() -> None:
     model = Branches()
     with pytest.raises(fingerprint.FingerprintError, match="nothing is proven"):

@@ -63,6 +63,13 @@ def test_what_a_load_leaves_otherwise_is_an_error(odd: str, line: str) -> None:
     assert '{"error": ""}' in said
 
 
+def test_a_scheduler_that_is_saved_and_not_loaded_is_named() -> None:
+    """As verl does by default: its first step after the load starts over (verl#7953)."""
+    said = program("load", saved(), "--odd", "no_scheduler")
+    assert '{"error": ""}' in said
+    assert "learning-rate scheduler: the checkpoint has its state, and the run has not loaded it" in said
+
+
 @pytest.mark.long
 def test_rng_states_of_experts_that_are_of_another_rank_are_an_error(tmp_path: Path) -> None:
     """Another rank's RNG states are an error: without the fix `expert_rng`, each rank loads the first one's."""

@@ -184,6 +184,7 @@ def _settings(record: Record, found: Mapping[str, OfParameter]) -> Checked:
         (one.parameter, one.setting, _both(one.found, one.saved, "the files", "the run"))
         for one in setting_differences(record.settings, every, sorted(names))
         if (one.parameter, one.setting) not in unread
+        if one.found is not None or one.setting == "step" or one.setting.startswith(STATE)
     ]
     absent -= {(parameter, name) for parameter, name, _ in differ}
     new = {(p, name) for p in record.settings.keys() & found.keys() for name in _of_states(found[p])} - saved

@@ -30,6 +30,7 @@ class Part(NamedTuple):
     first: int  # index of the first element in the box
     values: torch.Tensor  # one dimension, contiguous; float32, bfloat16 or float16, on any device
     main: bool  # whether it is the first of its replicas, the only one that a save counts
+    kept_in: str = ""  # dtype in which the optimizer keeps them, if it has converted them
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def sums(parts: Iterable[Part], *, main: bool) -> dict[Key, Total]:
     for part in parts:
         if main and not part.main:
             continue
-        whole, dtype = math.prod(part.box.shape), _dtype(part.values)
+        whole, dtype = math.prod(part.box.shape), part.kept_in or _dtype(part.values)
         one = found.setdefault((part.parameter, part.state), Total(whole=whole, dtype=dtype))
         one.add(len(part.values), _value(part))
         if main:

@@ -17,6 +17,7 @@ from ckpt_patches.fingerprint.verdict import Besides
 
 RUN = "run"
 SCHEDULER, POSITION, LAYOUT, RNG = "learning-rate scheduler", "data position", "layout", "RNG states of rank "
+SCHEDULERS = ("opt_param_scheduler", "lr_scheduler")  # its keys in a state dict: Megatron's, verl's
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 NOT_RECORDED = "the checkpoint's fingerprint does not have it"
 EXPERTS = "expert-parallel-rng"  # name of the experts' state in the RNG state tracker
@@ -27,8 +28,9 @@ def of_save(state_dict: Mapping[str, Any]) -> dict[str, Settings]:
     found = {LAYOUT: layout(), f"{RNG}{rank_in(None)}": rng_states()}
     if "args" in state_dict:
         found[POSITION] = position(state_dict["args"])
-    if isinstance(scheduler := state_dict.get("opt_param_scheduler"), dict):
-        found[SCHEDULER] = plain_values(scheduler)
+    for key in SCHEDULERS:
+        if isinstance(scheduler := state_dict.get(key), dict):
+            found[SCHEDULER] = plain_values(scheduler)
     return found
 
 

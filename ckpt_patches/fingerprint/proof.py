@@ -22,6 +22,7 @@ from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
 from ckpt_patches.fingerprint.live_state import Live, Part, blocks_of, sums
 from ckpt_patches.fingerprint.record import RATE, SETTINGS, NotARecord, Record, SettingDifference
 from ckpt_patches.fingerprint.verdict import (
+    NOWHERE,
     Besides,
     Hint,
     Key,
@@ -47,8 +48,10 @@ def recorded(live: Live, group: Any = None) -> dict[str, Any]:
         live: this rank's part of the state.
         group: the ranks whose parts are merged; None for all.
     """
-    own = {key: one.as_state() for key, one in sums(live.parts(), main=True).items()}
-    parts = to_first(Record(own, live.settings, live.left_out, live.buckets, live.others), group)
+    found = sums(live.parts(), main=True)
+    own = {key: one.as_state() for key, one in found.items()}
+    sizes = {key[0]: one.whole for key, one in found.items()}
+    parts = to_first(Record(own, live.settings, live.left_out, live.buckets, live.others, sizes=sizes), group)
     whole: dict[str, Any] = from_first(records.merged(parts).as_plain() if parts is not None else None, group)
     return whole
 
@@ -117,7 +120,7 @@ def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
     left_out = {what: why for of_rank in odd for what, why in of_rank.left_out.items()}
     shared = {key: other for of_rank in odd for key, other in of_rank.shared.items()}
     nowhere = set[str].intersection(*(of_rank.lacks for of_rank in odd))  # each pipeline stage has its own buffers
-    left_out = {**dict.fromkeys(sorted(nowhere), "this run has nothing of it"), **left_out}
+    left_out = {**dict.fromkeys(sorted(nowhere), NOWHERE), **left_out}
     others = sorted(record.others.keys() - nowhere)
     lacking = Counter(key for of_rank in odd for key in of_rank.lacking)
     return judge(

@@ -11,6 +11,7 @@ SAMPLE = 8  # elements from the middle of a state, recorded to locate it if it h
 # A parameter's settings that must be equal, and the rate, which is for information: a schedule changes it.
 SETTINGS = ("weight_decay", "betas", "eps", "step")
 RATE = "lr"
+NOT_ALIKE = "not the same on all ranks that saved"
 STATE = "state "  # prefix of the name of a setting that is a number among a parameter's states
 
 Settings = Mapping[str, Any]
@@ -43,6 +44,8 @@ class Record:
     others: Mapping[str, Settings] = field(default_factory=dict)  # values that are not a parameter's
     # States of which a rank had the parameter and not the state; None: not recorded
     partial: frozenset[tuple[str, str]] | None = None
+    # Elements of parameters of which only some have states, as those of a stack of layers with frozen ones
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def as_plain(self) -> dict[str, Any]:
         """The form for a checkpoint."""
@@ -54,7 +57,8 @@ class Record:
         of_all = {"settings": settings, "left_out": dict(self.left_out), "buckets": dict(self.buckets)}
         others = {what: dict(its) for what, its in sorted(self.others.items())}
         partial = {} if self.partial is None else {"partial": sorted(map(list, self.partial))}
-        return {"format": FORMAT, "states": states, **of_all, "others": others, **partial}
+        sizes = {"sizes": dict(self.sizes)} if self.sizes else {}
+        return {"format": FORMAT, "states": states, **of_all, "others": others, **partial, **sizes}
 
 
 def of_step(plain: Any, step: Any) -> Any:
@@ -92,7 +96,8 @@ def from_plain(value: Any) -> Record:
         )
         left_out = {str(what): str(why) for what, why in value["left_out"].items()}
         partial = frozenset((str(p), str(s)) for p, s in value["partial"]) if "partial" in value else None
-        return Record(states, settings, left_out, dict(value["buckets"]), others, partial)
+        sizes = {str(parameter): int(numel) for parameter, numel in value.get("sizes", {}).items()}
+        return Record(states, settings, left_out, dict(value["buckets"]), others, partial, sizes)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise NotARecord(f"expected a record of fingerprints, found {type(value).__name__} ({error!r})") from None
 
@@ -123,6 +128,7 @@ def merged(records: Iterable[Record]) -> Record:
     left_out: dict[str, str] = {}
     buckets: dict[str, Any] = {}
     others: dict[str, Settings] = {}
+    sizes: dict[str, int] = {}
     for record in records:
         for key, part in record.states.items():
             states[key] = part.added_to(states.get(key))
@@ -130,11 +136,14 @@ def merged(records: Iterable[Record]) -> Record:
             add_settings(settings, left_out, parameter, its)
         for what, its in record.others.items():
             if others.setdefault(what, its) != its:
-                left_out[what] = "not the same on all ranks that saved"
+                left_out[what] = NOT_ALIKE
         left_out.update(record.left_out)
         buckets.update(record.buckets)
+        sizes.update(record.sizes)
+    some = {parameter for (parameter, _), state in states.items() if state.numel != sizes.get(parameter)}
+    sizes = {parameter: numel for parameter, numel in sizes.items() if parameter in some}
     others = {what: its for what, its in others.items() if what not in left_out}
-    return Record(states, settings, left_out, buckets, others)
+    return Record(states, settings, left_out, buckets, others, sizes=sizes)
 
 
 def settings_of(group: Mapping[str, Any], states: Mapping[str, Any]) -> Settings:
@@ -172,14 +181,13 @@ class SettingDifference(NamedTuple):
 def setting_differences(
     saved: Mapping[str, Settings], found: Mapping[str, Settings], names: Iterable[str] = SETTINGS
 ) -> list[SettingDifference]:
-    """The differences in common settings of common parameters. A missing step or state is one: the run starts over."""
+    """The differences in the settings of common parameters; a lost one is a difference."""
     known = set(names)
     return [
         SettingDifference(parameter, name, its[name], found[parameter].get(name))
         for parameter, its in sorted(saved.items())
         if parameter in found
         for name in sorted(its.keys() & known)
-        if name in found[parameter] or name == "step" or name.startswith(STATE)
         if not same(its[name], found[parameter].get(name))
     ]
 

@@ -19,6 +19,7 @@ from ckpt_patches.fingerprint.verdict import BUFFER
 from ckpt_patches.formats.dcp import MASTERS
 from ckpt_patches.formats.dtypes import FLOATS
 
+EMPTY_GROUP = "param group "  # prefix of the number of a group without parameters, of which settings are recorded
 # The attributes in which wrapper modules hold the wrapped one; names in checkpoints omit them.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
@@ -46,6 +47,9 @@ def live(model: nn.Module, optimizers: Any) -> Live:
             settings[name], its = _settings(group, states)
             left_out.update({f"{name} {what}": why for what, why in its.items()})
             tensors += [(name, state, part.of(tensor) if part else tensor) for state, tensor in _states(param, states)]
+    for number, group in enumerate(_groups(optimizers)):
+        if not group["params"]:
+            settings[f"{EMPTY_GROUP}{number}"] = _settings(group, {})[0]
     frozen = [(name, FROZEN, param) for name, param in _frozen(model, names, flats, stepped)]
     known = []
     for name, state, tensor in (*tensors, *frozen):
@@ -90,10 +94,18 @@ def clean_name(model: nn.Module, name: str) -> str:
 
 def _stepped(optimizers: Any) -> Iterator[tuple[Any, Mapping[str, Any], Mapping[str, Any]]]:
     """Each parameter that an optimizer steps, with its param group and states."""
-    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+    for optimizer in _listed(optimizers):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 yield param, group, optimizer.state.get(param, {})
+
+
+def _groups(optimizers: Any) -> Iterator[Mapping[str, Any]]:
+    return (group for optimizer in _listed(optimizers) for group in optimizer.param_groups)
+
+
+def _listed(optimizers: Any) -> list[Any]:
+    return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
 
 
 def _settings(group: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:

@@ -6,16 +6,19 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckpt_patches.fingerprint.element_hash import MODULUS, zeros
-from ckpt_patches.fingerprint.record import RATE, Record, SettingDifference, State
+from ckpt_patches.fingerprint.record import NOT_ALIKE, RATE, Record, SettingDifference, State
 from ckpt_patches.runtime.units import in_bytes
 
 Key = tuple[str, str]  # names of a parameter and its state
 LINES = 12  # maximum number of differences that are listed
+NOWHERE = "this run has nothing of it"  # of a value that is no parameter's
 BUFFER = "buffer "  # prefix of a buffer's name among the non-parameter values
 NARROW = ("bfloat16", "float16")
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "uint8": 8}
 
 ZEROS, ROUNDED, MOVED, ANOTHERS, SAME_SLICES = "zeros", "rounded", "moved", "another's", "same slices"
-MISSING, INCOMPLETE, SHARED, OTHER = "missing", "incomplete", "in another's memory", "other values"
+MISSING, NOT_SAVED, INCOMPLETE = "missing", "not saved", "incomplete"
+SHARED, OTHER = "in another's memory", "other values"
 
 
 @dataclass
@@ -91,7 +94,7 @@ def unequal(record: Record, totals: Mapping[Key, Total]) -> list[Key]:
     return [
         key
         for key, state in record.states.items()
-        if key in totals and not _why_not_comparable(state, totals[key]) and not _is(state, totals[key])
+        if key in totals and not _why_not_comparable(record, key, totals[key]) and not _is(state, totals[key])
     ]
 
 
@@ -120,16 +123,15 @@ def judge(
     """
     proven, differences, nbytes = [], [], 0
     unproven = {**record.left_out, **(left_out or {})}
-    parameters = {parameter for parameter, _ in totals}
+    parameters = {parameter for parameter, _ in (*totals, *record.states)}
     for key, state in record.states.items():
         if key not in totals:
-            if key[0] in parameters:
-                differences.append(Difference(*key, MISSING, "the run has no such state"))
-            elif key[0] not in unproven:
-                unproven[key[0]] = "this run has no such parameter"
+            if not _explained(key, left_out or {}, parameters):
+                what = "state" if any(key[0] == parameter for parameter, _ in totals) else "parameter"
+                differences.append(Difference(*key, MISSING, f"the run has no such {what}"))
             continue
         total = totals[key]
-        why = _why_not_comparable(state, total)
+        why = _why_not_comparable(record, key, total)
         if why:
             unproven[f"{key[0]} {key[1]}"] = why
         elif lacking and key in lacking:
@@ -140,14 +142,23 @@ def judge(
             nbytes += state.numel * (2 if total.dtype in NARROW else 4)
         else:
             differences.append(Difference(*key, *_what(record, key, total, hints.get(key, ()))))
-    for key in totals.keys() - record.states.keys():
-        unproven.setdefault(f"{key[0]} {key[1]}", "the checkpoint's fingerprint does not have it")
+    for key in sorted(totals.keys() - record.states.keys()):
+        if not _explained(key, record.left_out, parameters):
+            differences.append(Difference(*key, NOT_SAVED, "the checkpoint's fingerprint does not have it"))
     for key, other in (shared or {}).items():
         differences.append(Difference(*key, SHARED, f"in the memory of {other[0]} {other[1]}: a step changes it twice"))
     rates = [one for one in settings if one.setting == RATE]
     wrong = [one for one in settings if one.setting != RATE]
     return Verdict(
         proven, nbytes, differences, wrong, unproven, rates, _besides(record, others), recorded=bool(record.states)
+    )
+
+
+def _explained(key: Key, left_out: Mapping[str, str], parameters: set[str]) -> bool:
+    """Whether a state can be missing because one side could not read it, or what may have been its optimizer."""
+    of_others = {what for what, why in left_out.items() if why in (NOT_ALIKE, NOWHERE) or what.startswith(BUFFER)}
+    return any(
+        what in (key[0], " ".join(key)) or what.split(" ")[0] not in parameters for what in left_out.keys() - of_others
     )
 
 
@@ -165,10 +176,12 @@ def _is(state: State, total: Total) -> bool:
     return replicas > 0 and not rest and total.value == replicas * state.value % (1 << 64)
 
 
-def _why_not_comparable(state: State, total: Total) -> str:
-    if total.whole != state.numel:
-        return f"{total.whole:,} elements here, {state.numel:,} in the checkpoint: another padding of the vocabulary?"
-    if total.dtype in NARROW and state.dtype not in (*NARROW, ""):
+def _why_not_comparable(record: Record, key: Key, total: Total) -> str:
+    state = record.states[key]
+    whole = record.sizes.get(key[0], state.numel)
+    if total.whole != whole:
+        return f"{total.whole:,} elements here, {whole:,} in the checkpoint: another padding of the vocabulary?"
+    if BITS.get(total.dtype, 0) < BITS.get(state.dtype, 0):
         return f"kept in {total.dtype} here, in {state.dtype} when it was saved"
     return ""
 

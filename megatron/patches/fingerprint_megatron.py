@@ -47,8 +47,9 @@ def layer_wise_optimizer(source: Source) -> None:
 
 @fix.edit("megatron.core.optimizer_param_scheduler", ours_alone=True)
 def scheduler(source: Source) -> None:
-    """It is loaded after the optimizer."""
+    """It is loaded after the optimizer, or not at all: then its next step says so."""
     begin(source)
+    decorate(source, "OptimizerParamScheduler.step", "scheduler_steps")
     decorate(source, "OptimizerParamScheduler.load_state_dict", "scheduler_proven")
 
 
