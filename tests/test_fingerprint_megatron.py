@@ -88,7 +88,7 @@ def test_buckets_are_said_to_be_left_out(name: str, capsys: pytest.CaptureFixtur
 def test_tensors_that_no_32_bit_float_holds_are_said_to_be_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Such tensors are reported; otherwise they would look proven."""
+    """Such tensors are reported; otherwise they would look verified."""
     doubles, numbers = torch.ones(3, dtype=torch.float64), torch.arange(4)
     save({"a": torch.ones(2), "b": doubles, "c": numbers, "d": doubles}, checkpoint_id=tmp_path, no_dist=True)
     assert command_line.main(["fingerprint", str(tmp_path)]) == 0

@@ -52,13 +52,13 @@ def difference(tensors: Tensors) -> Difference:
     return found
 
 
-def test_a_state_that_is_what_was_saved_is_proven(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_that_is_what_was_saved_is_verified(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "ckpt_patches"):
         found = prove(live(some()), recorded(live(some())))
-    assert len(found.proven) == 9
+    assert len(found.verified) == 9
     size = 3 * 4 * sum(math.prod(shape) for shape in SHAPES.values())
     assert found.nbytes == size
-    assert caplog.messages == [f"resume proven: 3 parameters, 9 states, settings, {in_bytes(size)}"]
+    assert caplog.messages == [f"resume verified: 3 parameters, 9 states, settings, {in_bytes(size)}"]
 
 
 def test_a_record_stands_in_a_checkpoint_as_plain_numbers() -> None:
@@ -119,7 +119,7 @@ def test_a_state_that_one_side_cannot_read_is_no_difference(what: str) -> None:
     for saved, found in ((live(some()), unread), (unread, live(some()))):
         verdict = verdict_of(found, recorded(saved))
         assert not verdict.is_wrong
-        assert verdict.unproven == {what: "of a type that cannot be read"}
+        assert verdict.not_verified == {what: "of a type that cannot be read"}
     other = replace(live(lacks), left_out={"second.bias exp_avg": "of a type that cannot be read"})
     assert verdict_of(other, recorded(live(some()))).is_wrong
 
@@ -143,7 +143,7 @@ def stacked(*trained: int, layers: torch.Tensor = LAYERS) -> Live:
 def test_layers_beside_frozen_ones_are_compared() -> None:
     record = recorded(stacked(1, 2))
     assert from_plain(record).sizes == {"layers.weight": 60}
-    assert verdict_of(stacked(1, 2), record).proven == [("layers.weight", "exp_avg")]
+    assert verdict_of(stacked(1, 2), record).verified == [("layers.weight", "exp_avg")]
     for other in (stacked(1, 2, layers=LAYERS * 0), stacked(0, 1), stacked(1), stacked(0, 1, 2)):
         assert verdict_of(other, record).is_wrong
 
@@ -158,7 +158,7 @@ def test_a_setting_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     """Any setting that differs is an error, except for the rate, which a schedule sets."""
     monkeypatch.delenv("CKPT_PATCHES_FINGERPRINT", raising=False)
     assert not verdict_of(live(some(), lr=1.0, betas=(0.9, 0.95)), recorded(live(some()))).is_wrong
-    with pytest.raises(FingerprintError, match=r"^fingerprint: .* 0 states and 3 settings of 3 parameters differ"):
+    with pytest.raises(FingerprintError, match=r"^resume differs: 0 states and 3 settings of 3 parameters"):
         prove(live(some(), step=4), recorded(live(some())))
 
 
@@ -166,7 +166,7 @@ def test_a_run_that_was_told_to_goes_on(monkeypatch: pytest.MonkeyPatch, caplog:
     monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", "warn")
     assert prove(live(some(1)), recorded(live(some()))).is_wrong
     (said,) = caplog.messages
-    assert said.startswith("fingerprint: the state after the load is not what was saved: 9 states (9 other values)")
+    assert said.startswith("resume differs: 9 states (9 other values)")
     assert said.count("\n") == 9
 
 
@@ -174,7 +174,7 @@ UNREADABLE = [
     ({"format": 2}, "expected format 1, found 2: it is of another release of ours"),
     ({"format": 1, "states": 3}, "expected a record of fingerprints, found dict"),
 ]
-NOTHING = "fingerprint: nothing is proven of this resume\n  not proven: the checkpoint: "
+NOTHING = "resume not verified\n  not verified: the checkpoint: "
 # A record of another step is not of this checkpoint: a run without fingerprints saved it again.
 NO_RECORD = [
     (None, "it has no fingerprint: it was saved without CKPT_PATCHES_FINGERPRINT"),
@@ -184,7 +184,7 @@ NO_RECORD = [
 
 @pytest.mark.parametrize(("plain", "why"), NO_RECORD)
 @pytest.mark.parametrize("switch", ["1", "warn"])
-def test_without_a_record_nothing_is_proven_and_the_run_goes_on(
+def test_without_a_record_nothing_is_verified_and_the_run_goes_on(
     switch: str, plain: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", switch)
@@ -210,12 +210,10 @@ def test_a_record_that_cannot_be_read_is_an_error(
 def test_a_load_of_which_nothing_can_be_compared_is_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing proven is an error, as with an optimizer that cannot be read; so are other names of all parameters."""
+    """Nothing verified is an error, as with an optimizer that cannot be read; so are other names of all parameters."""
     monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", "1")
     unread = Live(list, left_out={"an optimizer": "that is not known"})
-    with pytest.raises(
-        FingerprintError, match=r"nothing is proven of this resume\n.*: an optimizer: that is not known"
-    ):
+    with pytest.raises(FingerprintError, match=r"resume not verified\n.*: an optimizer: that is not known"):
         prove(unread, recorded(live(some())))
     renamed = {(f"module.{name}", state): tensor for (name, state), tensor in some().items()}
     with pytest.raises(FingerprintError, match=r"18 states \(9 missing, 9 not saved\)"):
@@ -227,8 +225,8 @@ def test_another_padding_of_the_vocabulary_and_another_dtype_prove_nothing() -> 
     tensors["second.bias", "master"] = tensors["second.bias", "master"].bfloat16()
     found = verdict_of(live(tensors), recorded(live(some())))
     assert not found.is_wrong
-    assert len(found.proven) == 7
-    assert found.unproven == {
+    assert len(found.verified) == 7
+    assert found.not_verified == {
         "first.weight exp_avg": "1,440 elements here, 1,200 in the checkpoint: another padding of the vocabulary?",
         "second.bias master": "kept in bfloat16 here, in float32 when it was saved",
     }
@@ -246,10 +244,10 @@ def test_moments_that_the_optimizer_keeps_in_fewer_bits_than_before_are_listed(d
     rounded = changed(FIRST, some()[FIRST].bfloat16().float())
     found = verdict_of(replace(live(rounded), parts=kept(dtype).parts), recorded(live(some())))
     assert not found.is_wrong
-    assert found.unproven == {
+    assert found.not_verified == {
         f"{name} exp_avg": f"kept in {dtype} here, in float32 when it was saved" for name in SHAPES
     }
-    assert not verdict_of(live(some()), recorded(kept(dtype))).unproven
+    assert not verdict_of(live(some()), recorded(kept(dtype))).not_verified
 
 
 def test_a_note_in_a_state_dict_that_others_write_is_nothing() -> None:
@@ -265,10 +263,10 @@ def prove_as_a_stage(rank: int, port: int) -> tuple[list[str], dict[str, str]]:
     record = recorded(Live(list, others=buffers))
     buffers.pop(f"{verdicts.BUFFER}1 lost", None)
     found = verdict_of(Live(list, others=buffers), record)
-    return list(found.besides), dict(found.unproven)
+    return list(found.besides), dict(found.not_verified)
 
 
-def test_what_each_stage_of_a_pipeline_has_is_proven_together() -> None:
+def test_what_each_stage_of_a_pipeline_has_is_verified_together() -> None:
     expected = [["3 buffers"], {"buffer 1 lost": "this run has nothing of it"}]
     assert results(prove_as_a_stage, 2, free_port()) == [expected, expected]
 
@@ -288,5 +286,5 @@ def prove_with_one_record(rank: int, port: int) -> str:
 def test_records_that_differ_are_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", "1")
     one_lacks, none_reads = results(prove_with_one_record, 2, free_port())
-    assert one_lacks.startswith("  not proven: the checkpoint: its fingerprint is not the same on all ranks; ")
+    assert one_lacks.startswith("  not verified: the checkpoint: its fingerprint is not the same on all ranks; ")
     assert [text.count("the checkpoint: ") for text in (one_lacks, none_reads)] == [2, 2]

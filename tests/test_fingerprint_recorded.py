@@ -1,4 +1,4 @@
-"""The record of a run equals its files, survives a migration, and is proven in the run that loads."""
+"""The record of a run equals its files, survives a migration, and is verified in the run that loads."""
 
 import json
 import os
@@ -152,15 +152,15 @@ def in_other_layouts() -> list[Any]:
 
 
 @pytest.mark.parametrize("gpt", in_other_layouts(), ids=str)
-def test_a_load_in_another_layout_is_proven(gpt: Gpt, tmp_path: Path) -> None:
+def test_a_load_in_another_layout_is_verified(gpt: Gpt, tmp_path: Path) -> None:
     for options in OTHER[gpt.options] if all_releases() else OTHER[gpt.options][:1]:
         other = Gpt(gpt.version, options)
         folder = tmp_path / options.replace(" ", "")
         folder.mkdir()
         resume: tuple[str | Path, ...] = ("resume", folder, "--checkpoint", saved(gpt), *other.arguments)
         log = run("gpt_resume", *resume, tree=tree("megatron-core", gpt.version), delivery="hook", env=ON).stderr
-        assert f"resume proven: {gpt.parameters} parameters, {3 * gpt.parameters} states, " in log
-        assert "not proven" not in log
+        assert f"resume verified: {gpt.parameters} parameters, {3 * gpt.parameters} states, " in log
+        assert "not verified" not in log
 
 
 @pytest.mark.parametrize("gpt", [gpt for gpt in some(GPTS) if gpt.version < "0.15" and not gpt.format], ids=str)
@@ -173,7 +173,7 @@ def test_the_number_goes_through_a_migration_into_the_run_that_loads(
     options = ["--format", "fully_reshardable", *gpt.options.replace("--backend zarr", "").split()]
     resume: tuple[str | Path, ...] = ("resume", saved(gpt).parent, "--checkpoint", new, *options)
     log = run("gpt_resume", *resume, tree=tree("megatron-core", NEWEST), delivery="hook", env=ON).stderr
-    assert f"resume proven: {gpt.parameters} parameters, {3 * gpt.parameters} states, " in log
+    assert f"resume verified: {gpt.parameters} parameters, {3 * gpt.parameters} states, " in log
 
 
 @pytest.fixture

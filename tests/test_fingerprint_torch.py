@@ -29,7 +29,7 @@ from upstream import newest, run_json, tree
 
 FROZEN = {"frozen": True, "tied": True}
 # How a run saves and how another one loads; programs/dcp_saving.py defines the meshes.
-PROVEN: dict[str, dict[str, Any]] = {
+VERIFIED: dict[str, dict[str, Any]] = {
     "FSDP2 to FSDP2 with tensor parallelism": {"load": {"mesh": "fsdp_tp"}},
     "FSDP2 with tensor parallelism to tensor parallelism": {"save": {"mesh": "fsdp_tp"}, "load": {"mesh": "tp"}},
     "copies of tensor parallelism to FSDP2": {"save": {"mesh": "dp_tp"}},
@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "layers.1.up.weight exp_avg: other values, 30 of 1,152 zeros",
     ),
 }
-CASES = [*PROVEN.values(), *(case for case, _ in REFUSED.values()), {"idiom": "no_record"}]
+CASES = [*VERIFIED.values(), *(case for case, _ in REFUSED.values()), {"idiom": "no_record"}]
 
 
 def loaded() -> Path:
@@ -84,30 +84,30 @@ def said_of(number: int) -> list[str]:
     return [of_rank[number] for of_rank in json.loads((loaded() / "said.json").read_text())]
 
 
-@pytest.mark.parametrize("name", PROVEN)
-def test_a_right_load_is_proven_in_any_layout(name: str) -> None:
-    assert said_of(list(PROVEN).index(name)) == ["proven", "proven"]
+@pytest.mark.parametrize("name", VERIFIED)
+def test_a_right_load_is_verified_in_any_layout(name: str) -> None:
+    assert said_of(list(VERIFIED).index(name)) == ["verified", "verified"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_state_is_refused_on_all_ranks(name: str) -> None:
-    first, second = said_of(len(PROVEN) + list(REFUSED).index(name))
+    first, second = said_of(len(VERIFIED) + list(REFUSED).index(name))
     assert first == second
     assert REFUSED[name][1] in first
 
 
 def test_without_a_record_nothing_is_refused() -> None:
-    assert said_of(len(CASES) - 1) == ["proven", "proven"]
+    assert said_of(len(CASES) - 1) == ["verified", "verified"]
 
 
 def test_files_are_compared_with_the_record() -> None:
     folder = loaded()
-    lost = len(PROVEN) + list(REFUSED).index("elements lost at the save")
+    lost = len(VERIFIED) + list(REFUSED).index("elements lost at the save")
     assert (audit(folder / "0").verdict, audit(folder / str(lost)).verdict) == (WHOLE, DAMAGED)
     assert "not_as_recorded" in {finding.kind.name for finding in audit(folder / str(lost)).findings}
     assert main(["fingerprint", str(folder / "0")]) == 0
     assert main(["fingerprint", str(folder / str(lost))]) == 1
-    hsdp = list(PROVEN).index("HSDP to DDP")
+    hsdp = list(VERIFIED).index("HSDP to DDP")
     assert main(["fingerprint", str(folder / "0"), "--against", str(folder / str(hsdp))]) == 0
 
 
@@ -183,7 +183,7 @@ def test_settings_of_a_group_without_parameters_are_compared() -> None:
 
 def test_a_record_of_another_format_proves_nothing() -> None:
     model = Branches()
-    with pytest.raises(fingerprint.FingerprintError, match="nothing is proven"):
+    with pytest.raises(fingerprint.FingerprintError, match="resume not verified"):
         fingerprint.prove(model, torch.optim.SGD(model.parameters(), 0.1), "{}")
 
 
@@ -321,7 +321,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_settings_of_an_optimizer_are_proven(name: str) -> None:
+def test_any_settings_of_an_optimizer_are_verified(name: str) -> None:
     model, optimizer = trained_by(OPTIMIZERS[name])
     record = fingerprint.of_training(model, optimizer)
     fingerprint.prove(model, optimizer, record)
@@ -346,9 +346,9 @@ def test_what_cannot_be_read_is_listed(caplog: pytest.LogCaptureFixture) -> None
     model.register_parameter("nowhere", nn.Parameter(torch.empty(3, device="meta")))
     model.register_buffer("sparse", torch.eye(3).to_sparse())
     fingerprint.prove(model, optimizer, fingerprint.of_training(model, optimizer))
-    assert "resume proven: 4 parameters" in caplog.text
-    assert "not proven: buffer sparse" in caplog.text
-    assert "not proven: nowhere" in caplog.text
+    assert "resume verified: 4 parameters" in caplog.text
+    assert "not verified: buffer sparse" in caplog.text
+    assert "not verified: nowhere" in caplog.text
 
 
 @pytest.mark.parametrize("part", ["settings", "others", "partial"])

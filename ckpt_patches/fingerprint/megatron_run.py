@@ -48,11 +48,13 @@ def of_load(saved: Mapping[str, Settings], args: Any) -> Besides:
     """Compare a completely loaded run, given its arguments, with the record."""
     found = _compared({k: v for k, v in saved.items() if k == POSITION}, {POSITION: position(args)})
     if POSITION not in saved:
-        found.unproven[POSITION] = NOT_RECORDED
+        found.not_verified[POSITION] = NOT_RECORDED
     if getattr(args, "no_load_rng", False):
-        found.unproven["RNG states"] = "they were not loaded: --no-load-rng"
+        found.not_verified["RNG states"] = "they were not loaded: --no-load-rng"
     elif saved.get(LAYOUT) != layout():
-        found.unproven["RNG states"] = f"saved in another layout, {_said(saved.get(LAYOUT, {}))}; now {_said(layout())}"
+        found.not_verified["RNG states"] = (
+            f"saved in another layout, {_said(saved.get(LAYOUT, {}))}; now {_said(layout())}"
+        )
     else:
         _compare_rng(
             found, saved.get(f"{RNG}{rank_in(None)}", {}), bool(getattr(args, "data_parallel_random_init", False))
@@ -69,7 +71,7 @@ def _compare_rng(found: Besides, saved: Settings, all_are_saved: bool) -> None:
     if not wrong:
         found.equal.append("RNG states")
     if not promised.issuperset(differ):
-        found.unproven["RNG states of other data-parallel ranks"] = "Megatron saves those of the first one"
+        found.not_verified["RNG states of other data-parallel ranks"] = "Megatron saves those of the first one"
 
 
 def _compared(saved: Mapping[str, Settings], live: Mapping[str, Settings]) -> Besides:

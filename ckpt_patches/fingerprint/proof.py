@@ -70,8 +70,8 @@ def prove(live: Live, plain: Any, group: Any = None) -> Verdict:
     """
     verdict = verdict_of(live, plain, group)
     lines = sentences(verdict)
-    odd = verdict.is_wrong or verdict.unproven or verdict.rates
-    _conclude(lines, is_error=verdict.is_wrong or verdict.is_unproven, is_odd=bool(odd))
+    odd = verdict.is_wrong or verdict.not_verified or verdict.rates
+    _conclude(lines, is_error=verdict.is_wrong or verdict.nothing_is_verified, is_odd=bool(odd))
     return verdict
 
 
@@ -82,10 +82,10 @@ def prove_besides(ranks: Sequence[Besides]) -> None:
         FingerprintError: a value differs from the saved one, unless the switch is set to `warn`.
     """
     differences = _each_once(one for of_rank in ranks for one in of_rank.differences)
-    unproven = {what: why for of_rank in ranks for what, why in of_rank.unproven.items()}
+    not_verified = {what: why for of_rank in ranks for what, why in of_rank.not_verified.items()}
     equal = set[str].intersection(*(set(of_rank.equal) for of_rank in ranks))
-    lines = besides_sentences(sorted(equal), differences, unproven)
-    _conclude(lines, is_error=bool(differences), is_odd=bool(differences or unproven))
+    lines = besides_sentences(sorted(equal), differences, not_verified)
+    _conclude(lines, is_error=bool(differences), is_odd=bool(differences or not_verified))
 
 
 def _conclude(lines: Sequence[str], *, is_error: bool, is_odd: bool) -> None:
@@ -96,10 +96,10 @@ def _conclude(lines: Sequence[str], *, is_error: bool, is_odd: bool) -> None:
         _log(logging.WARNING if is_odd else logging.INFO, "\n".join(lines))
 
 
-def log_nothing_proven(why: str) -> None:
+def log_not_verified(why: str) -> None:
     """Log on the first rank that there is nothing to compare the state with."""
     if is_rank_zero(os.environ):
-        _log(logging.WARNING, "\n".join(sentences(Verdict(unproven={"the optimizer's state": why}))))
+        _log(logging.WARNING, "\n".join(sentences(Verdict(not_verified={"the optimizer's state": why}))))
 
 
 def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
@@ -107,9 +107,9 @@ def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
     record, problem = _read(plain)
     said = from_all((records.digest(record.as_plain() if record else None), plain is not None), group)
     if len(set(said)) > 1:
-        return Verdict(unproven={"the checkpoint": "its fingerprint is not the same on all ranks"}, recorded=True)
+        return Verdict(not_verified={"the checkpoint": "its fingerprint is not the same on all ranks"}, recorded=True)
     if record is None:
-        return Verdict(unproven={"the checkpoint": problem}, recorded=said[0][1])
+        return Verdict(not_verified={"the checkpoint": problem}, recorded=said[0][1])
     found = sums(live.parts(), main=False)
     odd = from_all(_odd(live, record, found), group)
     totals = _totals(record, found, odd, group)

@@ -97,7 +97,7 @@ def loading(load: Method) -> Method:
     return with_record
 
 
-def proven(method: Method) -> Method:
+def verified(method: Method) -> Method:
     """Wrap `load_state_dict`: after the outermost call, compare the live state with the record."""
 
     @functools.wraps(method)
@@ -110,13 +110,13 @@ def proven(method: Method) -> Method:
             _waits_for_scheduler = given.has_scheduler
             proof.prove(live, given.record, given.group)
         elif _is_outermost() and not megatron_state.is_apart(self, state_dict):
-            proof.log_nothing_proven("this state dict is not one that dist_checkpointing.load has returned")
+            proof.log_not_verified("this state dict is not one that dist_checkpointing.load has returned")
         return result
 
     return with_proof
 
 
-def scheduler_proven(method: Method) -> Method:
+def scheduler_verified(method: Method) -> Method:
     """Wrap the scheduler's `load_state_dict`: compare the scheduler with the record."""
 
     @functools.wraps(method)
@@ -146,7 +146,7 @@ def scheduler_steps(step: Method) -> Method:
     return with_note
 
 
-def run_proven(load_checkpoint: Method) -> Method:
+def run_verified(load_checkpoint: Method) -> Method:
     """Wrap `megatron.training`'s `load_checkpoint`, called by all ranks: compare the run's other state at the end."""
 
     @functools.wraps(load_checkpoint)
@@ -178,7 +178,7 @@ def recorded_apart(method: Method) -> Method:
     return with_record
 
 
-def proven_apart(method: Method) -> Method:
+def verified_apart(method: Method) -> Method:
     """Wrap `load_parameter_state_from_dp_zero`, for which the first data-parallel rank has the state."""
 
     @functools.wraps(method)

@@ -10,6 +10,7 @@ from ckpt_patches.fingerprint.record import NOT_ALIKE, RATE, Record, SettingDiff
 from ckpt_patches.runtime.units import in_bytes
 
 Key = tuple[str, str]  # names of a parameter and its state
+VERIFIED, DIFFERS, NOT_VERIFIED = "resume verified: ", "resume differs: ", "resume not verified"  # begin a log line
 LINES = 12  # maximum number of differences that are listed
 NOWHERE = "this run has nothing of it"  # of a value that is no parameter's
 BUFFER = "buffer "  # prefix of a buffer's name among the non-parameter values
@@ -62,11 +63,11 @@ class Difference(NamedTuple):
 class Verdict:
     """The verdict on one load."""
 
-    proven: Sequence[Key] = ()
-    nbytes: int = 0  # bytes of the proven states in their own dtypes
+    verified: Sequence[Key] = ()
+    nbytes: int = 0  # bytes of the verified states in their own dtypes
     differences: Sequence[Difference] = ()
     settings: Sequence[SettingDifference] = ()
-    unproven: Mapping[str, str] = field(default_factory=dict)  # by name, the reason
+    not_verified: Mapping[str, str] = field(default_factory=dict)  # by name, the reason
     rates: Sequence[SettingDifference] = ()  # for information: a schedule changes them
     besides: Sequence[str] = ()  # other equal values, as text: "2 buffers", "settings"
     recorded: bool = False  # whether the checkpoint has a record with states, or an unreadable one
@@ -76,9 +77,9 @@ class Verdict:
         return bool(self.differences or self.settings)
 
     @property
-    def is_unproven(self) -> bool:
-        """Whether there is a record, but nothing is proven."""
-        return self.recorded and not self.proven
+    def nothing_is_verified(self) -> bool:
+        """Whether there is a record, but nothing is verified."""
+        return self.recorded and not self.verified
 
 
 class Besides(NamedTuple):
@@ -86,7 +87,7 @@ class Besides(NamedTuple):
 
     equal: list[str]
     differences: list[SettingDifference]
-    unproven: dict[str, str]  # by name, the reason
+    not_verified: dict[str, str]  # by name, the reason
 
 
 def unequal(record: Record, totals: Mapping[Key, Total]) -> list[Key]:
@@ -121,8 +122,8 @@ def judge(
         others: names of the compared non-parameter values.
         lacking: on how many ranks with the parameter a state is missing that all of them had.
     """
-    proven, differences, nbytes = [], [], 0
-    unproven = {**record.left_out, **(left_out or {})}
+    verified, differences, nbytes = [], [], 0
+    not_verified = {**record.left_out, **(left_out or {})}
     parameters = {parameter for parameter, _ in (*totals, *record.states)}
     for key, state in record.states.items():
         if key not in totals:
@@ -133,12 +134,12 @@ def judge(
         total = totals[key]
         why = _why_not_comparable(record, key, total)
         if why:
-            unproven[f"{key[0]} {key[1]}"] = why
+            not_verified[f"{key[0]} {key[1]}"] = why
         elif lacking and key in lacking:
             ranks = f"{lacking[key]} rank{'' if lacking[key] == 1 else 's'}"
             differences.append(Difference(*key, MISSING, f"missing on {ranks} with the parameter"))
         elif _is(state, total):
-            proven.append(key)
+            verified.append(key)
             nbytes += state.numel * (2 if total.dtype in NARROW else 4)
         else:
             differences.append(Difference(*key, *_what(record, key, total, hints.get(key, ()))))
@@ -150,7 +151,14 @@ def judge(
     rates = [one for one in settings if one.setting == RATE]
     wrong = [one for one in settings if one.setting != RATE]
     return Verdict(
-        proven, nbytes, differences, wrong, unproven, rates, _besides(record, others), recorded=bool(record.states)
+        verified,
+        nbytes,
+        differences,
+        wrong,
+        not_verified,
+        rates,
+        _besides(record, others),
+        recorded=bool(record.states),
     )
 
 
@@ -217,28 +225,28 @@ def sentences(verdict: Verdict) -> list[str]:
     if verdict.is_wrong:
         lines = [*map(_line, verdict.differences), *map(_line, verdict.settings)]
         return [_headline(verdict), *_shortened(lines), *_of_rates(verdict.rates)]
-    parameters = len({parameter for parameter, _ in verdict.proven})
-    rest = f"; {len(verdict.unproven)} not proven" if verdict.unproven else ""
-    if not verdict.proven:
-        headline = "fingerprint: nothing is proven of this resume"
+    parameters = len({parameter for parameter, _ in verdict.verified})
+    rest = f"; {len(verdict.not_verified)} not verified" if verdict.not_verified else ""
+    if not verdict.verified:
+        headline = NOT_VERIFIED
     else:
         size = in_bytes(verdict.nbytes)
-        what = ", ".join([f"{parameters} parameters", f"{len(verdict.proven)} states", *verdict.besides, size])
-        headline = f"resume proven: {what}{rest}"
-    unproven = _shortened([f"  not proven: {what}: {why}" for what, why in verdict.unproven.items()])
-    return [headline, *unproven, *_of_rates(verdict.rates)]
+        what = ", ".join([f"{parameters} parameters", f"{len(verdict.verified)} states", *verdict.besides, size])
+        headline = f"{VERIFIED}{what}{rest}"
+    not_verified = _shortened([f"  not verified: {what}: {why}" for what, why in verdict.not_verified.items()])
+    return [headline, *not_verified, *_of_rates(verdict.rates)]
 
 
 def besides_sentences(
-    equal: Sequence[str], differences: Sequence[SettingDifference], unproven: Mapping[str, str]
+    equal: Sequence[str], differences: Sequence[SettingDifference], not_verified: Mapping[str, str]
 ) -> list[str]:
     """The lines for a log, for non-parameter values."""
-    left = _shortened([f"  not proven: {what}: {why}" for what, why in unproven.items()])
+    left = _shortened([f"  not verified: {what}: {why}" for what, why in not_verified.items()])
     if differences:
-        headline = f"fingerprint: the run after the load is not what was saved: values that differ: {len(differences)}"
-        return [headline, *_shortened(list(map(_line, differences))), *left]
-    headline = f"resume proven: {', '.join(equal)}" if equal else "fingerprint: nothing is proven of the run's state"
-    return [headline, *left] if equal or unproven else []
+        values = f"{len(differences)} value{'' if len(differences) == 1 else 's'} besides the optimizer"
+        return [f"{DIFFERS}{values}", *_shortened(list(map(_line, differences))), *left]
+    headline = f"{VERIFIED}{', '.join(equal)}" if equal else NOT_VERIFIED
+    return [headline, *left] if equal or not_verified else []
 
 
 def _of_rates(rates: Sequence[SettingDifference]) -> list[str]:
@@ -252,8 +260,8 @@ def _headline(verdict: Verdict) -> str:
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     states = f"{len(verdict.differences)} states{f' ({counted})' if counted else ''}"
     return (
-        f"fingerprint: the state after the load is not what was saved: {states} and {len(verdict.settings)} settings "
-        f"of {len(parameters)} parameters differ, {len(verdict.proven)} states are equal"
+        f"{DIFFERS}{states} and {len(verdict.settings)} settings of {len(parameters)} parameters; "
+        f"{len(verdict.verified)} states verified"
     )
 
 
