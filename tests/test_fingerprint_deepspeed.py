@@ -81,13 +81,13 @@ def test_every_exact_resume_is_verified_whole(version: str, tag: str, saved: int
 
 @pytest.mark.parametrize("case", [*CASES[1:4], ROUND_ROBIN])
 def test_the_files_are_what_the_run_has_recorded(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    last = "compared 21 states with what the run recorded when it saved: all are the same"
+    last = "against the record of the run: verified: 21 states"
     # Upstream's converter writes other parameters' data with round_robin_gradients.
     for name in ("global_step2",) if case == ROUND_ROBIN else ("global_step2", "universal"):
         assert command_line.main(["fingerprint", str(trained(NEWEST) / case / name)]) == 0
         assert capsys.readouterr().out.splitlines()[-1] == last
         assert command_line.main(["audit", "--notes", str(trained(NEWEST) / case / name)]) == 0
-        assert "compared 21 states" in capsys.readouterr().out
+        assert "verified: 21 states" in capsys.readouterr().out
 
 
 def test_a_conversion_of_other_parameters_data_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +108,7 @@ def test_the_number_goes_through_our_conversion_into_the_run_that_loads(
     shutil.copytree(trained(NEWEST) / "stage2-2", folder, ignore=shutil.ignore_patterns("universal"))
     assert command_line.main(to_universal(folder / "global_step2", folder / "universal")) == 0
     captured = capfd.readouterr()
-    assert "compared 21 states" in captured.out + captured.err
+    assert "verified: 21 states" in captured.out + captured.err
     found, log = output(NEWEST, "resume", folder, "--tag", "universal", ranks=4)
     assert found[str(folder)]["different"] == []
     assert "resume verified: 7 parameters, 21 states, " in log

@@ -90,7 +90,7 @@ def test_experts_of_another_rank(tmp_path: Path, capfd: pytest.CaptureFixture[st
     options = ["--input_folder", str(source), "--output_folder", str(universal)]
     assert command_line.main(["to-universal", *options]) == 0
     captured = capfd.readouterr()
-    assert "compared 39 states" in captured.out + captured.err
+    assert "verified: 39 states" in captured.out + captured.err
     for ep in ("1", "2", "4"):
         load = ("experts", tmp_path, "1", "--ep", ep, "--universal", universal)
         assert "resume verified: 13 parameters, 39 states, " in output(*load, release=release)

@@ -13,7 +13,8 @@ from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
 from ckpt_patches.convert import zero_fingerprints
 from ckpt_patches.convert.convert import Options, planned
 from ckpt_patches.errors import UserError
-from ckpt_patches.fingerprint import universal_states
+from ckpt_patches.fingerprint import contents
+from ckpt_patches.fingerprint.files import opened
 from ckpt_patches.formats import torch_file
 from universal import load, save
 from upstream import newest, run, run_json, tree
@@ -59,7 +60,7 @@ def test_a_healthy_one_is_whole(case: str, kind: str) -> None:
 def test_fingerprints_of_both_formats_are_the_same(case: str) -> None:
     folder = trained()[0] / case
     of_zero = {one[:2]: one for one in zero_fingerprints.fingerprints(folder / "global_step2", trust=True)}
-    of_universal = {one[:2]: one for one in universal_states.fingerprints(folder / "universal", trust=True)}
+    of_universal = {one[:2]: one for one in contents.of(opened(folder / "universal")).fingerprints}
     assert of_zero == of_universal
     assert STATES.get(case.partition("-")[0], set()) <= {state for _, state in of_zero}
 

@@ -1,7 +1,7 @@
 """The verdict on a load: whether the live state equals the record, and the likely kind of each difference."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "uint8": 8}
 
 ZEROS, ROUNDED, MOVED, ANOTHERS, SAME_SLICES = "zeros", "rounded", "moved", "another's", "same slices"
 MISSING, NOT_SAVED, INCOMPLETE = "missing", "not saved", "incomplete"
-SHARED, OTHER = "in another's memory", "other values"
+SHARED, SETTING, OTHER = "in another's memory", "setting", "other values"
 
 
 @dataclass
@@ -109,8 +109,11 @@ def judge(
     shared: Mapping[Key, Key] | None = None,
     others: Sequence[str] = (),
     lacking: Mapping[Key, int] | None = None,
+    here: str = "the run",
+    saved: str = "the checkpoint's fingerprint",
+    general: Callable[[str], bool] | None = None,
 ) -> Verdict:
-    """The verdict from a record and the ranks' observations.
+    """The verdict from a record and the ranks' observations, or the files' contents.
 
     Args:
         record: of the checkpoint.
@@ -121,15 +124,22 @@ def judge(
         shared: states that share memory with another one.
         others: names of the compared non-parameter values.
         lacking: on how many ranks with the parameter a state is missing that all of them had.
+        here, saved: names of the two sides, for messages.
+        general: whether what is left out may have had any state; None: whether it is no parameter's.
     """
     verified, differences, nbytes = [], [], 0
     not_verified = {**record.left_out, **(left_out or {})}
-    parameters = {parameter for parameter, _ in (*totals, *record.states)}
+    held = {parameter for parameter, _ in totals}
+    parameters = held | {parameter for parameter, _ in record.states}
+
+    def of_no_parameter(what: str) -> bool:
+        return not what.startswith(BUFFER) and what.split(" ")[0] not in parameters
+
     for key, state in record.states.items():
         if key not in totals:
-            if not _explained(key, left_out or {}, parameters):
-                what = "state" if any(key[0] == parameter for parameter, _ in totals) else "parameter"
-                differences.append(Difference(*key, MISSING, f"the run has no such {what}"))
+            if not _explained(key, left_out or {}, general or of_no_parameter):
+                what = "state" if key[0] in held else "parameter"
+                differences.append(Difference(*key, MISSING, f"{here} has no such {what}"))
             continue
         total = totals[key]
         why = _why_not_comparable(record, key, total)
@@ -144,8 +154,8 @@ def judge(
         else:
             differences.append(Difference(*key, *_what(record, key, total, hints.get(key, ()))))
     for key in sorted(totals.keys() - record.states.keys()):
-        if not _explained(key, record.left_out, parameters):
-            differences.append(Difference(*key, NOT_SAVED, "the checkpoint's fingerprint does not have it"))
+        if not _explained(key, record.left_out, general or of_no_parameter):
+            differences.append(Difference(*key, NOT_SAVED, f"{saved} does not have it"))
     for key, other in (shared or {}).items():
         differences.append(Difference(*key, SHARED, f"in the memory of {other[0]} {other[1]}: a step changes it twice"))
     rates = [one for one in settings if one.setting == RATE]
@@ -162,12 +172,10 @@ def judge(
     )
 
 
-def _explained(key: Key, left_out: Mapping[str, str], parameters: set[str]) -> bool:
-    """Whether a state can be missing because one side could not read it, or what may have been its optimizer."""
-    of_others = {what for what, why in left_out.items() if why in (NOT_ALIKE, NOWHERE) or what.startswith(BUFFER)}
-    return any(
-        what in (key[0], " ".join(key)) or what.split(" ")[0] not in parameters for what in left_out.keys() - of_others
-    )
+def _explained(key: Key, left_out: Mapping[str, str], general: Callable[[str], bool]) -> bool:
+    """Whether a state can be missing because one side could not read it, or what may have had it."""
+    of_others = {what for what, why in left_out.items() if why in (NOT_ALIKE, NOWHERE)}
+    return any(what in (key[0], " ".join(key)) or general(what) for what in left_out.keys() - of_others)
 
 
 def _besides(record: Record, others: Sequence[str]) -> list[str]:
@@ -189,7 +197,7 @@ def _why_not_comparable(record: Record, key: Key, total: Total) -> str:
     whole = record.sizes.get(key[0], state.numel)
     if total.whole != whole:
         return f"{total.whole:,} elements here, {whole:,} in the checkpoint: another padding of the vocabulary?"
-    if BITS.get(total.dtype, 0) < BITS.get(state.dtype, 0):
+    if BITS.get(total.dtype, 32) < BITS.get(state.dtype, 0):
         return f"kept in {total.dtype} here, in {state.dtype} when it was saved"
     return ""
 
@@ -198,8 +206,10 @@ def _what(record: Record, key: Key, total: Total, hints: Sequence[Hint]) -> tupl
     """The kind of a difference, and its description."""
     state = record.states[key]
     numel, none = sum(hint.numel for hint in hints), sum(hint.zeros for hint in hints)
-    if total.numel % state.numel:
+    if not state.numel or total.numel % state.numel:
         return INCOMPLETE, f"{total.numel:,} elements here, of {state.numel:,}"
+    if total.numel == state.numel and total.value == zeros(total.numel):
+        return ZEROS, "all zeros"
     empty = sum(hint.zeros == hint.numel for hint in hints)
     if empty:
         return ZEROS, "all zeros" if empty == len(hints) else f"all zeros on {empty} of {len(hints)} ranks"
