@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from ckpt_patches import fingerprint
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.cli import main
+from ckpt_patches.fingerprint import training_state
+from ckpt_patches.fingerprint.proof import verdict_of
 from ckpt_patches.formats.recorded import KEY
 from test_audit_dcp import names
 
@@ -93,32 +95,36 @@ def test_an_unreadable_record_is_not_judged(record: Any, tmp_path: Path) -> None
     assert found[1:] == ({"not_judged"}, 1)
 
 
-# Settings
+# Settings and buffers
 
 
-def changed(what: str, optimizer: Model) -> None:
+def changed(what: str, model: Model, optimizer: Model) -> None:
     if what == "step":
         for states in optimizer["state"].values():
             states["step"] += 1
     elif what == "weight_decay":
         optimizer["param_groups"][0]["weight_decay"] = 0.5
-    else:
+    elif what == "betas":
         optimizer["param_groups"][0]["betas"] = (0.9, 0.99)
+    else:
+        model[what][...] += 1
 
 
-@pytest.mark.parametrize("what", ["step", "weight_decay", "betas"])
+@pytest.mark.parametrize("what", ["step", "weight_decay", "betas", "1.running_mean"])
 @pytest.mark.parametrize("form", [dict, flattened])
-def test_a_changed_setting_is_not_as_recorded(form: Callable[..., Model], what: str, tmp_path: Path) -> None:
+def test_a_changed_setting_or_buffer_is_not_as_recorded(form: Callable[..., Model], what: str, tmp_path: Path) -> None:
     model, optimizer, record = training()
     same = saved(tmp_path / "same", {"model": model, "optimizer": form(optimizer), KEY: record})
     assert judged(same) == (WHOLE, set(), 0)
-    changed(what, optimizer)
+    changed(what, model, optimizer)
     found = saved(tmp_path / "changed", {"model": model, "optimizer": form(optimizer), KEY: record})
     assert judged(found) == (DAMAGED, {"not_as_recorded"}, 1)
+    is_buffer = what.startswith("1.")
     assert main(["compare", str(same), str(same)]) == 0
+    assert main(["compare", str(same), str(found)]) == (1 if is_buffer or what == "step" else 0)
     (finding,) = (one for one in audit(found).findings if one.kind.name == "not_as_recorded")
-    assert finding.detail.startswith(what)
-    assert finding.detail.endswith("in the run (6 parameters)")
+    assert finding.detail.startswith("buffer: other values" if is_buffer else what)
+    assert is_buffer or finding.detail.endswith("in the run (6 parameters)")
 
 
 class Counting(torch.optim.AdamW):
@@ -187,6 +193,30 @@ def test_a_new_number_among_states_is_listed(tmp_path: Path, capsys: pytest.Capt
     optimizer["state"]["0.weight"]["count"] = 3
     assert main(["fingerprint", str(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record}))]) == 0
     assert "state count of 1 parameter  not verified: the run recorded nothing of it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_buffer_of_16_bits_may_be_saved_in_32(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As FSDP1 does with `MixedPrecision(buffer_dtype=…)`."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", torch.randn(5).to(dtype))
+    record = fingerprint.of_training(model, optimizer := torch.optim.SGD(model.parameters(), 0.1))
+    weights, states = get_state_dict(model, optimizer)
+    for number, expected in ((0.0, (WHOLE, set(), 0)), (1.0, (DAMAGED, {"not_as_recorded"}, 1))):
+        table = weights["table"].float() + number
+        state = {"model": {**weights, "table": table}, "optimizer": states, KEY: record}
+        assert judged(saved(tmp_path / str(number), state)) == expected
+
+
+def test_a_digest_of_a_buffer_that_an_older_release_recorded_is_listed() -> None:
+    model = nn.BatchNorm1d(2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    record = json.loads(fingerprint.of_training(model, optimizer))
+    for name in ("running_mean", "running_var"):
+        del record["states"][name]
+        record["others"][f"buffer {name}"] = {"value": "0"}
+    found = verdict_of(training_state.live(model, optimizer), record)
+    assert (found.is_wrong, [*found.not_verified]) == (False, ["buffer running_mean", "buffer running_var"])
 
 
 @pytest.mark.parametrize("places", [("model", "ema.module"), ("net", "ema")])
@@ -416,7 +446,7 @@ def test_one_record_of_two_models_that_were_saved_apart_is_not_judged(tmp_path: 
     assert judged(saved(tmp_path, {**state, KEY: record})) == (UNKNOWN, {"not_judged"}, 1)
 
 
-@pytest.mark.parametrize("what", ["moment", "weight_decay"])
+@pytest.mark.parametrize("what", ["moment", "buffer", "weight_decay"])
 def test_each_of_two_equal_records_is_compared(what: str, tmp_path: Path) -> None:
     """As those of two models that begin with the same seed."""
     state: Model = {}
@@ -426,6 +456,8 @@ def test_each_of_two_equal_records_is_compared(what: str, tmp_path: Path) -> Non
     assert judged(saved(tmp_path / "as saved", state)) == (WHOLE, set(), 0)
     if what == "moment":
         state["second"]["optimizer"]["state"]["0.weight"]["exp_avg"] += 1
+    elif what == "buffer":
+        state["second"]["model"]["1.running_mean"] += 1
     else:
         state["second"]["optimizer"]["param_groups"][0]["weight_decay"] = 0.7
     assert judged(saved(tmp_path / "changed", state)) == (DAMAGED, {"not_as_recorded"}, 1)

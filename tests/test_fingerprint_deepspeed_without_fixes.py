@@ -37,7 +37,7 @@ class Bug(NamedTuple):
 
 
 BUGS = [
-    Bug("zero3_universal_rank", "0.16.2", "stage3-1", "universal", "another rank's slice", ranks=4, nodes=2),
+    Bug("zero3_universal_rank", "0.16.2", "stage3-1", "universal", "other values", ranks=4, nodes=2),
     Bug("zero3_universal_groups", newest("deepspeed"), "stage3-2", "universal", "a step changes it twice"),
     Bug("bf16_stage0_state", "0.18.4", "stage0-1", "", "15 zeros"),
 ]

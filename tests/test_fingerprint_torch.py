@@ -24,6 +24,7 @@ from ckpt_patches.fingerprint import training_state
 from ckpt_patches.fingerprint.element_hash import of_run
 from ckpt_patches.fingerprint.live_state import sums
 from ckpt_patches.fingerprint.shards import indices, runs
+from ckpt_patches.fingerprint.states import OF_BUFFER
 from ckpt_patches.formats.recorded import from_text
 from upstream import newest, run_json, tree
 
@@ -57,7 +58,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "embed.weight exp_avg: missing on 1 rank with the parameter",
     ),
     "an element of FSDP1": ({"load": {"mesh": "fsdp1"}, "idiom": "weight"}, " master: other values"),
-    "a buffer": ({"idiom": "buffer"}, "buffer positions: value"),
+    "a buffer": ({"idiom": "buffer"}, "positions buffer: "),
     "steps": ({"idiom": "step"}, "norm.bias: step 4, saved as 3"),
     "elements lost at the save": (
         {"save": {"damage": ("layers.1.up.weight", "exp_avg", 0, 30, 0)}},
@@ -260,16 +261,18 @@ def test_swiglu_rows_in_each_others_places_are_another_state() -> None:
     assert found % (1 << 64) == right != mixed
 
 
-def test_a_divided_buffer_is_listed() -> None:
+def test_a_divided_buffer_is_recorded_like_a_parameter() -> None:
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("buffers",))
     model = nn.Linear(2, 2)
     for name, placement in (("divided", Shard(0)), ("equal", Replicate())):
         model.register_buffer(name, DTensor.from_local(torch.ones(4), mesh, [placement], run_check=False))
     found = training_state.live(model, torch.optim.SGD(model.parameters(), 0.1))
+    parts = list(found.parts())
     distributed.destroy_process_group()
-    assert found.left_out == {"buffer divided": "its elements are divided among ranks"}
-    assert found.others.keys() == {"buffer equal"}
+    buffers = [("divided", (8,)), ("equal", (4,))]
+    assert not found.left_out
+    assert [(part.parameter, part.box.shape) for part in parts if part.state == OF_BUFFER] == buffers
 
 
 def test_a_rank_without_elements_of_a_single_number_has_its_settings() -> None:
@@ -347,7 +350,7 @@ def test_what_cannot_be_read_is_listed(caplog: pytest.LogCaptureFixture) -> None
     model.register_buffer("sparse", torch.eye(3).to_sparse())
     fingerprint.prove(model, optimizer, fingerprint.of_training(model, optimizer))
     assert "resume verified: 4 parameters" in caplog.text
-    assert "not verified: buffer sparse" in caplog.text
+    assert "not verified: sparse buffer" in caplog.text
     assert "not verified: nowhere" in caplog.text
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt_patches.fingerprint.record import NotARecord, Record, State, from_plain
-from ckpt_patches.fingerprint.states import FROZEN, Fingerprint
+from ckpt_patches.fingerprint.states import FROZEN, OF_BUFFER, Fingerprint
 from ckpt_patches.fingerprint.verdict import Difference, Key, Total, Verdict, judge
 from ckpt_patches.formats.megatron_names import is_bucket
 
@@ -14,7 +14,7 @@ CHAINED = re.compile(r"^chained_\d+\.")  # prefix of tensor names if there are s
 # An expert by its number on its rank; with a single expert-parallel rank, this is the global number.
 LOCAL_EXPERT = re.compile(r"\bdeepspeed_experts\.(\d+)\.")
 STEP = "step"  # a state that a record has among a parameter's settings
-OF_MODEL = ("master", "weight", FROZEN)  # states that are parameters themselves
+OF_MODEL = ("master", "weight", FROZEN, OF_BUFFER)  # states that are parameters themselves
 NO_TENSOR = "it is in no tensor of its own in the files"
 NOT_RECORDED = "the run recorded nothing of it"
 
@@ -130,9 +130,11 @@ def _as_recorded(record: Record, found: Mapping[Key, Fingerprint]) -> dict[Key, 
     named = {key: one for key, one in found.items() if key[0] in parameters and key[1] != "model"}
     for key, state in record.states.items():
         weight = found.get((key[0], "model"))
+        if key[1] == FROZEN and (key[0], "master") not in record.states:  # a conversion writes it as a main parameter
+            weight = named.pop((key[0], "master"), weight)
         if key in named or weight is None:
             continue
-        if key[1] == FROZEN or (key[1] == "master" and weight.value == state.value):
+        if key[1] in (FROZEN, OF_BUFFER) or (key[1] == "master" and weight.value == state.value):
             named[key] = weight
     return named
 
@@ -150,7 +152,7 @@ def _unnamed(record: Record, found: Mapping[Key, Fingerprint], named: Mapping[Ke
     parameters = {parameter for parameter, _ in record.states}
     unnamed = {" ".join(key): NOT_RECORDED for key in others if key[0] not in parameters}
     for key, state in record.states.items():
-        if key in named or (key[1] != FROZEN and (key[0] in known or all_are_named)):
+        if key in named or (key[1] not in (FROZEN, OF_BUFFER) and (key[0] in known or all_are_named)):
             continue
         alike = [one.value for other, one in others.items() if other[1] == key[1] and one.numel == state.numel]
         if not alike or state.value in alike:

@@ -19,6 +19,7 @@ from ckpt_patches.formats.dtypes import FLOATS
 from ckpt_patches.formats.elements import BlockReader
 from ckpt_patches.formats.megatron_arrays import CONFIG
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE
+from ckpt_patches.formats.megatron_torch import MODEL
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.reading import reader_of
 from ckpt_patches.runtime.processes import in_order
@@ -38,6 +39,7 @@ LOST = (
     damages.FOREIGN_FILE,
     damages.FRAGMENTS,
 )
+NO_STATES = (CONFIG, MODEL)  # files that no fingerprint needs
 
 
 class Part(NamedTuple):
@@ -75,7 +77,7 @@ def check_complete(found: Checkpoint) -> None:
     Raises:
         UserError: they do not; the message names the first problem.
     """
-    lost = [one for one in found.findings if one.kind in LOST and one.array != CONFIG]
+    lost = [one for one in found.findings if one.kind in LOST and not one.array.endswith(NO_STATES)]
     if lost:
         where = "/".join(filter(None, (lost[0].array, lost[0].shard)))
         detail = f": {lost[0].detail}" if lost[0].detail else ""

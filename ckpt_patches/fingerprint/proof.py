@@ -18,8 +18,7 @@ from torch import distributed
 
 from ckpt_patches.errors import FingerprintError
 from ckpt_patches.fingerprint import record as records
-from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
-from ckpt_patches.fingerprint.live_state import Live, Part, blocks_of, sums
+from ckpt_patches.fingerprint.live_state import Live, sums
 from ckpt_patches.fingerprint.record import RATE, SETTINGS, NotARecord, Record, SettingDifference
 from ckpt_patches.fingerprint.verdict import (
     NOWHERE,
@@ -37,7 +36,6 @@ from ckpt_patches.runtime.ranks import is_rank_zero
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 SWITCH = "CKPT_PATCHES_FINGERPRINT"
-BELOW_16_BIT_FLOATS = np.uint32(0x1FFF)  # mantissa bits that neither float16 nor bfloat16 has
 logger = logging.getLogger("ckpt_patches")
 
 
@@ -114,7 +112,7 @@ def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
     odd = from_all(_odd(live, record, found), group)
     totals = _totals(record, found, odd, group)
     wrong = unequal(record, totals)
-    hints = from_all(_hints(live, record, wrong), group) if wrong else []
+    hints = from_all(_hints(live, wrong), group) if wrong else []
     by_key = {key: [of_rank[key] for of_rank in hints if key in of_rank] for key in wrong}
     settings = _each_once(one for of_rank in odd for one in of_rank.settings)
     left_out = {what: why for of_rank in odd for what, why in of_rank.left_out.items()}
@@ -195,45 +193,22 @@ def _totals(record: Record, found: Mapping[Key, Total], odd: Sequence[Odd], grou
     return totals
 
 
-def _hints(live: Live, record: Record, wrong: Sequence[Key]) -> dict[Key, Hint]:
+def _hints(live: Live, wrong: Sequence[Key]) -> dict[Key, Hint]:
     """This rank's observations on its elements of the wrong states."""
     found: dict[Key, Hint] = {}
     for part in live.parts():
         key = part.parameter, part.state
         if key in wrong and len(part.values):
-            hint, before = _hint(part, record.states[key].sample), found.get(key)
-            found[key] = hint if before is None else _together(before, hint)
+            before = found.get(key, Hint(0, 0, True))
+            none = int((part.values == 0).sum())
+            is_narrow = before.narrow and _is_narrow(part.values)
+            found[key] = Hint(before.numel + len(part.values), before.zeros + none, is_narrow)
     return found
 
 
-def _hint(part: Part, sample: Mapping[int, int]) -> Hint:
-    none, narrow, moved, at_start = 0, True, set(), 0
-    for first, bits in blocks_of(part):
-        if not isinstance(bits, np.ndarray):
-            bits = bits.cpu().numpy().view(np.uint32)
-        none += int(np.count_nonzero(bits << np.uint32(1) == 0))
-        narrow = narrow and not bool(np.any(bits & BELOW_16_BIT_FLOATS))
-        moved |= set(_displacements(part, first, bits, sample))
-        at_start = (at_start + of_run(bits, first - part.first)) % MODULUS
-    return Hint(len(part.values), none, narrow, tuple(sorted(moved)), at_start)
-
-
-def _together(one: Hint, other: Hint) -> Hint:
-    moved = tuple(sorted({*one.moved, *other.moved}))
-    value = (one.slice + other.slice) % MODULUS
-    return Hint(one.numel + other.numel, one.zeros + other.zeros, one.narrow and other.narrow, moved, value)
-
-
-def _displacements(part: Part, first: int, bits: Any, sample: Mapping[int, int]) -> list[int]:
-    """The displacements, in elements, at which the sample occurs in this rank's elements."""
-    places, wanted = list(sample), list(sample.values())
-    if len(set(wanted)) < 2 or len(bits) < len(wanted):
-        return []
-    last = len(bits) - len(wanted) + 1
-    candidates = np.flatnonzero(bits[:last] == wanted[0])
-    for offset, value in enumerate(wanted[1:], 1):
-        candidates = candidates[bits[candidates + offset] == value]
-    return [part.box.place(first + int(at)) - places[0] for at in candidates[:3]]
+def _is_narrow(values: torch.Tensor) -> bool:
+    """Whether all elements are 16-bit floats."""
+    return any(torch.equal(values.to(dtype).to(values.dtype), values) for dtype in (torch.bfloat16, torch.float16))
 
 
 # Collectives; a single process calls none

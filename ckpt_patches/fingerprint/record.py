@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 FORMAT = 1
 STEP = "global_steps"  # of the run; detects a record that a client saved again
-SAMPLE = 8  # elements from the middle of a state, recorded to locate it if it has moved
 # A parameter's settings that must be equal, and the rate, which is for information: a schedule changes it.
 SETTINGS = ("weight_decay", "betas", "eps", "step")
 RATE = "lr"
@@ -23,14 +22,13 @@ class State(NamedTuple):
     numel: int
     value: int  # 64 bits, see element_hash
     dtype: str = "float32"  # dtype in the run
-    sample: Mapping[int, int] = {}  # bits of some elements, by place
 
     def added_to(self, before: "State | None") -> "State":
         """The sum with the elements before these, if any."""
         if before is None:
             return self
         value = (before.value + self.value) % (1 << 64)
-        return State(before.numel + self.numel, value, self.dtype, {**before.sample, **self.sample})
+        return State(before.numel + self.numel, value, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,7 @@ class Record:
         """The form for a checkpoint."""
         states: dict[str, dict[str, list[Any]]] = {}
         for (parameter, name), state in sorted(self.states.items()):
-            row = [state.numel, state.value, state.dtype, dict(state.sample)]
-            states.setdefault(parameter, {})[name] = row
+            states.setdefault(parameter, {})[name] = [*state, {}]  # releases before had a sample of elements there
         settings = {parameter: dict(its) for parameter, its in sorted(self.settings.items())}
         of_all = {"settings": settings, "left_out": dict(self.left_out), "buckets": dict(self.buckets)}
         others = {what: dict(its) for what, its in sorted(self.others.items())}
@@ -86,9 +83,9 @@ def from_plain(value: Any) -> Record:
         if value["format"] != FORMAT:
             raise NotARecord(f"expected format {FORMAT}, found {value['format']}: it is of another release of ours")
         states = {
-            (str(parameter), str(name)): State(int(numel), int(number), str(dtype), dict(sample))
+            (str(parameter), str(name)): State(int(row[0]), int(row[1]), str(row[2]))
             for parameter, of_one in value["states"].items()
-            for name, (numel, number, dtype, sample) in of_one.items()
+            for name, row in of_one.items()
         }
         settings, others = (
             {str(what): {str(name): its[name] for name in its} for what, its in value.get(part, {}).items()}
@@ -114,11 +111,6 @@ def lacking(held: Mapping[tuple[str, str], int], states: Mapping[tuple[str, str]
     """
     own = {parameter: numel for (parameter, state), numel in held.items() if state in ("master", "weight")}
     return {key for key, numel in states.items() if own.get(key[0]) == numel and key not in held}
-
-
-def sample_place(numel: int) -> int:
-    """The place of the first element of a state's sample."""
-    return max(numel // 2 - SAMPLE // 2, 0)
 
 
 def merged(records: Iterable[Record]) -> Record:

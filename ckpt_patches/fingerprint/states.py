@@ -13,6 +13,7 @@ from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
 # Names of the main parameter in the formats of DeepSpeed, Megatron up to 0.15 and later Megatron.
 MASTERS = ("fp32", "fp32_param", "param")
 FROZEN = "frozen"  # the state of a parameter that no optimizer steps: its own elements
+OF_BUFFER = "buffer"  # the same of a buffer
 BLOCK = 1 << 24  # bytes per read; a multiple of every element size
 
 

@@ -14,7 +14,7 @@ from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory
 from ckpt_patches.fingerprint.record import RATE, SETTINGS, STATE, Settings, is_plain, settings_of
 from ckpt_patches.fingerprint.shards import Indices, indices, runs
-from ckpt_patches.fingerprint.states import FROZEN
+from ckpt_patches.fingerprint.states import FROZEN, OF_BUFFER
 from ckpt_patches.fingerprint.verdict import BUFFER
 from ckpt_patches.formats.dcp import MASTERS
 from ckpt_patches.formats.dtypes import FLOATS
@@ -51,8 +51,10 @@ def live(model: nn.Module, optimizers: Any) -> Live:
         if not group["params"]:
             settings[f"{EMPTY_GROUP}{number}"] = _settings(group, {})[0]
     frozen = [(name, FROZEN, param) for name, param in _frozen(model, names, flats, stepped)]
+    buffers = [(clean_name(model, name), OF_BUFFER, buffer) for name, buffer in deepspeed_others.buffers(model)]
+    others = {f"{BUFFER}{name}": buffer for name, _, buffer in buffers if not buffer.is_floating_point()}
     known = []
-    for name, state, tensor in (*tensors, *frozen):
+    for name, state, tensor in (*tensors, *frozen, *(one for one in buffers if f"{BUFFER}{one[0]}" not in others)):
         if why := _why_not(tensor):
             left_out[f"{name} {state}"] = why
         else:
@@ -62,18 +64,19 @@ def live(model: nn.Module, optimizers: Any) -> Live:
         for name, state, tensor in known:
             yield from _parts(name, state, tensor)
 
-    memory = [((name, state), local(tensor)) for name, state, tensor in known if state != FROZEN]
-    others: dict[str, Settings] = {}
-    for name, buffer in deepspeed_others.buffers(model):
-        what = f"{BUFFER}{clean_name(model, name)}"
-        if any(not placement.is_replicate() for placement in getattr(buffer, "placements", ())):
-            left_out[what] = "its elements are divided among ranks"
-            continue
+    memory = [((name, state), local(tensor)) for name, state, tensor in known if state not in (FROZEN, OF_BUFFER)]
+    return Live(parts, settings, left_out, in_one_memory(memory), others=_digests(others, left_out))
+
+
+def _digests(buffers: Mapping[str, Any], left_out: dict[str, str]) -> dict[str, Settings]:
+    """The digests of buffers that are no floats; adds to `left_out` why some cannot be read."""
+    found: dict[str, Settings] = {}
+    for what, buffer in buffers.items():
         try:
-            others[what] = {"value": deepspeed_others.digest(local(buffer))}
+            found[what] = {"value": deepspeed_others.digest(local(buffer))}
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             left_out[what] = f"its elements cannot be read: {type(error).__name__}"
-    return Live(parts, settings, left_out, in_one_memory(memory), others=others)
+    return found
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

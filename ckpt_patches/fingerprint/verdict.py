@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ckpt_patches.fingerprint.element_hash import MODULUS, zeros
 from ckpt_patches.fingerprint.record import NOT_ALIKE, RATE, Record, SettingDifference, State
+from ckpt_patches.fingerprint.states import OF_BUFFER
 from ckpt_patches.runtime.units import in_bytes
 
 Key = tuple[str, str]  # names of a parameter and its state
@@ -17,7 +18,7 @@ BUFFER = "buffer "  # prefix of a buffer's name among the non-parameter values
 NARROW = ("bfloat16", "float16")
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "uint8": 8}
 
-ZEROS, ROUNDED, MOVED, ANOTHERS, SAME_SLICES = "zeros", "rounded", "moved", "another's", "same slices"
+ZEROS, ROUNDED, ANOTHERS = "zeros", "rounded", "another's"
 MISSING, NOT_SAVED, INCOMPLETE = "missing", "not saved", "incomplete"
 SHARED, SETTING, OTHER = "in another's memory", "setting", "other values"
 
@@ -30,13 +31,12 @@ class Total:
     value: int = 0  # modulo 2^64
     whole: int = 0  # elements of the full parameter in this run
     dtype: str = ""
-    sample: dict[int, int] = field(default_factory=dict)  # bits by place
 
     def add(self, numel: int, value: int) -> None:
         self.numel, self.value = self.numel + numel, (self.value + value) % MODULUS
 
     def as_state(self) -> State:
-        return State(self.numel, self.value, self.dtype, self.sample)
+        return State(self.numel, self.value, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,6 @@ class Hint:
     numel: int
     zeros: int  # number of zero elements
     narrow: bool  # whether all are 16-bit floats
-    moved: Sequence[int] = ()  # displacements in elements at which the sample was found
-    slice: int = 0  # sum of these elements, independent of their place in the parameter
 
 
 class Difference(NamedTuple):
@@ -154,6 +152,8 @@ def judge(
         else:
             differences.append(Difference(*key, *_what(record, key, total, hints.get(key, ()))))
     for key in sorted(totals.keys() - record.states.keys()):
+        if key[1] == OF_BUFFER and f"{BUFFER}{key[0]}" in record.others:
+            continue  # a digest of another release of ours
         if not _explained(key, record.left_out, general or of_no_parameter):
             differences.append(Difference(*key, NOT_SAVED, f"{saved} does not have it"))
     for key, other in (shared or {}).items():
@@ -167,7 +167,7 @@ def judge(
         wrong,
         not_verified,
         rates,
-        _besides(record, others),
+        _besides(record, others, verified),
         recorded=bool(record.states),
     )
 
@@ -178,8 +178,8 @@ def _explained(key: Key, left_out: Mapping[str, str], general: Callable[[str], b
     return any(what in (key[0], " ".join(key)) or general(what) for what in left_out.keys() - of_others)
 
 
-def _besides(record: Record, others: Sequence[str]) -> list[str]:
-    buffers = sum(what.startswith(BUFFER) for what in others)
+def _besides(record: Record, others: Sequence[str], verified: Sequence[Key]) -> list[str]:
+    buffers = sum(what.startswith(BUFFER) for what in others) + sum(state == OF_BUFFER for _, state in verified)
     found = [f"{buffers} buffer{'' if buffers == 1 else 's'}"] if buffers else []
     if record.settings:
         found.append("settings")
@@ -217,12 +217,6 @@ def _what(record: Record, key: Key, total: Total, hints: Sequence[Hint]) -> tupl
         for other, its in record.states.items():
             if other != key and (its.numel, its.value) == (state.numel, total.value):
                 return ANOTHERS, f"those of {other[0]} {other[1]}"
-    moved = sorted({by for hint in hints for by in hint.moved if by})
-    if moved:
-        return MOVED, f"a shift: moved by {', '.join(f'{by:,}' for by in moved[:3])} elements"
-    repeated = [count for (_, size), count in Counter((h.slice, h.numel) for h in hints).items() if count > 1 and size]
-    if repeated and total.numel == state.numel:
-        return SAME_SLICES, f"another rank's slice: {max(repeated)} of {len(hints)} ranks hold the same elements"
     if hints and all(hint.narrow for hint in hints) and not none and state.dtype not in NARROW:
         return ROUNDED, "all are 16-bit floats: rounded"
     if none and state.value != zeros(state.numel):
@@ -235,13 +229,14 @@ def sentences(verdict: Verdict) -> list[str]:
     if verdict.is_wrong:
         lines = [*map(_line, verdict.differences), *map(_line, verdict.settings)]
         return [_headline(verdict), *_shortened(lines), *_of_rates(verdict.rates)]
-    parameters = len({parameter for parameter, _ in verdict.verified})
+    states = [key for key in verdict.verified if key[1] != OF_BUFFER]
+    parameters = len({parameter for parameter, _ in states})
     rest = f"; {len(verdict.not_verified)} not verified" if verdict.not_verified else ""
     if not verdict.verified:
         headline = NOT_VERIFIED
     else:
         size = in_bytes(verdict.nbytes)
-        what = ", ".join([f"{parameters} parameters", f"{len(verdict.verified)} states", *verdict.besides, size])
+        what = ", ".join([f"{parameters} parameters", f"{len(states)} states", *verdict.besides, size])
         headline = f"{VERIFIED}{what}{rest}"
     not_verified = _shortened([f"  not verified: {what}: {why}" for what, why in verdict.not_verified.items()])
     return [headline, *not_verified, *_of_rates(verdict.rates)]
