@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_patches.cli import command_line
-from ckpt_patches.convert.zero_fingerprints import fingerprints
+from ckpt_patches.convert.zero_fingerprints import read
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import contents
 from ckpt_patches.fingerprint.comparison import of_two
@@ -49,7 +49,7 @@ def test_a_zero_checkpoint_has_those_of_the_live_state(checkpoint: Path) -> None
     """Fingerprints equal those of the live state, which DeepSpeed's own functions gathered at the save."""
     truth = torch.load(checkpoint.parent / "truth.pt")
     expected = {(name, state_named(key)): by_formula(states[key]) for name, states in truth.items() for key in KEYS}
-    found = list(fingerprints(checkpoint))
+    found = read(checkpoint)[0]
     assert {(one.parameter, one.state): one.value for one in found} == expected
     assert sum(one.numel for one in found) == 3 * 23
 
@@ -58,7 +58,7 @@ def test_a_universal_checkpoint_has_those_of_its_zero_checkpoint(checkpoint: Pat
     """Upstream's converter and ours keep fingerprints."""
     assert convert(tmp_path / "upstream", checkpoint, version=RELEASE, delivery="hook") == {checkpoint.parent.name: ""}
     ours(checkpoint, tmp_path / "ours")
-    expected = sorted(fingerprints(checkpoint))
+    expected = sorted(read(checkpoint)[0])
     for folder in (tmp_path / "upstream" / checkpoint.parent.name, tmp_path / "ours"):
         assert sorted(contents.of(opened(folder)).fingerprints) == expected
 
@@ -67,7 +67,7 @@ def test_a_universal_checkpoint_has_those_of_its_zero_checkpoint(checkpoint: Pat
 def test_of_tensor_parallel_ranks_they_are_those_of_the_whole_parameter(case: str, tmp_path: Path) -> None:
     source = parallel(case)[case]
     assert convert(tmp_path, source, version=RELEASE, delivery="hook") == {case: ""}
-    found = sorted(fingerprints(source))
+    found = sorted(read(source)[0])
     assert sorted(contents.of(opened(tmp_path / case)).fingerprints) == found
     if case == "megatron":  # the others contain classes that torch does not load by itself
         states = converted(tmp_path / case)
@@ -84,7 +84,7 @@ def test_one_changed_bit_is_told_with_its_state(copy: Path, capsys: pytest.Captu
         first = file.read(1)
     put(place, bytes([first[0] ^ 1]))
     assert command_line.main(["fingerprint", str(copy), "--against", str(copy)]) == 0
-    states = len(list(fingerprints(copy)))
+    states = len(read(copy)[0])
     assert capsys.readouterr().out == f"{copy} and {copy}: verified: {states} states\n"
     assert command_line.main(["compare", str(copy), str(copy), "--workers", "2"]) == 0
     assert capsys.readouterr().out == f"{copy} and {copy}: verified: {states} states\n"
@@ -97,7 +97,7 @@ def test_one_changed_bit_is_told_with_its_state(copy: Path, capsys: pytest.Captu
 def test_for_programs(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["fingerprint", "--json", str(checkpoint)]) == 0
     rows = json.loads(capsys.readouterr().out)["fingerprints"]
-    assert [Fingerprint(**{**row, "value": int(row["value"], 16)}) for row in rows] == list(fingerprints(checkpoint))
+    assert [Fingerprint(**{**row, "value": int(row["value"], 16)}) for row in rows] == read(checkpoint)[0]
     assert command_line.main(["fingerprint", "--json", str(checkpoint), "--against", str(checkpoint)]) == 0
     expected = {
         "schema": 2,

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ckpt_patches.fingerprint.comparison import Checked
     from ckpt_patches.fingerprint.contents import Contents
 
+MOST_WORKERS = 16  # without --workers
 MOST_LINES = 1000  # of one kind
 SCHEMA = 2  # of the JSON; increased when a key is renamed, removed or changes its meaning
 STATUS = "exit status: 0 verified, 1 a state differs or none could be compared, 2 a checkpoint cannot be read"
@@ -60,7 +62,7 @@ def _add_path(command: argparse.ArgumentParser, name: str, shown: str) -> None:
 
 def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
-    add_workers(command, default=1)
+    add_workers(command, many=f"the processors, at most {MOST_WORKERS}")
     add_trust(command)
     command.set_defaults(run=run)
 
@@ -84,14 +86,13 @@ def _read(path: Path, options: argparse.Namespace) -> "Contents":
     from ckpt_patches.fingerprint import contents, files
     from ckpt_patches.formats import zero_reader
 
+    workers = options.workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
     if path.is_dir() and zero_reader.is_zero(path):
-        unread = zero_fingerprints.unread(path)
-        states = {name.rpartition(" ")[2] for name in unread}
-        own = zero_fingerprints.fingerprints(path, trust=options.trust_checkpoint, without=states)
-        return contents.of_zero(path, list(own), unread)
+        trust = options.trust_checkpoint
+        return contents.of_zero(path, *zero_fingerprints.read(path, trust=trust, workers=workers, label=path.name))
     found = files.opened(path)
     files.check_complete(found)
-    return contents.of(found, options.workers)
+    return contents.of(found, workers)
 
 
 def _print_unread(path: Path, unread: dict[str, str]) -> None:

@@ -3,17 +3,18 @@
 An element has the same place in its tensor in every format, whatever the parallelism of the run that saved.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint.boxes import Box, of_box
 from ckpt_patches.fingerprint.element_hash import MODULUS
 from ckpt_patches.fingerprint.states import bits_of, state_named
-from ckpt_patches.formats import damages
+from ckpt_patches.formats import damages, dcp, torch_dist
 from ckpt_patches.formats.checkpoint import Checkpoint, Shard, Stream
 from ckpt_patches.formats.dtypes import FLOATS
 from ckpt_patches.formats.elements import BlockReader
@@ -24,7 +25,9 @@ from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.reading import reader_of
 from ckpt_patches.runtime.processes import in_order
 from ckpt_patches.runtime.progress import Progress
+from ckpt_patches.runtime.shown import shown
 
+Result = TypeVar("Result")
 Hashes = Mapping[str, tuple[int, int]]  # elements and hash, by a tensor's name
 Names = Callable[[str], tuple[str, str]]  # the parameter and the state of a tensor, by its name
 BLOCK = 1 << 22  # elements that are read together
@@ -34,7 +37,6 @@ LOST = (
     damages.BAD_METADATA,
     damages.MISSING_CHUNK,
     damages.SHORT_CHUNK,
-    damages.MISSING_ARRAY,
     damages.MISSING_RANK,
     damages.FOREIGN_FILE,
     damages.FRAGMENTS,
@@ -81,10 +83,15 @@ def check_complete(found: Checkpoint) -> None:
     if lost:
         where = "/".join(filter(None, (lost[0].array, lost[0].shard)))
         detail = f": {lost[0].detail}" if lost[0].detail else ""
-        raise UserError(
-            f"{found.path} is damaged or incomplete: {lost[0].kind.name} {found.path / where}{detail} "
-            "(ckpt-patches audit)"
-        )
+        raise _damaged(found, f"{lost[0].kind.name} {found.path / where}{detail}")
+    for folder in dcp.folders(found.path):
+        for name in torch_dist.read_index(folder).absent:
+            if name != torch_dist.COMMON_OBJECT:
+                raise _damaged(found, f"{shown(name)} is in the index, and in no file")
+
+
+def _damaged(found: Checkpoint, what: str) -> UserError:
+    return UserError(f"{found.path} is damaged or incomplete: {what} (ckpt-patches audit)")
 
 
 def tensors(found: Checkpoint) -> Tensors:
@@ -136,16 +143,21 @@ def hashes(parts: Mapping[str, Sequence[Part]], workers: int, label: str) -> Has
     Raises:
         UserError: a file cannot be read.
     """
-    every = sorted(parts.items())
-    own = [its for _, its in every]
+    names = sorted(parts)
+    own = [parts[name] for name in names]
     values = in_order(of_parts, own, workers) if workers > 1 else map(of_parts, own)
-    found, done = dict[str, tuple[int, int]](), 0
-    with Progress(sum(map(_nbytes, own)), label=label and f"{label}:") as progress:
-        for (name, its), value in zip(every, values, strict=True):
-            found[name] = value
-            done += _nbytes(its)
+    return dict(zip(names, with_progress(values, [*map(_nbytes, own)], label), strict=True))
+
+
+def with_progress(values: Iterable[Result], nbytes: Sequence[int], label: str) -> Iterator[Result]:
+    """The values, each computed from that many bytes, with a progress line; an empty label shows none."""
+    if not label:
+        yield from values
+        return
+    with Progress(sum(nbytes), label=f"{label}:") as progress:
+        for value, done in zip(values, itertools.accumulate(nbytes), strict=True):
             progress.show(done)
-    return found
+            yield value
 
 
 def _nbytes(parts: Sequence[Part]) -> int:

@@ -69,6 +69,4 @@ def _checked(found: Checkpoint, path: Path, workers: int) -> Checked | None:
 def _of_deepspeed(path: Path, workers: int) -> Checked | None:
     if not zero_reader.is_zero(path):
         return contents.of(files.opened(path), workers, quiet=True).checked
-    unread = zero_fingerprints.unread(path)
-    own = zero_fingerprints.fingerprints(path, trust=True, without={name.rpartition(" ")[2] for name in unread})
-    return contents.of_zero(path, list(own), unread).checked
+    return contents.of_zero(path, *zero_fingerprints.read(path, trust=True, workers=workers)).checked
