@@ -106,7 +106,7 @@ class Switches:
         self.overlays = ("fingerprint",)
         if self.mode == "off":
             self.errors.append(
-                f"CKPT_PATCHES_FINGERPRINT={value} does nothing with CKPT_PATCHES=off: no resume is proven"
+                f"CKPT_PATCHES_FINGERPRINT={value} does nothing with CKPT_PATCHES=off: no resume is verified"
             )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt_patches.cli import command_line
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.torch_file import TensorHeader
 from universal import changed, check_refused, ours, parallel
@@ -348,9 +349,15 @@ def test_a_wrong_checksum_of_what_is_read_is_refused(place: str, folder: Path, t
         assert not (tmp_path / "latest_universal").exists()
 
 
-def test_a_state_that_would_be_lost_is_left_out_on_request(folder: Path, tmp_path: Path) -> None:
+def test_a_state_that_would_be_lost_is_left_out_on_request(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Then the two are not the same training state."""
     in_codes(folder)
     dropped = ("--drop-state", "state1", "--drop-state", "absmax1")
     ours(folder, tmp_path / "universal", *dropped)
     names = {path.stem for path in (tmp_path / "universal/zero/norm.weight").iterdir()}
     assert names == {"fp32", "exp_avg", "exp_avg_sq", "step"}
+    assert command_line.main(["compare", str(folder), str(folder)]) == 0
+    assert command_line.main(["compare", str(folder), str(tmp_path / "universal")]) == 1
+    assert "norm.weight state1    differs: in the first one alone" in capsys.readouterr().out

@@ -36,12 +36,12 @@ def test_a_sharded_tensor_without_a_shard_here_is_left_alone(tmp_path: Path) -> 
 def test_a_fingerprint_refuses_a_save_of_the_next_step(tmp_path: Path) -> None:
     without, with_it = (
         run_json(
-            "dcp_async_save", "proven", tmp_path / delivery, tree=tree("torch", INSTALLED_TORCH), delivery=delivery
+            "dcp_async_save", "verified", tmp_path / delivery, tree=tree("torch", INSTALLED_TORCH), delivery=delivery
         )
         for delivery in ("none", "hook")
     )
     assert "scale" in without
-    assert with_it == "proven"
+    assert with_it == "verified"
 
 
 def test_a_stager_of_another_kind_is_left_alone(tmp_path: Path) -> None:

@@ -230,9 +230,9 @@ def test_a_migration_that_writes_another_element_is_silent(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("lines", "different", "signature"),
     [
-        (["fingerprint: the state after the load is not what was saved"], [], "fingerprints differ, and no state does"),
-        ([], [], "a right load is not proven"),
-        (["resume proven: 3 states"], ["a.exp_avg"], "exp_avg"),
+        (["resume differs"], [], "fingerprints differ, and no state does"),
+        ([], [], "a right load is not verified"),
+        (["resume verified: 3 states"], ["a.exp_avg"], "exp_avg"),
     ],
 )
 def test_a_fingerprint_that_is_wrong_is_silent(

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from ckpt_patches.cli import command_line
-from ckpt_patches.convert.zero_fingerprints import fingerprints
+from ckpt_patches.convert.zero_fingerprints import read
 from ckpt_patches.errors import UserError
-from ckpt_patches.fingerprint import universal_states
+from ckpt_patches.fingerprint import contents
+from ckpt_patches.fingerprint.comparison import of_two
 from ckpt_patches.fingerprint.element_hash import MODULUS, mix
-from ckpt_patches.fingerprint.states import Fingerprint, bits_of, differences, of_blocks, state_named
+from ckpt_patches.fingerprint.files import opened
+from ckpt_patches.fingerprint.states import Fingerprint, bits_of, of_blocks, state_named
+from ckpt_patches.fingerprint.verdict import INCOMPLETE, MISSING, NOT_SAVED
 from every_checkpoint import put, tensors
 from universal import ours, parallel
 from upstream import REPOSITORY, TIMEOUT, newest
@@ -46,7 +49,7 @@ def test_a_zero_checkpoint_has_those_of_the_live_state(checkpoint: Path) -> None
     """Fingerprints equal those of the live state, which DeepSpeed's own functions gathered at the save."""
     truth = torch.load(checkpoint.parent / "truth.pt")
     expected = {(name, state_named(key)): by_formula(states[key]) for name, states in truth.items() for key in KEYS}
-    found = list(fingerprints(checkpoint))
+    found = read(checkpoint)[0]
     assert {(one.parameter, one.state): one.value for one in found} == expected
     assert sum(one.numel for one in found) == 3 * 23
 
@@ -55,17 +58,17 @@ def test_a_universal_checkpoint_has_those_of_its_zero_checkpoint(checkpoint: Pat
     """Upstream's converter and ours keep fingerprints."""
     assert convert(tmp_path / "upstream", checkpoint, version=RELEASE, delivery="hook") == {checkpoint.parent.name: ""}
     ours(checkpoint, tmp_path / "ours")
-    expected = sorted(fingerprints(checkpoint))
+    expected = sorted(read(checkpoint)[0])
     for folder in (tmp_path / "upstream" / checkpoint.parent.name, tmp_path / "ours"):
-        assert sorted(universal_states.fingerprints(folder)) == expected
+        assert sorted(contents.of(opened(folder)).fingerprints) == expected
 
 
 @pytest.mark.parametrize("case", ["megatron", "fused_uneven", "zero3_uneven"])
 def test_of_tensor_parallel_ranks_they_are_those_of_the_whole_parameter(case: str, tmp_path: Path) -> None:
     source = parallel(case)[case]
     assert convert(tmp_path, source, version=RELEASE, delivery="hook") == {case: ""}
-    found = sorted(fingerprints(source))
-    assert sorted(universal_states.fingerprints(tmp_path / case)) == found
+    found = sorted(read(source)[0])
+    assert sorted(contents.of(opened(tmp_path / case)).fingerprints) == found
     if case == "megatron":  # the others contain classes that torch does not load by itself
         states = converted(tmp_path / case)
         expected = {(name, state_named(key)): by_formula(of[key]) for name, of in states.items() for key in KEYS}
@@ -81,31 +84,51 @@ def test_one_changed_bit_is_told_with_its_state(copy: Path, capsys: pytest.Captu
         first = file.read(1)
     put(place, bytes([first[0] ^ 1]))
     assert command_line.main(["fingerprint", str(copy), "--against", str(copy)]) == 0
-    states, parameters = len(list(fingerprints(copy))), len({one.parameter for one in fingerprints(copy)})
-    assert capsys.readouterr().out == f"equal: {states} states of {parameters} parameters in {copy} and {copy}\n"
+    states = len(read(copy)[0])
+    assert capsys.readouterr().out == f"{copy} and {copy}: verified: {states} states\n"
+    assert command_line.main(["compare", str(copy), str(copy), "--workers", "2"]) == 0
+    assert capsys.readouterr().out == f"{copy} and {copy}: verified: {states} states\n"
     assert command_line.main(["fingerprint", str(copy), "--against", str(other)]) == 1
     said = capsys.readouterr().out.splitlines()
-    assert said[-1] == f"1 of {states} states differ: {copy} and {other}"
-    assert said[0].endswith("  exp_avg  other values")
+    assert said[-1] == f"{copy} and {other}: differs: 1 other values; {states - 1} states verified"
+    assert said[0].endswith("  exp_avg  differs: other values")
 
 
 def test_for_programs(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["fingerprint", "--json", str(checkpoint)]) == 0
     rows = json.loads(capsys.readouterr().out)["fingerprints"]
-    assert [Fingerprint(**{**row, "value": int(row["value"], 16)}) for row in rows] == list(fingerprints(checkpoint))
+    assert [Fingerprint(**{**row, "value": int(row["value"], 16)}) for row in rows] == read(checkpoint)[0]
     assert command_line.main(["fingerprint", "--json", str(checkpoint), "--against", str(checkpoint)]) == 0
-    expected = {"schema": 1, "compared": len(rows), "differences": [], "values": None, "unchecked": None}
+    expected = {
+        "schema": 2,
+        "verified": len(rows),
+        "differences": [],
+        "not_verified": {},
+        "missed": False,
+        "settings": 0,
+    }
     assert json.loads(capsys.readouterr().out) == expected
 
 
 def test_what_is_in_one_alone_and_what_has_another_size_is_told() -> None:
     one = [Fingerprint("a", "fp32", 3, 7), Fingerprint("b", "fp32", 3, 7), Fingerprint("c", "fp32", 3, 7)]
     other = [Fingerprint("b", "fp32", 4, 7), Fingerprint("c", "fp32", 3, 7), Fingerprint("d", "exp_avg", 3, 7)]
-    assert differences(one, other) == [
-        ("a", "fp32", "in the first one alone"),
-        ("b", "fp32", "3 and 4 elements"),
-        ("d", "exp_avg", "in the second one alone"),
+    found = of_two(one, other, {"e codes": "of 8 bits"}, {})
+    assert sorted(found.differences) == [
+        ("a", "fp32", MISSING, "the second one has no such parameter"),
+        ("b", "fp32", INCOMPLETE, "4 elements here, of 3"),
+        ("d", "exp_avg", NOT_SAVED, "the first one does not have it"),
+        ("e codes", "", MISSING, "in the first one alone"),
     ]
+    assert found.verified == 1
+
+
+def test_what_neither_side_can_read_is_not_verified() -> None:
+    one = [Fingerprint("a", "fp32", 3, 7)]
+    found = of_two(one, one, {"a exp_avg": "of 8 bits"}, {"a exp_avg": "of 8 bits"})
+    assert (found.is_equal, found.not_verified) == (True, {"a exp_avg": "of 8 bits"})
+    assert not of_two([], [], {"a exp_avg": "of 8 bits"}, {"a exp_avg": "of 8 bits"}).is_equal
+    assert of_two(one, [*one, Fingerprint("a", "exp_avg", 3, 7)], {"a exp_avg": "of 8 bits"}, {}).is_equal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""Only exact resumes of DeepSpeed are proven, at every stage, from ordinary and universal checkpoints."""
+"""Only exact resumes of DeepSpeed are verified, at every stage, from ordinary and universal checkpoints."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ def layouts() -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("saved", "ranks"), layouts())
 @pytest.mark.parametrize("tag", ["", "universal"])
 @pytest.mark.parametrize("version", newest_by_default(releases("deepspeed", newest=NEWEST)))
-def test_every_exact_resume_is_proven_whole(version: str, tag: str, saved: int, ranks: int) -> None:
+def test_every_exact_resume_is_verified_whole(version: str, tag: str, saved: int, ranks: int) -> None:
     if not tag and saved != ranks:
         pytest.skip("upstream resumes an ordinary checkpoint on as many ranks alone")
     folder = trained(version, saved)
@@ -71,23 +71,23 @@ def test_every_exact_resume_is_proven_whole(version: str, tag: str, saved: int, 
     found, log = output(version, "resume", *[folder / case for case in cases], *options, ranks=ranks)
     loaded = [case for case in cases if found[str(folder / case)].get("different") == []]
     assert loaded or not cases
-    assert log.count("resume proven: ") == len(loaded)
-    assert "not proven" not in log
+    assert log.count("resume verified: ") == len(loaded)
+    assert "not verified" not in log
     for case in loaded:
         number = PARAMETERS.get(case.rpartition("-")[0], 7)
-        assert f"resume proven: {number} parameters, {3 * number} states, " in log
+        assert f"resume verified: {number} parameters, {3 * number} states, " in log
         assert exact(found[str(folder / case)]) or ranks != saved  # where losses are rounded differently
 
 
 @pytest.mark.parametrize("case", [*CASES[1:4], ROUND_ROBIN])
 def test_the_files_are_what_the_run_has_recorded(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    last = "compared 21 states with what the run recorded when it saved: all are the same"
+    last = "against the record of the run: verified: 21 states"
     # Upstream's converter writes other parameters' data with round_robin_gradients.
     for name in ("global_step2",) if case == ROUND_ROBIN else ("global_step2", "universal"):
         assert command_line.main(["fingerprint", str(trained(NEWEST) / case / name)]) == 0
         assert capsys.readouterr().out.splitlines()[-1] == last
         assert command_line.main(["audit", "--notes", str(trained(NEWEST) / case / name)]) == 0
-        assert "compared 21 states" in capsys.readouterr().out
+        assert "verified: 21 states" in capsys.readouterr().out
 
 
 def test_a_conversion_of_other_parameters_data_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,10 +108,10 @@ def test_the_number_goes_through_our_conversion_into_the_run_that_loads(
     shutil.copytree(trained(NEWEST) / "stage2-2", folder, ignore=shutil.ignore_patterns("universal"))
     assert command_line.main(to_universal(folder / "global_step2", folder / "universal")) == 0
     captured = capfd.readouterr()
-    assert "compared 21 states" in captured.out + captured.err
+    assert "verified: 21 states" in captured.out + captured.err
     found, log = output(NEWEST, "resume", folder, "--tag", "universal", ranks=4)
     assert found[str(folder)]["different"] == []
-    assert "resume proven: 7 parameters, 21 states, " in log
+    assert "resume verified: 7 parameters, 21 states, " in log
 
 
 def test_what_is_not_as_recorded_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +135,7 @@ def test_off_nothing_is_recorded_and_nothing_said(tmp_path: Path) -> None:
     _, log = output(NEWEST, "train", tmp_path, "stage1-1", ranks=2, env={"CKPT_PATCHES_FINGERPRINT": "0"})
     (file,) = (tmp_path / "stage1-1" / "global_step2").glob("*model_states.pt")
     assert "ckpt_patches_fingerprint" not in torch.load(file, weights_only=False)
-    assert "resume proven" not in log
+    assert "resume verified" not in log
 
 
 @pytest.mark.parametrize("off", [{"CKPT_PATCHES": "off"}, {"CKPT_PATCHES_FINGERPRINT": "0"}], ids=str)
@@ -143,7 +143,7 @@ def test_a_run_without_it_loads_such_a_checkpoint_as_ever(off: dict[str, str]) -
     folder = trained(NEWEST) / "stage1-2"
     found, log = output(NEWEST, "resume", folder, ranks=2, env={**off, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"})
     assert exact(found[str(folder)])
-    assert "resume proven" not in log
+    assert "resume verified" not in log
 
 
 def test_a_record_that_a_run_without_it_has_saved_again_proves_nothing(
@@ -157,7 +157,7 @@ def test_a_record_that_a_run_without_it_has_saved_again_proves_nothing(
     again = folder / "again" / "stage1-1"
     _, log = output(OTHER, "resume", again, ranks=2)
     said = "the record is of step 2, and the checkpoint of step 4: its run recorded nothing"
-    assert "fingerprint: nothing is proven of this resume" in log
+    assert "resume not verified" in log
     assert said in log
     assert command_line.main(["fingerprint", str(again / "global_step2")]) == 0
     assert said in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The record of a run equals its files, survives a migration, and is proven in the run that loads."""
+"""The record of a run equals its files, survives a migration, and is verified in the run that loads."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import shared
 from changed_elements import Bits, change_elements
 from ckpt_patches.audit.audit import audit
 from ckpt_patches.cli import command_line
-from ckpt_patches.fingerprint import megatron_files, offline, record_files
+from ckpt_patches.fingerprint import comparison, contents
 from ckpt_patches.formats import torch_dist_reader
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
 from ckpt_patches.migrate import migrate
@@ -92,14 +92,12 @@ def test_the_files_are_what_the_run_has_recorded(gpt: Gpt, capsys: pytest.Captur
     status, out = said(capsys, "fingerprint", str(saved(gpt)))
     assert status == 0
     states = 3 * gpt.parameters
-    assert (
-        out.splitlines()[-1] == f"compared {states} states with what the run recorded when it saved: all are the same"
-    )
+    assert out.splitlines()[-1] == f"against the record of the run: verified: {states} states"
     status, out = said(capsys, "audit", "--json", str(saved(gpt)))
     (found,) = json.loads(out)["checkpoints"]
     # The padding of these buckets is uninitialized and can look like damage.
     assert status == 0 or (gpt.format == "fully_sharded_bucket_space" and found["verdict"] == "UNKNOWN")
-    noted = {finding["name"] for finding in found["findings"] if f"compared {states} states" in finding["detail"]}
+    noted = {finding["name"] for finding in found["findings"] if f"verified: {states} states" in finding["detail"]}
     assert noted == {"recorded"}
 
 
@@ -117,7 +115,7 @@ def test_of_every_format(release: str, name: str, tmp_path: Path, capsys: pytest
     save = ("--formats", name, "--inner", "fused", "--only", "save")
     run("exact_resume", tmp_path, *save, tree=tree("megatron-core", release), delivery="hook", env=ON)
     status, out = said(capsys, "fingerprint", str(tmp_path / "plain" / name))
-    last = "compared 12 states with what the run recorded when it saved: all are the same"
+    last = "against the record of the run: verified: 12 states"
     assert (status, out.splitlines()[-1]) == (0, last)
 
 
@@ -128,8 +126,8 @@ def test_of_many_buckets_of_two_ranks_in_the_torch_format(tmp_path: Path, capsys
     status, out = said(capsys, "fingerprint", str(tmp_path))
     assert status == 0
     assert "mp_rank_01/up.weight" in out
-    assert "all are the same" in out.splitlines()[-1]
-    assert "not compared" not in out
+    assert "against the record of the run: verified: " in out.splitlines()[-1]
+    assert "not verified" not in out
 
 
 # The layouts that load a checkpoint of another layout of ranks.
@@ -152,15 +150,15 @@ def in_other_layouts() -> list[Any]:
 
 
 @pytest.mark.parametrize("gpt", in_other_layouts(), ids=str)
-def test_a_load_in_another_layout_is_proven(gpt: Gpt, tmp_path: Path) -> None:
+def test_a_load_in_another_layout_is_verified(gpt: Gpt, tmp_path: Path) -> None:
     for options in OTHER[gpt.options] if all_releases() else OTHER[gpt.options][:1]:
         other = Gpt(gpt.version, options)
         folder = tmp_path / options.replace(" ", "")
         folder.mkdir()
         resume: tuple[str | Path, ...] = ("resume", folder, "--checkpoint", saved(gpt), *other.arguments)
         log = run("gpt_resume", *resume, tree=tree("megatron-core", gpt.version), delivery="hook", env=ON).stderr
-        assert f"resume proven: {gpt.parameters} parameters, {3 * gpt.parameters} states, " in log
-        assert "not proven" not in log
+        assert f"resume verified: {gpt.parameters} parameters, {3 * gpt.parameters} states, " in log
+        assert "not verified" not in log
 
 
 @pytest.mark.parametrize("gpt", [gpt for gpt in some(GPTS) if gpt.version < "0.15" and not gpt.format], ids=str)
@@ -169,11 +167,11 @@ def test_the_number_goes_through_a_migration_into_the_run_that_loads(
 ) -> None:
     new = tmp_path / "new"
     assert command_line.main(["migrate", str(saved(gpt)), "--output", str(new)]) == 0
-    assert f"compared {3 * gpt.parameters} states" in capsys.readouterr().out
+    assert f"verified: {3 * gpt.parameters} states" in capsys.readouterr().out
     options = ["--format", "fully_reshardable", *gpt.options.replace("--backend zarr", "").split()]
     resume: tuple[str | Path, ...] = ("resume", saved(gpt).parent, "--checkpoint", new, *options)
     log = run("gpt_resume", *resume, tree=tree("megatron-core", NEWEST), delivery="hook", env=ON).stderr
-    assert f"resume proven: {gpt.parameters} parameters, {3 * gpt.parameters} states, " in log
+    assert f"resume verified: {gpt.parameters} parameters, {3 * gpt.parameters} states, " in log
 
 
 @pytest.fixture
@@ -201,7 +199,7 @@ def test_one_flipped_bit_is_damage(copy: Path, capsys: pytest.CaptureFixture[str
     change(copy, EXP_AVG, flipped)
     status, out = said(capsys, "fingerprint", str(copy))
     assert status == 1
-    assert "embedding.word_embeddings.weight  exp_avg  not as recorded: other values" in out
+    assert "embedding.word_embeddings.weight  exp_avg  differs: other values" in out
     status, out = said(capsys, "audit", "--json", str(copy))
     (found,) = json.loads(out)["checkpoints"]
     assert (status, found["verdict"]) == (1, "DAMAGED")
@@ -271,15 +269,16 @@ def test_a_migration_that_writes_another_value_does_not_get_its_name(
 
 
 def test_what_a_record_has_and_no_file_is_said() -> None:
-    stored = megatron_files.read(saved(GPTS[0]))
-    found = [one for one in megatron_files.fingerprints(saved(GPTS[0]), stored) if one.state != "exp_avg"]
-    checked = offline.check(record_files.of_megatron(saved(GPTS[0])), found)
-    assert {(one.state, one.what) for one in checked.differences} == {("exp_avg", "not in the files")}
+    read = torch_dist_reader.read(saved(GPTS[0]))
+    found = [one for one in contents.of(read).fingerprints if one.state != "exp_avg"]
+    checked = comparison.with_record(read.recorded, found)
+    missing = {("exp_avg", "the checkpoint has no such state")}
+    assert {(one.state, one.what) for one in checked.differences} == missing
     assert len(checked.differences) == 11
 
 
 def test_a_record_of_another_form_is_said() -> None:
-    assert "expected format 1, found 2" in offline.check({"format": 2}, []).unchecked["the record"]
+    assert "expected format 1, found 2" in comparison.with_record({"format": 2}, []).not_verified["the record"]
 
 
 def test_without_a_record_nothing_is_compared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""No false alarm: a resume of every optimizer in every format is exact, and proven by the record of the save."""
+"""No false alarm: a resume of every optimizer in every format is exact, and verified by the record of the save."""
 
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("version", "inner", "ranks"), cases())
-def test_every_exact_resume_is_proven_whole(version: str, inner: str, ranks: int, tmp_path: Path) -> None:
+def test_every_exact_resume_is_verified_whole(version: str, inner: str, ranks: int, tmp_path: Path) -> None:
     rows, log = resumes(version, inner, "hook", ranks, tmp_path, env=ON)
     resumed = [row for row in rows if row["optimizer"] not in refused_by_upstream(inner)]
     assert [row for row in resumed if not exact(row)] == []
-    assert log.count("resume proven: ") == len(resumed)
-    assert "not proven" not in log
+    assert log.count("resume verified: ") == len(resumed)
+    assert "not verified" not in log

@@ -41,7 +41,7 @@ def test_a_run_without_it_loads_a_checkpoint_with_a_record(tmp_path: Path) -> No
         rows, log = resumed(tmp_path, "resume", ",".join(formats), **off)
         assert len(rows) == len(formats)
         assert [row for row in rows if '"bit-equal"' not in row] == []
-        assert "resume proven" not in log
+        assert "resume verified" not in log
 
 
 def test_a_checkpoint_without_a_record_is_said_to_prove_nothing(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_checkpoint_without_a_record_is_said_to_prove_nothing(tmp_path: Path) 
     resumed(tmp_path, "save", ",".join(formats))
     rows, log = resumed(tmp_path, "resume", ",".join(formats), CKPT_PATCHES_FINGERPRINT="1")
     assert [row for row in rows if '"bit-equal"' not in row] == []
-    assert log.count("fingerprint: nothing is proven of this resume") == len(formats)
+    assert log.count("resume not verified") == len(formats)
     assert "it has no fingerprint: it was saved without CKPT_PATCHES_FINGERPRINT" in log
 
 
@@ -69,5 +69,5 @@ def test_a_resume_goes_on_with_warn(tmp_path: Path) -> None:
     bug = {"CKPT_PATCHES_SKIP": "async_save_staging"}
     run("damaged_saving", folder, "step", env={**bug, "CKPT_PATCHES_FINGERPRINT": "1"}, **on)
     done = run("damaged_saving", folder, "load-step", env={"CKPT_PATCHES_FINGERPRINT": "warn"}, **on)
-    assert "WARNING: fingerprint: the state after the load is not what was saved: 12 states" in done.stderr
+    assert "WARNING: resume differs: 12 states" in done.stderr
     assert command_line.main(["fingerprint", str(folder)]) == 1

@@ -24,12 +24,13 @@ from ckpt_patches.fingerprint import training_state
 from ckpt_patches.fingerprint.element_hash import of_run
 from ckpt_patches.fingerprint.live_state import sums
 from ckpt_patches.fingerprint.shards import indices, runs
+from ckpt_patches.fingerprint.states import OF_BUFFER
 from ckpt_patches.formats.recorded import from_text
 from upstream import newest, run_json, tree
 
 FROZEN = {"frozen": True, "tied": True}
 # How a run saves and how another one loads; programs/dcp_saving.py defines the meshes.
-PROVEN: dict[str, dict[str, Any]] = {
+VERIFIED: dict[str, dict[str, Any]] = {
     "FSDP2 to FSDP2 with tensor parallelism": {"load": {"mesh": "fsdp_tp"}},
     "FSDP2 with tensor parallelism to tensor parallelism": {"save": {"mesh": "fsdp_tp"}, "load": {"mesh": "tp"}},
     "copies of tensor parallelism to FSDP2": {"save": {"mesh": "dp_tp"}},
@@ -57,14 +58,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "embed.weight exp_avg: missing on 1 rank with the parameter",
     ),
     "an element of FSDP1": ({"load": {"mesh": "fsdp1"}, "idiom": "weight"}, " master: other values"),
-    "a buffer": ({"idiom": "buffer"}, "buffer positions: value"),
+    "a buffer": ({"idiom": "buffer"}, "positions buffer: "),
     "steps": ({"idiom": "step"}, "norm.bias: step 4, saved as 3"),
     "elements lost at the save": (
         {"save": {"damage": ("layers.1.up.weight", "exp_avg", 0, 30, 0)}},
         "layers.1.up.weight exp_avg: other values, 30 of 1,152 zeros",
     ),
 }
-CASES = [*PROVEN.values(), *(case for case, _ in REFUSED.values()), {"idiom": "no_record"}]
+CASES = [*VERIFIED.values(), *(case for case, _ in REFUSED.values()), {"idiom": "no_record"}]
 
 
 def loaded() -> Path:
@@ -84,30 +85,30 @@ def said_of(number: int) -> list[str]:
     return [of_rank[number] for of_rank in json.loads((loaded() / "said.json").read_text())]
 
 
-@pytest.mark.parametrize("name", PROVEN)
-def test_a_right_load_is_proven_in_any_layout(name: str) -> None:
-    assert said_of(list(PROVEN).index(name)) == ["proven", "proven"]
+@pytest.mark.parametrize("name", VERIFIED)
+def test_a_right_load_is_verified_in_any_layout(name: str) -> None:
+    assert said_of(list(VERIFIED).index(name)) == ["verified", "verified"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_state_is_refused_on_all_ranks(name: str) -> None:
-    first, second = said_of(len(PROVEN) + list(REFUSED).index(name))
+    first, second = said_of(len(VERIFIED) + list(REFUSED).index(name))
     assert first == second
     assert REFUSED[name][1] in first
 
 
 def test_without_a_record_nothing_is_refused() -> None:
-    assert said_of(len(CASES) - 1) == ["proven", "proven"]
+    assert said_of(len(CASES) - 1) == ["verified", "verified"]
 
 
 def test_files_are_compared_with_the_record() -> None:
     folder = loaded()
-    lost = len(PROVEN) + list(REFUSED).index("elements lost at the save")
+    lost = len(VERIFIED) + list(REFUSED).index("elements lost at the save")
     assert (audit(folder / "0").verdict, audit(folder / str(lost)).verdict) == (WHOLE, DAMAGED)
     assert "not_as_recorded" in {finding.kind.name for finding in audit(folder / str(lost)).findings}
     assert main(["fingerprint", str(folder / "0")]) == 0
     assert main(["fingerprint", str(folder / str(lost))]) == 1
-    hsdp = list(PROVEN).index("HSDP to DDP")
+    hsdp = list(VERIFIED).index("HSDP to DDP")
     assert main(["fingerprint", str(folder / "0"), "--against", str(folder / str(hsdp))]) == 0
 
 
@@ -169,9 +170,21 @@ def test_a_rate_may_be_a_tensor() -> None:
     fingerprint.prove(model, optimizer, fingerprint.of_training(model, optimizer))
 
 
+def test_settings_of_a_group_without_parameters_are_compared() -> None:
+    """torch.distributed.checkpoint loses them: pytorch#143828."""
+    model = Branches()
+    optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": [], "weight_decay": 0.3}])
+    stepped(model, optimizer)
+    record = fingerprint.of_training(model, optimizer)
+    fingerprint.prove(model, optimizer, record)
+    del optimizer.param_groups[1]["betas"]
+    with pytest.raises(fingerprint.FingerprintError, match=r"param group 1: betas None, saved as \[0\.9, 0\.999\]"):
+        fingerprint.prove(model, optimizer, record)
+
+
 def test_a_record_of_another_format_proves_nothing() -> None:
     model = Branches()
-    with pytest.raises(fingerprint.FingerprintError, match="nothing is proven"):
+    with pytest.raises(fingerprint.FingerprintError, match="resume not verified"):
         fingerprint.prove(model, torch.optim.SGD(model.parameters(), 0.1), "{}")
 
 
@@ -248,16 +261,18 @@ def test_swiglu_rows_in_each_others_places_are_another_state() -> None:
     assert found % (1 << 64) == right != mixed
 
 
-def test_a_divided_buffer_is_listed() -> None:
+def test_a_divided_buffer_is_recorded_like_a_parameter() -> None:
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("buffers",))
     model = nn.Linear(2, 2)
     for name, placement in (("divided", Shard(0)), ("equal", Replicate())):
         model.register_buffer(name, DTensor.from_local(torch.ones(4), mesh, [placement], run_check=False))
     found = training_state.live(model, torch.optim.SGD(model.parameters(), 0.1))
+    parts = list(found.parts())
     distributed.destroy_process_group()
-    assert found.left_out == {"buffer divided": "its elements are divided among ranks"}
-    assert found.others.keys() == {"buffer equal"}
+    buffers = [("divided", (8,)), ("equal", (4,))]
+    assert not found.left_out
+    assert [(part.parameter, part.box.shape) for part in parts if part.state == OF_BUFFER] == buffers
 
 
 def test_a_rank_without_elements_of_a_single_number_has_its_settings() -> None:
@@ -309,7 +324,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_settings_of_an_optimizer_are_proven(name: str) -> None:
+def test_any_settings_of_an_optimizer_are_verified(name: str) -> None:
     model, optimizer = trained_by(OPTIMIZERS[name])
     record = fingerprint.of_training(model, optimizer)
     fingerprint.prove(model, optimizer, record)
@@ -334,9 +349,9 @@ def test_what_cannot_be_read_is_listed(caplog: pytest.LogCaptureFixture) -> None
     model.register_parameter("nowhere", nn.Parameter(torch.empty(3, device="meta")))
     model.register_buffer("sparse", torch.eye(3).to_sparse())
     fingerprint.prove(model, optimizer, fingerprint.of_training(model, optimizer))
-    assert "resume proven: 4 parameters" in caplog.text
-    assert "not proven: buffer sparse" in caplog.text
-    assert "not proven: nowhere" in caplog.text
+    assert "resume verified: 4 parameters" in caplog.text
+    assert "not verified: sparse buffer" in caplog.text
+    assert "not verified: nowhere" in caplog.text
 
 
 @pytest.mark.parametrize("part", ["settings", "others", "partial"])

@@ -1,4 +1,4 @@
-"""The state of a real megatron.training run besides its optimizer is recorded, and proven after a load."""
+"""The state of a real megatron.training run besides its optimizer is recorded, and verified after a load."""
 
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,12 @@ def saved(*options: object, version: str = NEWEST) -> Path:
 @pytest.mark.parametrize(
     "version", [NEWEST, *(pytest.param(v, marks=pytest.mark.slow) for v in ("0.18.2", BEFORE_EXPERTS))]
 )
-def test_a_resume_is_proven_with_its_scheduler_position_and_rng_states(version: str) -> None:
+def test_a_resume_is_verified_with_its_scheduler_position_and_rng_states(version: str) -> None:
     said = program("load", saved(version=version), version=version)
-    assert "resume proven: learning-rate scheduler\n" in said
-    assert "resume proven: RNG states, data position\n" in said
+    assert "resume verified: learning-rate scheduler\n" in said
+    assert "resume verified: RNG states, data position\n" in said
     # The second of two data-parallel ranks had drawn other random numbers on the host.
-    assert "not proven: RNG states of other data-parallel ranks: Megatron saves those of the first one" in said
+    assert "not verified: RNG states of other data-parallel ranks: Megatron saves those of the first one" in said
     assert '{"error": ""}' in said
 
 
@@ -56,11 +56,18 @@ def test_a_resume_is_proven_with_its_scheduler_position_and_rng_states(version: 
 def test_what_a_load_leaves_otherwise_is_an_error(odd: str, line: str) -> None:
     without = {"CKPT_PATCHES_SKIP": "scheduler_steps"}  # the fix for loads into a scheduler that has stepped
     said = program("load", saved(), "--odd", odd, **without)
-    assert "FingerprintError: fingerprint: the run after the load is not what was saved: values that differ: 1" in said
+    assert "FingerprintError: resume differs: 1 value besides the optimizer" in said
     assert line in said
     said = program("load", saved(), "--odd", odd, **without, CKPT_PATCHES_FINGERPRINT="warn")
     assert line in said
     assert '{"error": ""}' in said
+
+
+def test_a_scheduler_that_is_saved_and_not_loaded_is_named() -> None:
+    """As verl does by default: its first step after the load starts over (verl#7953)."""
+    said = program("load", saved(), "--odd", "no_scheduler")
+    assert '{"error": ""}' in said
+    assert "learning-rate scheduler: the checkpoint has its state, and the run has not loaded it" in said
 
 
 @pytest.mark.long
@@ -77,12 +84,12 @@ def test_rng_states_of_experts_that_are_of_another_rank_are_an_error(tmp_path: P
 
 
 @pytest.mark.long
-def test_rng_states_that_are_not_loaded_are_not_proven() -> None:
+def test_rng_states_that_are_not_loaded_are_not_verified() -> None:
     folder = saved("--ranks", 4, "--tp", 2)
     said = program("load", folder, "--ranks", 4, "--tp", 2, "--no-rng")
-    assert "not proven: RNG states: they were not loaded: --no-load-rng" in said
+    assert "not verified: RNG states: they were not loaded: --no-load-rng" in said
     said = program("load", folder, "--ranks", 2, "--tp", 2)
     assert (
-        "not proven: RNG states: saved in another layout, 4 ranks, TP 2, PP 1, CP 1, EP 1, ETP 2; now 2 ranks" in said
+        "not verified: RNG states: saved in another layout, 4 ranks, TP 2, PP 1, CP 1, EP 1, ETP 2; now 2 ranks" in said
     )
-    assert "resume proven: data position" in said
+    assert "resume verified: data position" in said

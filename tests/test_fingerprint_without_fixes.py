@@ -20,7 +20,7 @@ from upstream import all_releases, newest, newest_affected, newest_by_default, n
 pytestmark = pytest.mark.slow
 
 ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
-CAUGHT = "FingerprintError: fingerprint: the state after the load is not what was saved: "
+CAUGHT = "FingerprintError: resume differs: "
 
 
 def without(*fixes: str) -> dict[str, str]:
@@ -67,7 +67,6 @@ def test_a_shifted_save(version: str, tmp_path: Path) -> None:
     load = ("--load", tmp_path / "shifted")
     said = run("shifted_saving", tmp_path, *load, tree=root, delivery="hook", env=ON, check=False).stderr
     assert CAUGHT in said
-    assert "a shift: moved by " in said
     assert command_line.main(["fingerprint", str(tmp_path / "shifted")]) == 1
 
 
@@ -87,7 +86,7 @@ def test_a_save_that_was_damaged_while_it_was_written(
     assert CAUGHT in done.stderr
     assert looks in done.stderr
     assert command_line.main(["fingerprint", str(tmp_path / "damaged" / "out")]) == 1
-    assert "resume proven: " in saved_and_loaded(release, kind, [], tmp_path / "whole").stderr
+    assert "resume verified: " in saved_and_loaded(release, kind, [], tmp_path / "whole").stderr
 
 
 def saved_and_loaded(release: str, kind: str, fixes: list[str], folder: Path) -> CompletedProcess[str]:
@@ -102,7 +101,7 @@ GROUPS = [
     ("0.12.0", "plain", ["--stages"], ["stage1.b.weight: weight_decay 0.0, saved as 0.1"]),
     ("0.18.2", "mup", [], ["stage0.a.weight: eps 2.5e-09, saved as 1e-08"]),
     # Only one parameter's rate differs: a schedule may change it, so it is a warning, not an error.
-    ("0.18.2", "decoupled", [], ["WARNING: resume proven: ", "rate: 9.756", "when saved: 1 parameters"]),
+    ("0.18.2", "decoupled", [], ["WARNING: resume verified: ", "rate: 9.756", "when saved: 1 parameters"]),
 ]
 
 
@@ -124,4 +123,4 @@ def test_a_group_with_the_settings_of_another_one(
 
     without_it = output(without("resume_param_groups"))
     assert [part for part in said if part not in without_it] == []
-    assert "INFO: resume proven: " in output(ON)
+    assert "INFO: resume verified: " in output(ON)

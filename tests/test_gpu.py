@@ -49,14 +49,14 @@ def test_a_checkpoint_of_a_gpu_is_whole(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", ["", "scheduler"])
-def test_a_resume_is_proven_with_its_rng_states(odd: str, tmp_path: Path) -> None:
+def test_a_resume_is_verified_with_its_rng_states(odd: str, tmp_path: Path) -> None:
     env = {**ON_A_GPU, "CKPT_PATCHES_FINGERPRINT": "1"}
     release = tree("megatron-core", NEWEST)
     run("run_proof", "save", tmp_path, tree=release, delivery="hook", env=env)
     done = run("run_proof", "load", tmp_path, f"--odd={odd}", tree=release, delivery="hook", env=env)
     said = done.stderr + done.stdout
     assert ('{"error": ""}' in said) == (not odd), said[-4000:]
-    assert ("resume proven: RNG states, data position" in said) == (not odd), said[-4000:]
+    assert ("resume verified: RNG states, data position" in said) == (not odd), said[-4000:]
 
 
 # Without spawn as the start method of the program, DeepSpeed 0.19.8's decoupled writer cannot use CUDA.

@@ -353,7 +353,7 @@ def test_removed_switches_are_named_in_one_line(names: tuple[str, ...], tmp_path
 def test_fingerprints_without_the_hook_are_a_warning(tmp_path: Path) -> None:
     make(tmp_path)
     done = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "off", "CKPT_PATCHES_FINGERPRINT": "1"})
-    assert "CKPT_PATCHES_FINGERPRINT=1 does nothing with CKPT_PATCHES=off: no resume is proven" in done.stderr
+    assert "CKPT_PATCHES_FINGERPRINT=1 does nothing with CKPT_PATCHES=off: no resume is verified" in done.stderr
     quiet = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "off", "CKPT_PATCHES_FINGERPRINT": "0"})
     assert (done.stdout.strip(), quiet.stderr) == ("False", "")
 

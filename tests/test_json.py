@@ -25,7 +25,8 @@ KEYS = {
     "migrate --dry-run --json": "source_type target_type bytes files notes",
     "to-universal --json": "output_folder bytes files files_before links seconds plan_seconds rate workers",
     "fingerprint --json": "fingerprints recorded",
-    "fingerprint --against --json": "compared values unchecked differences",
+    "fingerprint --against --json": "verified differences not_verified missed settings",
+    "compare --json": "verified differences not_verified missed settings",
 }
 SHAPES: dict[str, tuple[int, ...]] = {"layer.weight": (6, 4)}
 FRAGMENTS: dict[str, tuple[int, ...]] = {"layer.weight": (1, 2)}
@@ -85,8 +86,12 @@ def test_to_universal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = of_ranks(10)
-    check("fingerprint --json", printed(capsys, "fingerprint", checkpoint, "--json"))
-    check("fingerprint --against --json", printed(capsys, "fingerprint", checkpoint, "--against", checkpoint, "--json"))
+    check("fingerprint --json", printed(capsys, "fingerprint", checkpoint, "--json"), schema=2)
+    against = printed(capsys, "fingerprint", checkpoint, "--against", checkpoint, "--json")
+    check("fingerprint --against --json", against, schema=2)
+    compared = printed(capsys, "compare", checkpoint, checkpoint, "--json")
+    check("compare --json", compared, schema=2)
+    assert compared == against
 
 
 def test_every_command_with_json_is_tested() -> None:

@@ -13,7 +13,8 @@ from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
 from ckpt_patches.convert import zero_fingerprints
 from ckpt_patches.convert.convert import Options, planned
 from ckpt_patches.errors import UserError
-from ckpt_patches.fingerprint import universal_states
+from ckpt_patches.fingerprint import contents
+from ckpt_patches.fingerprint.files import opened
 from ckpt_patches.formats import torch_file
 from universal import load, save
 from upstream import newest, run, run_json, tree
@@ -58,8 +59,8 @@ def test_a_healthy_one_is_whole(case: str, kind: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_fingerprints_of_both_formats_are_the_same(case: str) -> None:
     folder = trained()[0] / case
-    of_zero = {one[:2]: one for one in zero_fingerprints.fingerprints(folder / "global_step2", trust=True)}
-    of_universal = {one[:2]: one for one in universal_states.fingerprints(folder / "universal", trust=True)}
+    of_zero = {one[:2]: one for one in zero_fingerprints.read(folder / "global_step2", trust=True)[0]}
+    of_universal = {one[:2]: one for one in contents.of(opened(folder / "universal")).fingerprints}
     assert of_zero == of_universal
     assert STATES.get(case.partition("-")[0], set()) <= {state for _, state in of_zero}
 
@@ -131,12 +132,12 @@ def test_a_state_that_is_not_there_is_damage(case: str, file: str, tmp_path: Pat
     assert {finding.kind.name for finding in report.findings} <= {"missing_array", "missing_state"}
 
 
-def test_a_resume_is_proven_with_the_states_that_the_optimizer_has(tmp_path: Path) -> None:
-    """States are proven, except Muon's momentum at ZeRO 1 and 2, which covers full matrices."""
+def test_a_resume_is_verified_with_the_states_that_the_optimizer_has(tmp_path: Path) -> None:
+    """States are verified, except Muon's momentum at ZeRO 1 and 2, which covers full matrices."""
     on = {"CKPT_PATCHES_FINGERPRINT": "1"}
     done = run(
         "other_optimizers", tmp_path, "Lion-1", "Muon-1", tree=tree("deepspeed", NEWEST), delivery="hook", env=on
     )
     log = done.stdout + done.stderr
-    assert log.count("resume proven: 7 parameters, 14 states, settings, ") == 3
-    assert log.count("momentum_buffer: it has no element for each of the parameter's") == 3
+    assert log.count("resume verified: 7 parameters, 14 states, settings, ") == 3
+    assert log.count("momentum_buffer: it has no element for each of the parameter's") == 3 * 2  # two matrices

@@ -7,7 +7,7 @@ import torch
 
 import universal
 from ckpt_patches.audit.audit import WHOLE, audit
-from ckpt_patches.convert.zero_fingerprints import fingerprints
+from ckpt_patches.convert.zero_fingerprints import read
 from ckpt_patches.fingerprint.states import Fingerprint
 from upstream import releases
 from zero_checkpoints import KEYS
@@ -38,5 +38,5 @@ def test_existing_files_are_read_in_the_order_in_which_the_optimizer_wrote_them(
             if not universal.value_of(output / "zero" / name / f"{key}.pt").equal(truth[f"{name}.{key}"])
         ]
         assert (wrong, len(names)) == ([], 7)
-        found: list[Fingerprint] = list(fingerprints(saved / case / STEP, trust=True))
+        found: list[Fingerprint] = read(saved / case / STEP, trust=True)[0]
         assert len(found) >= len(names) * len(KEYS)

@@ -1,37 +1,82 @@
 """The fingerprints of a ZeRO checkpoint, computed from the bytes that a conversion would write."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ckpt_patches.convert.convert import Options, planned
 from ckpt_patches.convert.output_files import Content, TorchOutput
 from ckpt_patches.convert.reading import Reader, Shares, opened
 from ckpt_patches.convert.write import made_by
+from ckpt_patches.errors import UserError
+from ckpt_patches.fingerprint.files import with_progress
 from ckpt_patches.fingerprint.states import BLOCK, Fingerprint, of_blocks, state_named
-from ckpt_patches.formats import universal
+from ckpt_patches.formats import torch_file, universal, zero, zero_folder
+from ckpt_patches.runtime.processes import in_order
 
 
-def fingerprints(path: Path, *, trust: bool = False) -> Iterator[Fingerprint]:
-    """The fingerprints of every full parameter, in the order of names, merged from the ranks as in a conversion.
+def read(
+    path: Path, *, trust: bool = False, workers: int = 1, label: str = ""
+) -> tuple[list[Fingerprint], dict[str, str]]:
+    """The fingerprints of every full parameter, merged from the ranks as in a conversion; and what has none, and why.
+
+    Args:
+        path: the checkpoint's folder.
+        trust: accept classes that are not known; their code is never run.
+        workers: number of processes that read.
+        label: of the progress line; empty for none.
 
     Raises:
         UserError: the checkpoint is damaged, or of an unsupported kind.
     """
-    plan = planned(path, Options(trust_checkpoint=trust, inject_missing_state=True, drop_singles=True))
+    options = Options(trust_checkpoint=trust, inject_missing_state=True, drop_singles=True)
+    lost: dict[str, str] = {}
+    try:
+        plan = planned(path, options)
+    except UserError:
+        lost = _unread(path)
+        if not lost:
+            raise
+        plan = planned(path, replace(options, drop_state=tuple({name.rpartition(" ")[2] for name in lost})))
     outputs = {output.name: output for output in plan.outputs if isinstance(output, TorchOutput)}
     outputs.update({link.name: outputs[link.file] for link in plan.links if link.file in outputs})
+    folder = f"{universal.FOLDER}/"  # of the parameters' folders
+    names = [n for n in sorted(outputs) if n.rpartition("/")[0].startswith(folder) and Path(n).stem != "step"]
+    own = [(name, outputs[name]) for name in names]
+    values = in_order(_fingerprint, own, workers) if workers > 1 else map(_fingerprint, own)
+    return list(with_progress(values, [output.nbytes for _, output in own], label)), lost
+
+
+def _fingerprint(named: tuple[str, TorchOutput]) -> Fingerprint:
+    name, output = named
+    tensor = universal.tensor_of(output.value)
+    assert tensor is not None, name  # each of these outputs has one
     with closing(opened({})) as reader:
-        for name in sorted(outputs):
-            folder, _, file = name.rpartition("/")
-            state = file.removesuffix(".pt")
-            if folder.startswith(f"{universal.FOLDER}/") and state != "step":
-                tensor = universal.tensor_of(outputs[name].value)
-                assert tensor is not None, name  # each of these outputs has one
-                content = outputs[name].contents[tensor.storage.key]
-                value = of_blocks(_windows(reader, content), tensor.dtype)
-                parameter = folder.removeprefix(f"{universal.FOLDER}/")
-                yield Fingerprint(parameter, state_named(state), tensor.numel, value)
+        value = of_blocks(_windows(reader, output.contents[tensor.storage.key]), tensor.dtype)
+    parameter, _, file = name.removeprefix(f"{universal.FOLDER}/").rpartition("/")
+    return Fingerprint(parameter, state_named(file.removesuffix(".pt")), tensor.numel, value)
+
+
+def _unread(path: Path) -> dict[str, str]:
+    """The optimizer's states that have no element for each of a parameter's, such as 8-bit codes, by their names.
+
+    Raises:
+        UserError: the checkpoint is damaged, or of an unsupported kind.
+    """
+
+    def read_all(names: Sequence[str], wanted: Callable[[torch_file.TorchFile], Any]) -> list[Any]:
+        return [wanted(torch_file.read(path / name, trust=True)) for name in names]  # runs no code
+
+    found = zero_folder.read(zero.look(path), read_all)
+    held = [(file, number, own) for file in found.ranks.values() for number, own in enumerate(file.partitions)]
+    return {
+        f"{name} {state}": "it has no element for each of the parameter's"
+        for file, number, own in held
+        for state in own.others
+        for name in own.fragments or zero_folder.shapes_of(found.model(file.model_rank))[number]
+    }
 
 
 def _windows(reader: Reader, content: Content) -> Iterator[memoryview]:

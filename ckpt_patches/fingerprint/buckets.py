@@ -5,23 +5,23 @@ The formats `dp_reshardable` and `fully_sharded_bucket_space` have a tensor per 
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt_patches.fingerprint.boxes import Box, of_box
+from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.element_hash import MODULUS
 from ckpt_patches.fingerprint.record import NotARecord
-from ckpt_patches.fingerprint.states import Fingerprint, bits_of, blocks, state_named
-from ckpt_patches.formats import megatron_torch, torch_dist, torch_file, zarr
-from ckpt_patches.formats.dtypes import item_size
+from ckpt_patches.fingerprint.states import Fingerprint
 from ckpt_patches.formats.ranged import RangedFiles
 
-BUCKET = re.compile(r"^(?P<chain>chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<rest>.*)$")
-OF_BUCKET = re.compile(r"^gbuf_idx_(?P<buffer>\d+)\.dtype_.*\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)$")
+if TYPE_CHECKING:
+    from ckpt_patches.formats.checkpoint import Checkpoint, Shard, Stream
+
+BUCKET = re.compile(r"(?P<chain>chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<rest>.*)")
+OF_BUCKET = re.compile(r"gbuf_idx_(?P<buffer>\d+)\.dtype_.*\.bucket_idx_(?P<bucket>\d+)(?:\.(?P<state>\w+))?")
+OF_BUFFER = re.compile(r"param_state(?:/shard_[\d.]+)?(?:_[\d.]+)?\.(?P<buffer>\d+)\..*")  # in an object
 OWN_GROUP = 0  # in the `torch` format, with one file per model-parallel rank
 
 
@@ -46,23 +46,13 @@ class Layout:
         return [list(self.numels), [[own.bucket, own.begin, own.parameter, *map(list, own.box)] for own in self.laid]]
 
 
-class Segment(NamedTuple):
-    """Elements of a flat array that are contiguous in a file."""
-
-    first: int  # index in the array
-    numel: int
-    path: Path
-    offset: int  # bytes
-    dtype: str
-
-
 class Flat(NamedTuple):
     """All elements of one state of a bucket or a full buffer."""
 
     layout: str  # key
     bucket: int | None  # None for a full buffer
     state: str
-    segments: list[Segment]
+    stream: "Stream"
 
 
 def key_of(chain: int | None, group: int, buffer: int) -> str:
@@ -91,14 +81,18 @@ def fingerprints(known: Mapping[str, Layout], flats: Iterable[Flat]) -> Iterator
     Raises:
         UserError: a file cannot be read.
     """
+    from ckpt_patches.fingerprint.files import of_elements  # needs NumPy only: a run needs torch, and no files
+
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     with RangedFiles() as files:
         for flat in flats:
             for laid, begin in _in_array(known.get(flat.layout), flat.bucket):
-                key = laid.parameter, state_named(flat.state)
-                numel, value = _of_laid(files, laid, begin, flat.segments)
-                before = sums.get(key, (0, 0))
-                sums[key] = before[0] + numel, (before[1] + value) % MODULUS
+                key = laid.parameter, flat.state
+                end = min(begin + laid.box.numel, flat.stream.numel)
+                if begin < end:
+                    value = of_elements(files, flat.stream, begin, end, laid.box, 0)
+                    before = sums.get(key, (0, 0))
+                    sums[key] = before[0] + end - begin, (before[1] + value) % MODULUS
     for key, (numel, value) in sorted(sums.items()):
         yield Fingerprint(*key, numel, value)
 
@@ -115,83 +109,50 @@ def _in_array(layout: Layout | None, bucket: int | None) -> Iterator[tuple[Laid,
             yield laid, laid.begin
 
 
-def _of_laid(files: RangedFiles, laid: Laid, begin: int, segments: list[Segment]) -> tuple[int, int]:
-    """The number of a parameter's elements in the segments, and their sum."""
-    found, numel, end = 0, 0, begin + laid.box.numel
-    for segment in segments:
-        first, last = max(begin, segment.first), min(end, segment.first + segment.numel)
-        if first >= last:
+def in_distributed(found: "Checkpoint") -> Iterator[Flat]:
+    """The flat arrays of a distributed checkpoint: of tensors in chunks, or of objects."""
+    for parameter, shards in _by_parameter(found).items():
+        place = BUCKET.fullmatch(parameter)
+        of_bucket, of_buffer = (kind.fullmatch(place["rest"]) if place else None for kind in (OF_BUCKET, OF_BUFFER))
+        if place is None or (match := of_bucket or of_buffer) is None:
             continue
-        size, at = item_size(segment.dtype), first
-        for block in blocks(
-            files, segment.path, segment.offset + (first - segment.first) * size, (last - first) * size
-        ):
-            bits = bits_of(block, segment.dtype)
-            found += of_box(bits, at - begin, laid.box)
-            at += len(bits)
-        numel += last - first
-    return numel, found
+        chain = int(place["chain"][len("chained_") : -1]) if place["chain"] else None
+        key = key_of(chain, int(place["group"]), int(match["buffer"]))
+        if of_bucket:
+            yield from _flats(shards, key, int(of_bucket["bucket"]), of_bucket["state"])
+        else:
+            yield from _flats(shards, key, None)
 
 
-# Locations in the formats
+def in_torch(found: "Checkpoint", folder: str, optimizer: int | None) -> Iterator[Flat]:
+    """The flat arrays of one optimizer of a model-parallel rank in the `torch` format.
 
-
-def in_distributed(path: Path, stored: Mapping[str, torch_dist.Tensor | zarr.Array]) -> Iterator[Flat]:
-    """The flat arrays of a distributed checkpoint.
-
-    Raises:
-        UserError: it cannot be read.
+    Args:
+        found: the structure of the checkpoint.
+        folder: name of the rank's folder; empty if it is the checkpoint's.
+        optimizer: the number of the optimizer; None if there is one.
     """
-    for name, tensor in sorted(stored.items()):
-        place = BUCKET.match(name)
-        bucket = OF_BUCKET.match(place["rest"]) if place else None
-        if place and bucket and len(tensor.shape if isinstance(tensor, zarr.Array) else tensor.size) == 1:
-            key = _layout_key(place, int(bucket["buffer"]))
-            yield Flat(key, int(bucket["bucket"]), bucket["state"], list(_segments(path, tensor)))
-    for name, file in _objects(path):
-        place = BUCKET.match(name)
-        if place and place["rest"].startswith("param_state"):
-            value = file.value[0] if isinstance(file.value, list) and len(file.value) == 1 else file.value
-            yield from _of_buffers(file.path, value, partial(_layout_key, place))
+    for parameter, shards in _by_parameter(found, folder).items():
+        prefix = "" if optimizer is None else f"{optimizer}."
+        buffer = parameter.removeprefix(prefix).partition(".")[0]
+        if parameter.startswith(prefix) and buffer.isdecimal():
+            yield from _flats(shards, key_of(None, OWN_GROUP, int(buffer)), None)
 
 
-def in_torch(folder: Path, value: Any) -> Iterator[Flat]:
-    """The flat arrays of one optimizer of a model-parallel rank, from the `torch` format's file."""
-    return _of_buffers(folder / megatron_torch.OPTIMIZER, value, partial(key_of, None, OWN_GROUP))
+def _by_parameter(found: "Checkpoint", folder: str | None = None) -> dict[str, list["Shard"]]:
+    """The shards of each bucket or buffer; with a folder, only those in it."""
+    by_name: dict[str, list[Shard]] = {}
+    for shard in found.shards:
+        if not shard.has_rows and folder in (None, shard.label):
+            by_name.setdefault(shard.parameter, []).append(shard)
+    return dict(sorted(by_name.items()))
 
 
-def _layout_key(place: re.Match[str], buffer: int) -> str:
-    chain = place["chain"]
-    return key_of(int(chain[len("chained_") : -1]) if chain else None, int(place["group"]), buffer)
-
-
-def _of_buffers(path: Path, value: Any, key: Callable[[int], str]) -> Iterator[Flat]:
-    for where, states in megatron_torch.buckets(value).items():
-        buffer = where.partition(".")[0]
-        for state, tensor in states.items():
-            if buffer.isdecimal() and tensor.is_known and tensor.is_contiguous:
-                yield Flat(key(int(buffer)), None, state, [Segment(0, tensor.numel, path, tensor.offset, tensor.dtype)])
-
-
-def _segments(path: Path, tensor: torch_dist.Tensor | zarr.Array) -> Iterator[Segment]:
-    if isinstance(tensor, zarr.Array):
-        for offsets, label in tensor.places():
-            yield Segment(offsets[0], tensor.chunks[0], tensor.path / label, 0, tensor.dtype)
-        return
-    with RangedFiles() as files:
-        for offsets, place in tensor.places.items():
-            header = torch_dist.read_chunk(files, path, tensor, offsets).value
-            yield Segment(offsets[0], header.numel, path / place.path, header.offset, tensor.dtype)
-
-
-def _objects(path: Path) -> Iterator[tuple[str, torch_file.TorchFile]]:
-    """The files that can contain buckets, with their names."""
-    if (path / torch_dist.INDEX).exists():
-        with RangedFiles() as files:
-            for name, place in torch_dist.read_index(path).objects.items():
-                if BUCKET.match(name):
-                    yield name, torch_dist.read_place(files, path, place)
-        return
-    for folder in sorted(path.glob("*optimizer.distributed.*param_state")):
-        for file in sorted(folder.glob("shard_*.pt")):
-            yield folder.name, torch_file.read(file, trust=True)  # runs no code
+def _flats(shards: list["Shard"], key: str, bucket: int | None, state: str | None = None) -> Iterator[Flat]:
+    """The arrays of a bucket or buffer, by state. The label of a chunk is its index, or its offset."""
+    for role in sorted({role for shard in shards for role in shard.streams}):
+        own = [shard for shard in shards if role in shard.streams]
+        if len(own) > 1:
+            own.sort(key=lambda shard: int(shard.label))
+        extents = tuple(extent for shard in own for extent in shard.streams[role].extents)
+        yield Flat(key, bucket, state or role, own[0].streams[role]._replace(extents=extents))

@@ -5,30 +5,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt_patches.fingerprint import dcp_values, megatron_files, offline
+from ckpt_patches.fingerprint import comparison, dcp_settings
+from ckpt_patches.fingerprint.comparison import Checked
 from ckpt_patches.fingerprint.record import NotARecord, Record, from_plain
 from ckpt_patches.fingerprint.states import Fingerprint
+from ckpt_patches.fingerprint.verdict import Key
 from ckpt_patches.formats import dcp, torch_dist
 from ckpt_patches.formats.dcp import MASTERS
-from ckpt_patches.formats.dtypes import FLOATS
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.recorded import KEY, from_text, is_record
 from ckpt_patches.runtime.shown import shown
 
 Entry = TypeVar("Entry")
-Hashes = dict[str, tuple[int, int]]  # elements and hash, by a tensor's name in the index
-Names = dict[str, tuple[str, str]]  # by a tensor's name in the index: its parameter and state
+UNREAD = "its elements have no fingerprint"
+Hashes = Mapping[str, tuple[int, int]]  # elements and hash, by a tensor's name in the index
 
 
 def read(path: Path) -> torch_dist.Index:
     """The index of a checkpoint; reads no elements.
 
     Raises:
-        UserError: an index is missing, damaged or of an unsupported kind, or no file has an entry's bytes.
+        UserError: an index is missing, damaged or of an unsupported kind.
     """
-    index = dcp.merged(path, [(folder, torch_dist.read_index(folder)) for folder in dcp.folders(path)])
-    megatron_files.check_entries(path, index)
-    return index
+    return dcp.merged(path, [(folder, torch_dist.read_index(folder)) for folder in dcp.folders(path)])
 
 
 def recorded(path: Path, index: torch_dist.Index) -> dict[str, Any]:
@@ -42,39 +41,27 @@ def recorded(path: Path, index: torch_dist.Index) -> dict[str, Any]:
         return {n.removesuffix(KEY): torch_dist.read_place(files, path, index.objects[n]).value for n in names}
 
 
-def hashes(path: Path, index: torch_dist.Index) -> Hashes:
-    """The number of elements and the hash of all tensors of floats, except steps.
-
-    Raises:
-        UserError: the checkpoint is damaged, or a chunk is missing.
-    """
-    named = names(index)
-    with RangedFiles() as files:
-        every = sorted(index.tensors.items())
-        return {name: megatron_files.of_torch_dist(files, path, tensor) for name, tensor in every if name in named}
-
-
 def fingerprints(index: torch_dist.Index, hashed: Hashes) -> list[Fingerprint]:
     """The fingerprints of the hashed tensors that are in an index."""
     named = names(index)
     return [Fingerprint(*named[name], *hashed[name]) for name in sorted(named) if name in hashed]
 
 
-def check(path: Path, index: torch_dist.Index, hashed: Hashes) -> offline.Checked | None:
-    """Compare what is in the files with the records, each with the entries beside it; None without a record.
+def check(path: Path, index: torch_dist.Index, hashed: Hashes) -> Checked | None:
+    """Compare states and settings with the records, each with the entries beside it; None without a record.
 
     Raises:
         BadFileError, NotReadError: a record, or another object, cannot be read.
     """
     records = recorded(path, index)
-    found: dict[str, offline.Checked] = {}
+    found: dict[str, Checked] = {}
     for prefix, value in records.items():
         beside = _beside(index, prefix, records)
         # The same record beside a model and its optimizer, in folders of their own, is one.
         what = value if beside is index and isinstance(value, str) else f"of {prefix}"
         if what not in found:
             found[what] = _check(path, beside, from_text(value), hashed)
-    return offline.together(list(found.values())) if found else None
+    return comparison.together(list(found.values())) if found else None
 
 
 def _beside(index: torch_dist.Index, prefix: str, prefixes: Iterable[str]) -> torch_dist.Index:
@@ -97,17 +84,18 @@ def _beside(index: torch_dist.Index, prefix: str, prefixes: Iterable[str]) -> to
     return index if len(found.tensors) == len(index.tensors) else found
 
 
-def _check(path: Path, index: torch_dist.Index, plain: Any, hashed: Hashes) -> offline.Checked:
-    """Compare the states, settings and buffers of an index with one record."""
+def _check(path: Path, index: torch_dist.Index, plain: Any, hashed: Hashes) -> Checked:
+    """Compare the states and settings of an index with one record."""
     try:
         record = from_plain(plain)
     except NotARecord:
-        return offline.check(plain, ())  # it has the reason
+        return comparison.with_record(plain, ())  # it has the reason
     optimizers = dcp.optimizers(index.tensors, index.objects)
     of_model, doubt = _model_prefix(index, optimizers, record, hashed)
-    states = offline.check(plain, _named(optimizers, record, fingerprints(index, hashed), of_model))
-    unsure = offline.Checked(0, [], {"the weights": doubt} if doubt else {}, missed=bool(doubt) or not record.states)
-    return offline.together([states, dcp_values.check(path, index, record, of_model), unsure])
+    unread = {" ".join(key): UNREAD for name, key in names(index).items() if name not in hashed}
+    states = comparison.with_record(plain, _named(optimizers, record, fingerprints(index, hashed), of_model), unread)
+    unsure = Checked(0, [], {"the weights": doubt} if doubt else {}, missed=bool(doubt) or not record.states)
+    return comparison.together([states, dcp_settings.check(path, index, record), unsure])
 
 
 def _model_prefix(
@@ -155,18 +143,9 @@ def _named(
     return list(map(named, found))
 
 
-def left_out(index: torch_dist.Index) -> dict[str, str]:
-    """The names of tensors without a fingerprint, and the reasons; steps are settings."""
-    optimizers = dcp.optimizers(index.tensors, index.objects)
-    steps = {states.get("step") for own in optimizers for states in own.states.values()}
-    rest = {name: tensor.dtype for name, tensor in sorted(index.tensors.items()) if name not in steps}
-    expected = ", ".join(FLOATS)
-    return {name: f"elements of {dtype}, expected {expected}" for name, dtype in rest.items() if dtype not in FLOATS}
-
-
-def names(index: torch_dist.Index) -> Names:
-    """The parameter and state of each tensor of floats; "model" if it is not an optimizer's."""
-    found: Names = {}
+def names(index: torch_dist.Index) -> dict[str, Key]:
+    """The parameter and state of each tensor; "model" if it is not an optimizer's."""
+    found: dict[str, Key] = {}
     optimizers = dcp.optimizers(index.tensors, index.objects)
     for own in optimizers:
         for parameter, states in own.states.items():
@@ -179,9 +158,8 @@ def names(index: torch_dist.Index) -> Names:
         for name in index.tensors.keys() - found.keys() if of_model is not None else ():
             if name.startswith(of_model or ""):
                 found[name] = name.removeprefix(of_model or ""), "model"
-    floats = {name for name, tensor in index.tensors.items() if tensor.dtype in FLOATS}
-    rest = {name: (name, "model") for name in floats}
-    named = {name: place for name, place in {**rest, **found}.items() if name in floats and place[1] != "step"}
+    rest = {name: (name, "model") for name in index.tensors}
+    named = {name: place for name, place in {**rest, **found}.items() if name in index.tensors}
     # Parameters of several models can have the same names: theirs are those in the index.
     counts, owners = Counter(named.values()), Counter(parameter for own in optimizers for parameter in own.states)
     is_one = {name: counts[place] == 1 and owners[place[0]] < 2 for name, place in named.items()}

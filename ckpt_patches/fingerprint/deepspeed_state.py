@@ -21,6 +21,7 @@ PART_UNKNOWN = "with tensor parallelism DeepSpeed does not record which part of 
 EXPERT = "an expert that is not deepspeed.moe's, of which the number among all is not known"
 # An expert by its local number on its rank; a converted checkpoint has all experts, by their global numbers.
 LOCAL_EXPERT = re.compile(r"(?P<before>^|.*\.)deepspeed_experts\.(?P<number>\d+)\.")
+UNLIKE = "it has no element for each of the parameter's"
 MASTER = "fp32"
 
 
@@ -68,7 +69,8 @@ def live(engine: Any, *, scheduler: bool = True) -> Live:
             first = names[id(flat.slices[0].param)]
             tensors += [((first, name), value) for name, value in _tensors(flat).items()]
             unlike = (name for name, its in _tensors(flat).items() if name != "step" and not _is_alike(name, its, flat))
-            left_out.update({f"{first} {name}": "it has no element for each of the parameter's" for name in unlike})
+            every = [names[id(own.param)] for own in flat.slices]
+            left_out.update({f"{own} {name}": UNLIKE for name in unlike for own in every})
 
     def parts() -> Iterator[Part]:
         for flat in flats:

@@ -2,17 +2,16 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ckpt_patches.fingerprint import boxes, on_device
 from ckpt_patches.fingerprint.boxes import Box
-from ckpt_patches.fingerprint.record import SAMPLE, Settings, sample_place
+from ckpt_patches.fingerprint.record import Settings
 from ckpt_patches.fingerprint.states import bits_of
 from ckpt_patches.fingerprint.verdict import Key, Total
 
@@ -30,6 +29,7 @@ class Part(NamedTuple):
     first: int  # index of the first element in the box
     values: torch.Tensor  # one dimension, contiguous; float32, bfloat16 or float16, on any device
     main: bool  # whether it is the first of its replicas, the only one that a save counts
+    kept_in: str = ""  # dtype in which the optimizer keeps them, if it has converted them
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,14 @@ class Live:
 
 
 def sums(parts: Iterable[Part], *, main: bool) -> dict[Key, Total]:
-    """The totals of this rank's elements of each state; with `main`, only of the first replicas, and with samples."""
+    """The totals of this rank's elements of each state; with `main`, only of the first replicas."""
     found: dict[Key, Total] = {}
     for part in parts:
         if main and not part.main:
             continue
-        whole, dtype = math.prod(part.box.shape), _dtype(part.values)
+        whole, dtype = math.prod(part.box.shape), part.kept_in or _dtype(part.values)
         one = found.setdefault((part.parameter, part.state), Total(whole=whole, dtype=dtype))
         one.add(len(part.values), _value(part))
-        if main:
-            one.sample.update(_sample(part))
     return found
 
 
@@ -78,11 +76,6 @@ def in_one_memory(tensors: Iterable[tuple[Key, torch.Tensor]]) -> dict[Key, Key]
         if before[0] == after[0] and after[1] < before[2] and before[3] != after[3]:
             found[after[3]] = before[3]
     return found
-
-
-def blocks_of(part: Part) -> Iterator[tuple[int, Any]]:
-    """Blocks of a part's elements: the index of the first one in the box, and their bits, in NumPy or on the device."""
-    return (_block(part, at) for at in _slices(part.values))
 
 
 def _slices(values: torch.Tensor) -> list[slice]:
@@ -121,13 +114,3 @@ def _bits(values: torch.Tensor) -> Any:
 
 def _dtype(values: torch.Tensor) -> str:
     return str(values.dtype).removeprefix("torch.")
-
-
-def _sample(part: Part) -> dict[int, int]:
-    """The bits of the elements of the state's sample that are in this part, by place."""
-    begin = sample_place(math.prod(part.box.shape))
-    wanted = {place: part.box.element(place) for place in range(begin, begin + SAMPLE)}
-    here = {place: at - part.first for place, at in wanted.items() if at is not None}
-    here = {place: at for place, at in here.items() if 0 <= at < len(part.values)}
-    bits = part.values.detach()[list(here.values())].float().cpu().view(torch.int32).numpy().view(np.uint32)
-    return dict(zip(here, bits.tolist(), strict=True))

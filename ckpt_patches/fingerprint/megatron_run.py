@@ -17,6 +17,7 @@ from ckpt_patches.fingerprint.verdict import Besides
 
 RUN = "run"
 SCHEDULER, POSITION, LAYOUT, RNG = "learning-rate scheduler", "data position", "layout", "RNG states of rank "
+SCHEDULERS = ("opt_param_scheduler", "lr_scheduler")  # its keys in a state dict: Megatron's, verl's
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 NOT_RECORDED = "the checkpoint's fingerprint does not have it"
 EXPERTS = "expert-parallel-rng"  # name of the experts' state in the RNG state tracker
@@ -27,8 +28,9 @@ def of_save(state_dict: Mapping[str, Any]) -> dict[str, Settings]:
     found = {LAYOUT: layout(), f"{RNG}{rank_in(None)}": rng_states()}
     if "args" in state_dict:
         found[POSITION] = position(state_dict["args"])
-    if isinstance(scheduler := state_dict.get("opt_param_scheduler"), dict):
-        found[SCHEDULER] = plain_values(scheduler)
+    for key in SCHEDULERS:
+        if isinstance(scheduler := state_dict.get(key), dict):
+            found[SCHEDULER] = plain_values(scheduler)
     return found
 
 
@@ -46,11 +48,13 @@ def of_load(saved: Mapping[str, Settings], args: Any) -> Besides:
     """Compare a completely loaded run, given its arguments, with the record."""
     found = _compared({k: v for k, v in saved.items() if k == POSITION}, {POSITION: position(args)})
     if POSITION not in saved:
-        found.unproven[POSITION] = NOT_RECORDED
+        found.not_verified[POSITION] = NOT_RECORDED
     if getattr(args, "no_load_rng", False):
-        found.unproven["RNG states"] = "they were not loaded: --no-load-rng"
+        found.not_verified["RNG states"] = "they were not loaded: --no-load-rng"
     elif saved.get(LAYOUT) != layout():
-        found.unproven["RNG states"] = f"saved in another layout, {_said(saved.get(LAYOUT, {}))}; now {_said(layout())}"
+        found.not_verified["RNG states"] = (
+            f"saved in another layout, {_said(saved.get(LAYOUT, {}))}; now {_said(layout())}"
+        )
     else:
         _compare_rng(
             found, saved.get(f"{RNG}{rank_in(None)}", {}), bool(getattr(args, "data_parallel_random_init", False))
@@ -67,7 +71,7 @@ def _compare_rng(found: Besides, saved: Settings, all_are_saved: bool) -> None:
     if not wrong:
         found.equal.append("RNG states")
     if not promised.issuperset(differ):
-        found.unproven["RNG states of other data-parallel ranks"] = "Megatron saves those of the first one"
+        found.not_verified["RNG states of other data-parallel ranks"] = "Megatron saves those of the first one"
 
 
 def _compared(saved: Mapping[str, Settings], live: Mapping[str, Settings]) -> Besides:

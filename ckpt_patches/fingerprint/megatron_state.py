@@ -42,6 +42,7 @@ class Held(NamedTuple):
     states: Mapping[str, torch.Tensor]  # one dimension, equal lengths
     settings: Settings
     tensors: Mapping[str, torch.Tensor]  # the states, and a step if it is a tensor
+    kept_in: Mapping[str, str]  # dtypes in which the optimizer keeps states that it converts when they are read
     is_sharded: bool  # whether data-parallel ranks hold different elements or parameters, not replicas
     replica: int  # of the optimizer itself
 
@@ -202,7 +203,8 @@ def _parts(held: Held, place: Place, name: str, values: torch.Tensor) -> Iterato
         first, last = max(piece.begin, held.begin), min(piece.begin + piece.box.numel, held.begin + len(values))
         if first < last:
             own = values[first - held.begin : last - held.begin]
-            yield Part(piece.key, state_named(name), piece.box, first - piece.begin, own, main=not any(replica))
+            part = Part(piece.key, state_named(name), piece.box, first - piece.begin, own, main=not any(replica))
+            yield part._replace(kept_in=held.kept_in.get(name, ""))
 
 
 def _why_none(leaf: Any) -> str:
@@ -214,7 +216,9 @@ def _why_none(leaf: Any) -> str:
         return "FSDP's states have no fingerprint"
     if not any(hasattr(leaf, name) for name in ("gbuf_ranges", "fp32_from_float16_groups", "optimizer")):
         return "an optimizer that is not known"
-    if not getattr(getattr(leaf, "optimizer", None), "state", None):
+    inner = getattr(leaf, "optimizer", None)
+    has_parameters = any(group["params"] for group in getattr(inner, "param_groups", ()))
+    if has_parameters and not getattr(inner, "state", None):
         return "it has no state yet"
     return ""
 
@@ -236,7 +240,8 @@ def _of_distributed(leaf: Any) -> Iterator[Held]:
                 for param, its in bucket["param_map"].items():
                     group, states = _of_shard(leaf, param, stepping)
                     begin, numel = its["param"].start, its["param"].end - its["param"].start
-                    yield _held_of(param, begin, numel, group, states, is_sharded=True, replica=replica)
+                    what = {"is_sharded": True, "replica": replica, "kept_in": _kept_in(leaf, param)}
+                    yield _held_of(param, begin, numel, group, states, **what)
 
 
 def _of_whole(leaf: Any, *, is_sharded: bool) -> Iterator[Held]:
@@ -251,7 +256,8 @@ def _of_whole(leaf: Any, *, is_sharded: bool) -> Iterator[Held]:
     for group in leaf.optimizer.param_groups:
         for main in group["params"]:
             states = {"param": main, **leaf.optimizer.state.get(main, {})}
-            yield _held_of(models.get(id(main), main), 0, main.numel(), group, states, is_sharded=is_sharded, replica=0)
+            what = {"is_sharded": is_sharded, "replica": 0, "kept_in": {}}
+            yield _held_of(models.get(id(main), main), 0, main.numel(), group, states, **what)
 
 
 def _of_shard(leaf: Any, param: Any, stepping: Stepping) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -268,6 +274,16 @@ def _of_shard(leaf: Any, param: Any, stepping: Stepping) -> tuple[Mapping[str, A
     # A step begins by copying these settings to the inner optimizer, as a scheduler may have changed them; not `step`.
     group = {**own, **{name: value for name, value in group.items() if name != "step"}}
     return group, {"param": inner, **{name: its for name, its in states.items() if name != "master_param"}}
+
+
+def _kept_in(leaf: Any, param: Any) -> dict[str, str]:
+    """The dtypes of a parameter's states in a precision-aware optimizer, which returns them in fp32."""
+    if hasattr(leaf.optimizer, "sub_optimizers"):
+        return {}
+    index, order = leaf.model_param_group_index_map[param]
+    states = leaf.optimizer.state.get(leaf.optimizer.param_groups[index]["params"][order], {})
+    tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
+    return {name: str(value.dtype).removeprefix("torch.") for name, value in tensors.items()}
 
 
 def _stepping(optimizer: Any) -> Stepping:

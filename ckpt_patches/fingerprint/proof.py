@@ -18,10 +18,10 @@ from torch import distributed
 
 from ckpt_patches.errors import FingerprintError
 from ckpt_patches.fingerprint import record as records
-from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
-from ckpt_patches.fingerprint.live_state import Live, Part, blocks_of, sums
+from ckpt_patches.fingerprint.live_state import Live, sums
 from ckpt_patches.fingerprint.record import RATE, SETTINGS, NotARecord, Record, SettingDifference
 from ckpt_patches.fingerprint.verdict import (
+    NOWHERE,
     Besides,
     Hint,
     Key,
@@ -36,7 +36,6 @@ from ckpt_patches.runtime.ranks import is_rank_zero
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 SWITCH = "CKPT_PATCHES_FINGERPRINT"
-BELOW_16_BIT_FLOATS = np.uint32(0x1FFF)  # mantissa bits that neither float16 nor bfloat16 has
 logger = logging.getLogger("ckpt_patches")
 
 
@@ -47,8 +46,10 @@ def recorded(live: Live, group: Any = None) -> dict[str, Any]:
         live: this rank's part of the state.
         group: the ranks whose parts are merged; None for all.
     """
-    own = {key: one.as_state() for key, one in sums(live.parts(), main=True).items()}
-    parts = to_first(Record(own, live.settings, live.left_out, live.buckets, live.others), group)
+    found = sums(live.parts(), main=True)
+    own = {key: one.as_state() for key, one in found.items()}
+    sizes = {key[0]: one.whole for key, one in found.items()}
+    parts = to_first(Record(own, live.settings, live.left_out, live.buckets, live.others, sizes=sizes), group)
     whole: dict[str, Any] = from_first(records.merged(parts).as_plain() if parts is not None else None, group)
     return whole
 
@@ -67,8 +68,8 @@ def prove(live: Live, plain: Any, group: Any = None) -> Verdict:
     """
     verdict = verdict_of(live, plain, group)
     lines = sentences(verdict)
-    odd = verdict.is_wrong or verdict.unproven or verdict.rates
-    _conclude(lines, is_error=verdict.is_wrong or verdict.is_unproven, is_odd=bool(odd))
+    odd = verdict.is_wrong or verdict.not_verified or verdict.rates
+    _conclude(lines, is_error=verdict.is_wrong or verdict.nothing_is_verified, is_odd=bool(odd))
     return verdict
 
 
@@ -79,10 +80,10 @@ def prove_besides(ranks: Sequence[Besides]) -> None:
         FingerprintError: a value differs from the saved one, unless the switch is set to `warn`.
     """
     differences = _each_once(one for of_rank in ranks for one in of_rank.differences)
-    unproven = {what: why for of_rank in ranks for what, why in of_rank.unproven.items()}
+    not_verified = {what: why for of_rank in ranks for what, why in of_rank.not_verified.items()}
     equal = set[str].intersection(*(set(of_rank.equal) for of_rank in ranks))
-    lines = besides_sentences(sorted(equal), differences, unproven)
-    _conclude(lines, is_error=bool(differences), is_odd=bool(differences or unproven))
+    lines = besides_sentences(sorted(equal), differences, not_verified)
+    _conclude(lines, is_error=bool(differences), is_odd=bool(differences or not_verified))
 
 
 def _conclude(lines: Sequence[str], *, is_error: bool, is_odd: bool) -> None:
@@ -93,10 +94,10 @@ def _conclude(lines: Sequence[str], *, is_error: bool, is_odd: bool) -> None:
         _log(logging.WARNING if is_odd else logging.INFO, "\n".join(lines))
 
 
-def log_nothing_proven(why: str) -> None:
+def log_not_verified(why: str) -> None:
     """Log on the first rank that there is nothing to compare the state with."""
     if is_rank_zero(os.environ):
-        _log(logging.WARNING, "\n".join(sentences(Verdict(unproven={"the optimizer's state": why}))))
+        _log(logging.WARNING, "\n".join(sentences(Verdict(not_verified={"the optimizer's state": why}))))
 
 
 def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
@@ -104,20 +105,20 @@ def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
     record, problem = _read(plain)
     said = from_all((records.digest(record.as_plain() if record else None), plain is not None), group)
     if len(set(said)) > 1:
-        return Verdict(unproven={"the checkpoint": "its fingerprint is not the same on all ranks"}, recorded=True)
+        return Verdict(not_verified={"the checkpoint": "its fingerprint is not the same on all ranks"}, recorded=True)
     if record is None:
-        return Verdict(unproven={"the checkpoint": problem}, recorded=said[0][1])
+        return Verdict(not_verified={"the checkpoint": problem}, recorded=said[0][1])
     found = sums(live.parts(), main=False)
     odd = from_all(_odd(live, record, found), group)
     totals = _totals(record, found, odd, group)
     wrong = unequal(record, totals)
-    hints = from_all(_hints(live, record, wrong), group) if wrong else []
+    hints = from_all(_hints(live, wrong), group) if wrong else []
     by_key = {key: [of_rank[key] for of_rank in hints if key in of_rank] for key in wrong}
     settings = _each_once(one for of_rank in odd for one in of_rank.settings)
     left_out = {what: why for of_rank in odd for what, why in of_rank.left_out.items()}
     shared = {key: other for of_rank in odd for key, other in of_rank.shared.items()}
     nowhere = set[str].intersection(*(of_rank.lacks for of_rank in odd))  # each pipeline stage has its own buffers
-    left_out = {**dict.fromkeys(sorted(nowhere), "this run has nothing of it"), **left_out}
+    left_out = {**dict.fromkeys(sorted(nowhere), NOWHERE), **left_out}
     others = sorted(record.others.keys() - nowhere)
     lacking = Counter(key for of_rank in odd for key in of_rank.lacking)
     return judge(
@@ -192,45 +193,22 @@ def _totals(record: Record, found: Mapping[Key, Total], odd: Sequence[Odd], grou
     return totals
 
 
-def _hints(live: Live, record: Record, wrong: Sequence[Key]) -> dict[Key, Hint]:
+def _hints(live: Live, wrong: Sequence[Key]) -> dict[Key, Hint]:
     """This rank's observations on its elements of the wrong states."""
     found: dict[Key, Hint] = {}
     for part in live.parts():
         key = part.parameter, part.state
         if key in wrong and len(part.values):
-            hint, before = _hint(part, record.states[key].sample), found.get(key)
-            found[key] = hint if before is None else _together(before, hint)
+            before = found.get(key, Hint(0, 0, True))
+            none = int((part.values == 0).sum())
+            is_narrow = before.narrow and _is_narrow(part.values)
+            found[key] = Hint(before.numel + len(part.values), before.zeros + none, is_narrow)
     return found
 
 
-def _hint(part: Part, sample: Mapping[int, int]) -> Hint:
-    none, narrow, moved, at_start = 0, True, set(), 0
-    for first, bits in blocks_of(part):
-        if not isinstance(bits, np.ndarray):
-            bits = bits.cpu().numpy().view(np.uint32)
-        none += int(np.count_nonzero(bits << np.uint32(1) == 0))
-        narrow = narrow and not bool(np.any(bits & BELOW_16_BIT_FLOATS))
-        moved |= set(_displacements(part, first, bits, sample))
-        at_start = (at_start + of_run(bits, first - part.first)) % MODULUS
-    return Hint(len(part.values), none, narrow, tuple(sorted(moved)), at_start)
-
-
-def _together(one: Hint, other: Hint) -> Hint:
-    moved = tuple(sorted({*one.moved, *other.moved}))
-    value = (one.slice + other.slice) % MODULUS
-    return Hint(one.numel + other.numel, one.zeros + other.zeros, one.narrow and other.narrow, moved, value)
-
-
-def _displacements(part: Part, first: int, bits: Any, sample: Mapping[int, int]) -> list[int]:
-    """The displacements, in elements, at which the sample occurs in this rank's elements."""
-    places, wanted = list(sample), list(sample.values())
-    if len(set(wanted)) < 2 or len(bits) < len(wanted):
-        return []
-    last = len(bits) - len(wanted) + 1
-    candidates = np.flatnonzero(bits[:last] == wanted[0])
-    for offset, value in enumerate(wanted[1:], 1):
-        candidates = candidates[bits[candidates + offset] == value]
-    return [part.box.place(first + int(at)) - places[0] for at in candidates[:3]]
+def _is_narrow(values: torch.Tensor) -> bool:
+    """Whether all elements are 16-bit floats."""
+    return any(torch.equal(values.to(dtype).to(values.dtype), values) for dtype in (torch.bfloat16, torch.float16))
 
 
 # Collectives; a single process calls none

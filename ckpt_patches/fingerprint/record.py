@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 FORMAT = 1
 STEP = "global_steps"  # of the run; detects a record that a client saved again
-SAMPLE = 8  # elements from the middle of a state, recorded to locate it if it has moved
 # A parameter's settings that must be equal, and the rate, which is for information: a schedule changes it.
 SETTINGS = ("weight_decay", "betas", "eps", "step")
 RATE = "lr"
+NOT_ALIKE = "not the same on all ranks that saved"
 STATE = "state "  # prefix of the name of a setting that is a number among a parameter's states
 
 Settings = Mapping[str, Any]
@@ -22,14 +22,13 @@ class State(NamedTuple):
     numel: int
     value: int  # 64 bits, see element_hash
     dtype: str = "float32"  # dtype in the run
-    sample: Mapping[int, int] = {}  # bits of some elements, by place
 
     def added_to(self, before: "State | None") -> "State":
         """The sum with the elements before these, if any."""
         if before is None:
             return self
         value = (before.value + self.value) % (1 << 64)
-        return State(before.numel + self.numel, value, self.dtype, {**before.sample, **self.sample})
+        return State(before.numel + self.numel, value, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -43,18 +42,20 @@ class Record:
     others: Mapping[str, Settings] = field(default_factory=dict)  # values that are not a parameter's
     # States of which a rank had the parameter and not the state; None: not recorded
     partial: frozenset[tuple[str, str]] | None = None
+    # Elements of parameters of which only some have states, as those of a stack of layers with frozen ones
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def as_plain(self) -> dict[str, Any]:
         """The form for a checkpoint."""
         states: dict[str, dict[str, list[Any]]] = {}
         for (parameter, name), state in sorted(self.states.items()):
-            row = [state.numel, state.value, state.dtype, dict(state.sample)]
-            states.setdefault(parameter, {})[name] = row
+            states.setdefault(parameter, {})[name] = [*state, {}]  # releases before had a sample of elements there
         settings = {parameter: dict(its) for parameter, its in sorted(self.settings.items())}
         of_all = {"settings": settings, "left_out": dict(self.left_out), "buckets": dict(self.buckets)}
         others = {what: dict(its) for what, its in sorted(self.others.items())}
         partial = {} if self.partial is None else {"partial": sorted(map(list, self.partial))}
-        return {"format": FORMAT, "states": states, **of_all, "others": others, **partial}
+        sizes = {"sizes": dict(self.sizes)} if self.sizes else {}
+        return {"format": FORMAT, "states": states, **of_all, "others": others, **partial, **sizes}
 
 
 def of_step(plain: Any, step: Any) -> Any:
@@ -82,9 +83,9 @@ def from_plain(value: Any) -> Record:
         if value["format"] != FORMAT:
             raise NotARecord(f"expected format {FORMAT}, found {value['format']}: it is of another release of ours")
         states = {
-            (str(parameter), str(name)): State(int(numel), int(number), str(dtype), dict(sample))
+            (str(parameter), str(name)): State(int(row[0]), int(row[1]), str(row[2]))
             for parameter, of_one in value["states"].items()
-            for name, (numel, number, dtype, sample) in of_one.items()
+            for name, row in of_one.items()
         }
         settings, others = (
             {str(what): {str(name): its[name] for name in its} for what, its in value.get(part, {}).items()}
@@ -92,7 +93,8 @@ def from_plain(value: Any) -> Record:
         )
         left_out = {str(what): str(why) for what, why in value["left_out"].items()}
         partial = frozenset((str(p), str(s)) for p, s in value["partial"]) if "partial" in value else None
-        return Record(states, settings, left_out, dict(value["buckets"]), others, partial)
+        sizes = {str(parameter): int(numel) for parameter, numel in value.get("sizes", {}).items()}
+        return Record(states, settings, left_out, dict(value["buckets"]), others, partial, sizes)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise NotARecord(f"expected a record of fingerprints, found {type(value).__name__} ({error!r})") from None
 
@@ -111,11 +113,6 @@ def lacking(held: Mapping[tuple[str, str], int], states: Mapping[tuple[str, str]
     return {key for key, numel in states.items() if own.get(key[0]) == numel and key not in held}
 
 
-def sample_place(numel: int) -> int:
-    """The place of the first element of a state's sample."""
-    return max(numel // 2 - SAMPLE // 2, 0)
-
-
 def merged(records: Iterable[Record]) -> Record:
     """The sum of the records of all ranks' parts."""
     states: dict[tuple[str, str], State] = {}
@@ -123,6 +120,7 @@ def merged(records: Iterable[Record]) -> Record:
     left_out: dict[str, str] = {}
     buckets: dict[str, Any] = {}
     others: dict[str, Settings] = {}
+    sizes: dict[str, int] = {}
     for record in records:
         for key, part in record.states.items():
             states[key] = part.added_to(states.get(key))
@@ -130,11 +128,14 @@ def merged(records: Iterable[Record]) -> Record:
             add_settings(settings, left_out, parameter, its)
         for what, its in record.others.items():
             if others.setdefault(what, its) != its:
-                left_out[what] = "not the same on all ranks that saved"
+                left_out[what] = NOT_ALIKE
         left_out.update(record.left_out)
         buckets.update(record.buckets)
+        sizes.update(record.sizes)
+    some = {parameter for (parameter, _), state in states.items() if state.numel != sizes.get(parameter)}
+    sizes = {parameter: numel for parameter, numel in sizes.items() if parameter in some}
     others = {what: its for what, its in others.items() if what not in left_out}
-    return Record(states, settings, left_out, buckets, others)
+    return Record(states, settings, left_out, buckets, others, sizes=sizes)
 
 
 def settings_of(group: Mapping[str, Any], states: Mapping[str, Any]) -> Settings:
@@ -172,14 +173,13 @@ class SettingDifference(NamedTuple):
 def setting_differences(
     saved: Mapping[str, Settings], found: Mapping[str, Settings], names: Iterable[str] = SETTINGS
 ) -> list[SettingDifference]:
-    """The differences in common settings of common parameters. A missing step or state is one: the run starts over."""
+    """The differences in the settings of common parameters; a lost one is a difference."""
     known = set(names)
     return [
         SettingDifference(parameter, name, its[name], found[parameter].get(name))
         for parameter, its in sorted(saved.items())
         if parameter in found
         for name in sorted(its.keys() & known)
-        if name in found[parameter] or name == "step" or name.startswith(STATE)
         if not same(its[name], found[parameter].get(name))
     ]
 

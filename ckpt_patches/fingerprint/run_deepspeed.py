@@ -43,7 +43,7 @@ def loading(load: Method) -> Method:
         if path is None:
             return path, client_state
         if bound.arguments["load_module_only"] or not bound.arguments["load_optimizer_states"]:
-            proof.log_nothing_proven("it was not loaded")
+            proof.log_not_verified("it was not loaded")
         else:
             live = deepspeed_state.live(self, scheduler=bound.arguments["load_lr_scheduler_states"])
             proof.prove(live, of_step(record, self.global_steps))

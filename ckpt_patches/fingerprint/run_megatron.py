@@ -17,13 +17,15 @@ from torch import distributed
 from ckpt_patches.fingerprint import buckets, megatron_run, megatron_state, proof
 from ckpt_patches.fingerprint.live_state import Live
 from ckpt_patches.fingerprint.record import Settings, add_settings
+from ckpt_patches.fingerprint.verdict import Besides
 from ckpt_patches.formats.recorded import KEY
 
-SCHEDULER = "opt_param_scheduler"  # in a state dict
+NOT_LOADED = "the checkpoint has its state, and the run has not loaded it"
 NOTE = f"{KEY}_note"  # in a state dict during a save or load, never in a checkpoint
 Method = Callable[..., Any]
 
 _loaded: list[Any] = []  # the recorded run state of the last load since `load_checkpoint` began
+_waits_for_scheduler = False  # whether the scheduler's state came with the last optimizer, and has not been loaded
 _depth = 0  # nested calls of optimizer methods: by a chain, or a load while a state dict is made
 
 
@@ -32,6 +34,7 @@ class Given(NamedTuple):
 
     record: Any
     group: Any  # the ranks that have an optimizer
+    has_scheduler: bool  # whether the checkpoint has a scheduler's state
 
 
 def noted(method: Method) -> Method:
@@ -82,10 +85,11 @@ def loading(load: Method) -> Method:
         state_dict = result[0] if isinstance(result, tuple) else result
         record = state_dict.pop(KEY, None)
         _loaded[:] = [_of_run(record)]
-        if isinstance(state_dict.get(SCHEDULER), dict):
-            state_dict[SCHEDULER][NOTE] = _of_run(record)
+        schedulers = [state_dict[key] for key in megatron_run.SCHEDULERS if isinstance(state_dict.get(key), dict)]
+        for scheduler in schedulers:
+            scheduler[NOTE] = _of_run(record)
         if any(wishes):
-            given = Given(record, None if all(wishes) else _group_of(wishes))
+            given = Given(record, None if all(wishes) else _group_of(wishes), bool(schedulers))
             for path in paths:
                 _put(state_dict, path, given)
         return result
@@ -93,28 +97,32 @@ def loading(load: Method) -> Method:
     return with_record
 
 
-def proven(method: Method) -> Method:
+def verified(method: Method) -> Method:
     """Wrap `load_state_dict`: after the outermost call, compare the live state with the record."""
 
     @functools.wraps(method)
     def with_proof(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        global _waits_for_scheduler
         given, state_dict = _taken(state_dict, NOTE)
         result = _inside(method, self, state_dict, *args, **kwargs)
         if _is_outermost() and isinstance(given, Given):
             live = megatron_state.live(self, getattr(self, "_ckpt_patches_places", {}))
+            _waits_for_scheduler = given.has_scheduler
             proof.prove(live, given.record, given.group)
         elif _is_outermost() and not megatron_state.is_apart(self, state_dict):
-            proof.log_nothing_proven("this state dict is not one that dist_checkpointing.load has returned")
+            proof.log_not_verified("this state dict is not one that dist_checkpointing.load has returned")
         return result
 
     return with_proof
 
 
-def scheduler_proven(method: Method) -> Method:
+def scheduler_verified(method: Method) -> Method:
     """Wrap the scheduler's `load_state_dict`: compare the scheduler with the record."""
 
     @functools.wraps(method)
     def with_proof(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        global _waits_for_scheduler
+        _waits_for_scheduler = False
         saved = state_dict.pop(NOTE, None) if isinstance(state_dict, dict) else None
         result = method(self, state_dict, *args, **kwargs)
         if saved:
@@ -124,7 +132,21 @@ def scheduler_proven(method: Method) -> Method:
     return with_proof
 
 
-def run_proven(load_checkpoint: Method) -> Method:
+def scheduler_steps(step: Method) -> Method:
+    """Wrap the scheduler's `step`: the first one after an optimizer's load names a scheduler that was not loaded."""
+
+    @functools.wraps(step)
+    def with_note(self: Any, increment: int, *args: Any, **kwargs: Any) -> Any:
+        global _waits_for_scheduler
+        if _waits_for_scheduler and increment:  # a new scheduler takes a step of 0
+            _waits_for_scheduler = False
+            proof.prove_besides([Besides([], [], {megatron_run.SCHEDULER: NOT_LOADED})])
+        return step(self, increment, *args, **kwargs)
+
+    return with_note
+
+
+def run_verified(load_checkpoint: Method) -> Method:
     """Wrap `megatron.training`'s `load_checkpoint`, called by all ranks: compare the run's other state at the end."""
 
     @functools.wraps(load_checkpoint)
@@ -156,7 +178,7 @@ def recorded_apart(method: Method) -> Method:
     return with_record
 
 
-def proven_apart(method: Method) -> Method:
+def verified_apart(method: Method) -> Method:
     """Wrap `load_parameter_state_from_dp_zero`, for which the first data-parallel rank has the state."""
 
     @functools.wraps(method)

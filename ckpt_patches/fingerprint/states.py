@@ -1,8 +1,7 @@
 """Fingerprints of the states of parameters: computed from blocks of bytes, and compared between checkpoints."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +9,11 @@ import numpy.typing as npt
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
-from ckpt_patches.formats.ranged import RangedFiles
 
 # Names of the main parameter in the formats of DeepSpeed, Megatron up to 0.15 and later Megatron.
 MASTERS = ("fp32", "fp32_param", "param")
 FROZEN = "frozen"  # the state of a parameter that no optimizer steps: its own elements
+OF_BUFFER = "buffer"  # the same of a buffer
 BLOCK = 1 << 24  # bytes per read; a multiple of every element size
 
 
@@ -67,41 +66,3 @@ def of_blocks(blocks: Iterable[memoryview], dtype: str) -> int:
         found += of_run(bits, begin)
         begin += len(bits)
     return found % MODULUS
-
-
-def blocks(files: RangedFiles, path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
-    """Bytes of a file in blocks; each block reuses the memory of the previous one.
-
-    Raises:
-        UserError: the file is shorter, or cannot be read.
-    """
-    memory = memoryview(bytearray(min(BLOCK, nbytes)))
-    for begin in range(0, nbytes, BLOCK):
-        window = memory[: min(BLOCK, nbytes - begin)]
-        try:
-            files.read(str(path), offset + begin, window)
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-        yield window
-
-
-class Difference(NamedTuple):
-    """A difference between two checkpoints, or a checkpoint and a record."""
-
-    parameter: str
-    state: str
-    what: str
-
-
-def differences(one: Sequence[Fingerprint], other: Sequence[Fingerprint]) -> list[Difference]:
-    """The states that only one of two checkpoints has, or whose values differ."""
-    first, second = ({(found.parameter, found.state): found for found in side} for side in (one, other))
-    found = []
-    for key in sorted(first.keys() | second.keys()):
-        if key not in first or key not in second:
-            found.append(Difference(*key, f"in the {'second' if key not in first else 'first'} one alone"))
-        elif first[key].numel != second[key].numel:
-            found.append(Difference(*key, f"{first[key].numel:,} and {second[key].numel:,} elements"))
-        elif first[key].value != second[key].value:
-            found.append(Difference(*key, "other values"))
-    return found

@@ -40,7 +40,6 @@ class Held(NamedTuple):
 class OfRank(NamedTuple):
     """The message from a rank to the first rank."""
 
-    samples: dict[Key, Mapping[int, int]]
     parts: dict[Place, State]  # of states whose replicas the sums cannot resolve
     rest: Record | None  # settings and others; None if they equal the first rank's
     lacking: set[Key]  # states of the parameters that it holds
@@ -67,7 +66,6 @@ def recorded(own: Live, group: Any = None) -> str:
     rest = Record({}, own.settings, own.left_out, others=own.others)
     digests = from_all(record.digest(rest.as_plain()), group)
     sent = OfRank(
-        {p[:2]: state.sample for p, state in parts.items() if main[p] and state.sample and p[:2] not in unclear},
         {p: state for p, state in parts.items() if p[:2] in unclear},
         None if rank and digests[rank] == digests[0] else rest,
         record.lacking({one.key: one.whole for one in held}, {key: one.whole for key, one in kinds.items()}),
@@ -123,14 +121,10 @@ def _table(keys: Sequence[Key], parts: Mapping[Place, State], main: Mapping[Plac
 def _together(of_ranks: Sequence[OfRank], totals: Mapping[Key, Sequence[int]], kinds: Mapping[Key, Held]) -> Record:
     """The record merged from all ranks' parts."""
     rest = record.merged([one.rest for one in of_ranks if one.rest is not None])
-    samples: dict[Key, dict[int, int]] = defaultdict(dict)
-    for one in of_ranks:
-        for key, sample in one.samples.items():
-            samples[key].update(sample)
     states, differ = _part_by_part([one.parts for one in of_ranks])
     for key, (numel, value, of_all, value_of_all) in totals.items():
         if value_of_all == of_all // max(numel, 1) * value % MODULUS:
-            states[key] = State(numel, value, kinds[key].dtype, samples[key])
+            states[key] = State(numel, value, kinds[key].dtype)
         else:
             differ.add(key)
     left_out = {**rest.left_out, **{" ".join(key): DIFFER for key in sorted(differ)}}

@@ -14,11 +14,12 @@ from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory
 from ckpt_patches.fingerprint.record import RATE, SETTINGS, STATE, Settings, is_plain, settings_of
 from ckpt_patches.fingerprint.shards import Indices, indices, runs
-from ckpt_patches.fingerprint.states import FROZEN
+from ckpt_patches.fingerprint.states import FROZEN, OF_BUFFER
 from ckpt_patches.fingerprint.verdict import BUFFER
 from ckpt_patches.formats.dcp import MASTERS
 from ckpt_patches.formats.dtypes import FLOATS
 
+EMPTY_GROUP = "param group "  # prefix of the number of a group without parameters, of which settings are recorded
 # The attributes in which wrapper modules hold the wrapped one; names in checkpoints omit them.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
@@ -46,9 +47,14 @@ def live(model: nn.Module, optimizers: Any) -> Live:
             settings[name], its = _settings(group, states)
             left_out.update({f"{name} {what}": why for what, why in its.items()})
             tensors += [(name, state, part.of(tensor) if part else tensor) for state, tensor in _states(param, states)]
+    for number, group in enumerate(_groups(optimizers)):
+        if not group["params"]:
+            settings[f"{EMPTY_GROUP}{number}"] = _settings(group, {})[0]
     frozen = [(name, FROZEN, param) for name, param in _frozen(model, names, flats, stepped)]
+    buffers = [(clean_name(model, name), OF_BUFFER, buffer) for name, buffer in deepspeed_others.buffers(model)]
+    others = {f"{BUFFER}{name}": buffer for name, _, buffer in buffers if not buffer.is_floating_point()}
     known = []
-    for name, state, tensor in (*tensors, *frozen):
+    for name, state, tensor in (*tensors, *frozen, *(one for one in buffers if f"{BUFFER}{one[0]}" not in others)):
         if why := _why_not(tensor):
             left_out[f"{name} {state}"] = why
         else:
@@ -58,18 +64,19 @@ def live(model: nn.Module, optimizers: Any) -> Live:
         for name, state, tensor in known:
             yield from _parts(name, state, tensor)
 
-    memory = [((name, state), local(tensor)) for name, state, tensor in known if state != FROZEN]
-    others: dict[str, Settings] = {}
-    for name, buffer in deepspeed_others.buffers(model):
-        what = f"{BUFFER}{clean_name(model, name)}"
-        if any(not placement.is_replicate() for placement in getattr(buffer, "placements", ())):
-            left_out[what] = "its elements are divided among ranks"
-            continue
+    memory = [((name, state), local(tensor)) for name, state, tensor in known if state not in (FROZEN, OF_BUFFER)]
+    return Live(parts, settings, left_out, in_one_memory(memory), others=_digests(others, left_out))
+
+
+def _digests(buffers: Mapping[str, Any], left_out: dict[str, str]) -> dict[str, Settings]:
+    """The digests of buffers that are no floats; adds to `left_out` why some cannot be read."""
+    found: dict[str, Settings] = {}
+    for what, buffer in buffers.items():
         try:
-            others[what] = {"value": deepspeed_others.digest(local(buffer))}
+            found[what] = {"value": deepspeed_others.digest(local(buffer))}
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             left_out[what] = f"its elements cannot be read: {type(error).__name__}"
-    return Live(parts, settings, left_out, in_one_memory(memory), others=others)
+    return found
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -90,10 +97,18 @@ def clean_name(model: nn.Module, name: str) -> str:
 
 def _stepped(optimizers: Any) -> Iterator[tuple[Any, Mapping[str, Any], Mapping[str, Any]]]:
     """Each parameter that an optimizer steps, with its param group and states."""
-    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+    for optimizer in _listed(optimizers):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 yield param, group, optimizer.state.get(param, {})
+
+
+def _groups(optimizers: Any) -> Iterator[Mapping[str, Any]]:
+    return (group for optimizer in _listed(optimizers) for group in optimizer.param_groups)
+
+
+def _listed(optimizers: Any) -> list[Any]:
+    return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
 
 
 def _settings(group: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:

@@ -1,21 +1,26 @@
 """The verdict on a load: whether the live state equals the record, and the likely kind of each difference."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckpt_patches.fingerprint.element_hash import MODULUS, zeros
-from ckpt_patches.fingerprint.record import RATE, Record, SettingDifference, State
+from ckpt_patches.fingerprint.record import NOT_ALIKE, RATE, Record, SettingDifference, State
+from ckpt_patches.fingerprint.states import OF_BUFFER
 from ckpt_patches.runtime.units import in_bytes
 
 Key = tuple[str, str]  # names of a parameter and its state
+VERIFIED, DIFFERS, NOT_VERIFIED = "resume verified: ", "resume differs: ", "resume not verified"  # begin a log line
 LINES = 12  # maximum number of differences that are listed
+NOWHERE = "this run has nothing of it"  # of a value that is no parameter's
 BUFFER = "buffer "  # prefix of a buffer's name among the non-parameter values
 NARROW = ("bfloat16", "float16")
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "uint8": 8}
 
-ZEROS, ROUNDED, MOVED, ANOTHERS, SAME_SLICES = "zeros", "rounded", "moved", "another's", "same slices"
-MISSING, INCOMPLETE, SHARED, OTHER = "missing", "incomplete", "in another's memory", "other values"
+ZEROS, ROUNDED, ANOTHERS = "zeros", "rounded", "another's"
+MISSING, NOT_SAVED, INCOMPLETE = "missing", "not saved", "incomplete"
+SHARED, SETTING, OTHER = "in another's memory", "setting", "other values"
 
 
 @dataclass
@@ -26,13 +31,12 @@ class Total:
     value: int = 0  # modulo 2^64
     whole: int = 0  # elements of the full parameter in this run
     dtype: str = ""
-    sample: dict[int, int] = field(default_factory=dict)  # bits by place
 
     def add(self, numel: int, value: int) -> None:
         self.numel, self.value = self.numel + numel, (self.value + value) % MODULUS
 
     def as_state(self) -> State:
-        return State(self.numel, self.value, self.dtype, self.sample)
+        return State(self.numel, self.value, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,6 @@ class Hint:
     numel: int
     zeros: int  # number of zero elements
     narrow: bool  # whether all are 16-bit floats
-    moved: Sequence[int] = ()  # displacements in elements at which the sample was found
-    slice: int = 0  # sum of these elements, independent of their place in the parameter
 
 
 class Difference(NamedTuple):
@@ -59,11 +61,11 @@ class Difference(NamedTuple):
 class Verdict:
     """The verdict on one load."""
 
-    proven: Sequence[Key] = ()
-    nbytes: int = 0  # bytes of the proven states in their own dtypes
+    verified: Sequence[Key] = ()
+    nbytes: int = 0  # bytes of the verified states in their own dtypes
     differences: Sequence[Difference] = ()
     settings: Sequence[SettingDifference] = ()
-    unproven: Mapping[str, str] = field(default_factory=dict)  # by name, the reason
+    not_verified: Mapping[str, str] = field(default_factory=dict)  # by name, the reason
     rates: Sequence[SettingDifference] = ()  # for information: a schedule changes them
     besides: Sequence[str] = ()  # other equal values, as text: "2 buffers", "settings"
     recorded: bool = False  # whether the checkpoint has a record with states, or an unreadable one
@@ -73,9 +75,9 @@ class Verdict:
         return bool(self.differences or self.settings)
 
     @property
-    def is_unproven(self) -> bool:
-        """Whether there is a record, but nothing is proven."""
-        return self.recorded and not self.proven
+    def nothing_is_verified(self) -> bool:
+        """Whether there is a record, but nothing is verified."""
+        return self.recorded and not self.verified
 
 
 class Besides(NamedTuple):
@@ -83,7 +85,7 @@ class Besides(NamedTuple):
 
     equal: list[str]
     differences: list[SettingDifference]
-    unproven: dict[str, str]  # by name, the reason
+    not_verified: dict[str, str]  # by name, the reason
 
 
 def unequal(record: Record, totals: Mapping[Key, Total]) -> list[Key]:
@@ -91,7 +93,7 @@ def unequal(record: Record, totals: Mapping[Key, Total]) -> list[Key]:
     return [
         key
         for key, state in record.states.items()
-        if key in totals and not _why_not_comparable(state, totals[key]) and not _is(state, totals[key])
+        if key in totals and not _why_not_comparable(record, key, totals[key]) and not _is(state, totals[key])
     ]
 
 
@@ -105,8 +107,11 @@ def judge(
     shared: Mapping[Key, Key] | None = None,
     others: Sequence[str] = (),
     lacking: Mapping[Key, int] | None = None,
+    here: str = "the run",
+    saved: str = "the checkpoint's fingerprint",
+    general: Callable[[str], bool] | None = None,
 ) -> Verdict:
-    """The verdict from a record and the ranks' observations.
+    """The verdict from a record and the ranks' observations, or the files' contents.
 
     Args:
         record: of the checkpoint.
@@ -117,42 +122,64 @@ def judge(
         shared: states that share memory with another one.
         others: names of the compared non-parameter values.
         lacking: on how many ranks with the parameter a state is missing that all of them had.
+        here, saved: names of the two sides, for messages.
+        general: whether what is left out may have had any state; None: whether it is no parameter's.
     """
-    proven, differences, nbytes = [], [], 0
-    unproven = {**record.left_out, **(left_out or {})}
-    parameters = {parameter for parameter, _ in totals}
+    verified, differences, nbytes = [], [], 0
+    not_verified = {**record.left_out, **(left_out or {})}
+    held = {parameter for parameter, _ in totals}
+    parameters = held | {parameter for parameter, _ in record.states}
+
+    def of_no_parameter(what: str) -> bool:
+        return not what.startswith(BUFFER) and what.split(" ")[0] not in parameters
+
     for key, state in record.states.items():
         if key not in totals:
-            if key[0] in parameters:
-                differences.append(Difference(*key, MISSING, "the run has no such state"))
-            elif key[0] not in unproven:
-                unproven[key[0]] = "this run has no such parameter"
+            if not _explained(key, left_out or {}, general or of_no_parameter):
+                what = "state" if key[0] in held else "parameter"
+                differences.append(Difference(*key, MISSING, f"{here} has no such {what}"))
             continue
         total = totals[key]
-        why = _why_not_comparable(state, total)
+        why = _why_not_comparable(record, key, total)
         if why:
-            unproven[f"{key[0]} {key[1]}"] = why
+            not_verified[f"{key[0]} {key[1]}"] = why
         elif lacking and key in lacking:
             ranks = f"{lacking[key]} rank{'' if lacking[key] == 1 else 's'}"
             differences.append(Difference(*key, MISSING, f"missing on {ranks} with the parameter"))
         elif _is(state, total):
-            proven.append(key)
+            verified.append(key)
             nbytes += state.numel * (2 if total.dtype in NARROW else 4)
         else:
             differences.append(Difference(*key, *_what(record, key, total, hints.get(key, ()))))
-    for key in totals.keys() - record.states.keys():
-        unproven.setdefault(f"{key[0]} {key[1]}", "the checkpoint's fingerprint does not have it")
+    for key in sorted(totals.keys() - record.states.keys()):
+        if key[1] == OF_BUFFER and f"{BUFFER}{key[0]}" in record.others:
+            continue  # a digest of another release of ours
+        if not _explained(key, record.left_out, general or of_no_parameter):
+            differences.append(Difference(*key, NOT_SAVED, f"{saved} does not have it"))
     for key, other in (shared or {}).items():
         differences.append(Difference(*key, SHARED, f"in the memory of {other[0]} {other[1]}: a step changes it twice"))
     rates = [one for one in settings if one.setting == RATE]
     wrong = [one for one in settings if one.setting != RATE]
     return Verdict(
-        proven, nbytes, differences, wrong, unproven, rates, _besides(record, others), recorded=bool(record.states)
+        verified,
+        nbytes,
+        differences,
+        wrong,
+        not_verified,
+        rates,
+        _besides(record, others, verified),
+        recorded=bool(record.states),
     )
 
 
-def _besides(record: Record, others: Sequence[str]) -> list[str]:
-    buffers = sum(what.startswith(BUFFER) for what in others)
+def _explained(key: Key, left_out: Mapping[str, str], general: Callable[[str], bool]) -> bool:
+    """Whether a state can be missing because one side could not read it, or what may have had it."""
+    of_others = {what for what, why in left_out.items() if why in (NOT_ALIKE, NOWHERE)}
+    return any(what in (key[0], " ".join(key)) or general(what) for what in left_out.keys() - of_others)
+
+
+def _besides(record: Record, others: Sequence[str], verified: Sequence[Key]) -> list[str]:
+    buffers = sum(what.startswith(BUFFER) for what in others) + sum(state == OF_BUFFER for _, state in verified)
     found = [f"{buffers} buffer{'' if buffers == 1 else 's'}"] if buffers else []
     if record.settings:
         found.append("settings")
@@ -165,10 +192,12 @@ def _is(state: State, total: Total) -> bool:
     return replicas > 0 and not rest and total.value == replicas * state.value % (1 << 64)
 
 
-def _why_not_comparable(state: State, total: Total) -> str:
-    if total.whole != state.numel:
-        return f"{total.whole:,} elements here, {state.numel:,} in the checkpoint: another padding of the vocabulary?"
-    if total.dtype in NARROW and state.dtype not in (*NARROW, ""):
+def _why_not_comparable(record: Record, key: Key, total: Total) -> str:
+    state = record.states[key]
+    whole = record.sizes.get(key[0], state.numel)
+    if total.whole != whole:
+        return f"{total.whole:,} elements here, {whole:,} in the checkpoint: another padding of the vocabulary?"
+    if BITS.get(total.dtype, 32) < BITS.get(state.dtype, 0):
         return f"kept in {total.dtype} here, in {state.dtype} when it was saved"
     return ""
 
@@ -177,8 +206,10 @@ def _what(record: Record, key: Key, total: Total, hints: Sequence[Hint]) -> tupl
     """The kind of a difference, and its description."""
     state = record.states[key]
     numel, none = sum(hint.numel for hint in hints), sum(hint.zeros for hint in hints)
-    if total.numel % state.numel:
+    if not state.numel or total.numel % state.numel:
         return INCOMPLETE, f"{total.numel:,} elements here, of {state.numel:,}"
+    if total.numel == state.numel and total.value == zeros(total.numel):
+        return ZEROS, "all zeros"
     empty = sum(hint.zeros == hint.numel for hint in hints)
     if empty:
         return ZEROS, "all zeros" if empty == len(hints) else f"all zeros on {empty} of {len(hints)} ranks"
@@ -186,12 +217,6 @@ def _what(record: Record, key: Key, total: Total, hints: Sequence[Hint]) -> tupl
         for other, its in record.states.items():
             if other != key and (its.numel, its.value) == (state.numel, total.value):
                 return ANOTHERS, f"those of {other[0]} {other[1]}"
-    moved = sorted({by for hint in hints for by in hint.moved if by})
-    if moved:
-        return MOVED, f"a shift: moved by {', '.join(f'{by:,}' for by in moved[:3])} elements"
-    repeated = [count for (_, size), count in Counter((h.slice, h.numel) for h in hints).items() if count > 1 and size]
-    if repeated and total.numel == state.numel:
-        return SAME_SLICES, f"another rank's slice: {max(repeated)} of {len(hints)} ranks hold the same elements"
     if hints and all(hint.narrow for hint in hints) and not none and state.dtype not in NARROW:
         return ROUNDED, "all are 16-bit floats: rounded"
     if none and state.value != zeros(state.numel):
@@ -204,28 +229,29 @@ def sentences(verdict: Verdict) -> list[str]:
     if verdict.is_wrong:
         lines = [*map(_line, verdict.differences), *map(_line, verdict.settings)]
         return [_headline(verdict), *_shortened(lines), *_of_rates(verdict.rates)]
-    parameters = len({parameter for parameter, _ in verdict.proven})
-    rest = f"; {len(verdict.unproven)} not proven" if verdict.unproven else ""
-    if not verdict.proven:
-        headline = "fingerprint: nothing is proven of this resume"
+    states = [key for key in verdict.verified if key[1] != OF_BUFFER]
+    parameters = len({parameter for parameter, _ in states})
+    rest = f"; {len(verdict.not_verified)} not verified" if verdict.not_verified else ""
+    if not verdict.verified:
+        headline = NOT_VERIFIED
     else:
         size = in_bytes(verdict.nbytes)
-        what = ", ".join([f"{parameters} parameters", f"{len(verdict.proven)} states", *verdict.besides, size])
-        headline = f"resume proven: {what}{rest}"
-    unproven = _shortened([f"  not proven: {what}: {why}" for what, why in verdict.unproven.items()])
-    return [headline, *unproven, *_of_rates(verdict.rates)]
+        what = ", ".join([f"{parameters} parameters", f"{len(states)} states", *verdict.besides, size])
+        headline = f"{VERIFIED}{what}{rest}"
+    not_verified = _shortened([f"  not verified: {what}: {why}" for what, why in verdict.not_verified.items()])
+    return [headline, *not_verified, *_of_rates(verdict.rates)]
 
 
 def besides_sentences(
-    equal: Sequence[str], differences: Sequence[SettingDifference], unproven: Mapping[str, str]
+    equal: Sequence[str], differences: Sequence[SettingDifference], not_verified: Mapping[str, str]
 ) -> list[str]:
     """The lines for a log, for non-parameter values."""
-    left = _shortened([f"  not proven: {what}: {why}" for what, why in unproven.items()])
+    left = _shortened([f"  not verified: {what}: {why}" for what, why in not_verified.items()])
     if differences:
-        headline = f"fingerprint: the run after the load is not what was saved: values that differ: {len(differences)}"
-        return [headline, *_shortened(list(map(_line, differences))), *left]
-    headline = f"resume proven: {', '.join(equal)}" if equal else "fingerprint: nothing is proven of the run's state"
-    return [headline, *left] if equal or unproven else []
+        values = f"{len(differences)} value{'' if len(differences) == 1 else 's'} besides the optimizer"
+        return [f"{DIFFERS}{values}", *_shortened(list(map(_line, differences))), *left]
+    headline = f"{VERIFIED}{', '.join(equal)}" if equal else NOT_VERIFIED
+    return [headline, *left] if equal or not_verified else []
 
 
 def _of_rates(rates: Sequence[SettingDifference]) -> list[str]:
@@ -239,8 +265,8 @@ def _headline(verdict: Verdict) -> str:
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     states = f"{len(verdict.differences)} states{f' ({counted})' if counted else ''}"
     return (
-        f"fingerprint: the state after the load is not what was saved: {states} and {len(verdict.settings)} settings "
-        f"of {len(parameters)} parameters differ, {len(verdict.proven)} states are equal"
+        f"{DIFFERS}{states} and {len(verdict.settings)} settings of {len(parameters)} parameters; "
+        f"{len(verdict.verified)} states verified"
     )
 
 

@@ -18,9 +18,9 @@ def optimizers(source: Source) -> None:
     begin(source)
     for name in ("Float16OptimizerWithFloat16Params", "FP32Optimizer"):
         decorate(source, f"{name}.sharded_state_dict", "noted")
-        decorate(source, f"{name}.load_state_dict", "proven")
+        decorate(source, f"{name}.load_state_dict", "verified")
     decorate(source, "ChainedOptimizer.sharded_state_dict", "noted")
-    decorate(source, "ChainedOptimizer.load_state_dict", "proven")
+    decorate(source, "ChainedOptimizer.load_state_dict", "verified")
 
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer", ours_alone=True)
@@ -28,9 +28,9 @@ def distributed_optimizer(source: Source) -> None:
     """In the `torch` format, its state is in a separate file, which is loaded last."""
     begin(source)
     decorate(source, "DistributedOptimizer.sharded_state_dict", "noted")
-    decorate(source, "DistributedOptimizer.load_state_dict", "proven")
+    decorate(source, "DistributedOptimizer.load_state_dict", "verified")
     decorate(source, "DistributedOptimizer.get_parameter_state_dp_zero", "recorded_apart")
-    decorate(source, "DistributedOptimizer.load_parameter_state_from_dp_zero", "proven_apart")
+    decorate(source, "DistributedOptimizer.load_parameter_state_from_dp_zero", "verified_apart")
 
 
 @fix.edit("megatron.core.optimizer.layer_wise_optimizer", optional=True, ours_alone=True)
@@ -42,14 +42,15 @@ def layer_wise_optimizer(source: Source) -> None:
     begin(source)
     decorate(source, "LayerWiseDistributedOptimizer.sharded_state_dict", "noted")
     if source.has_function("LayerWiseDistributedOptimizer.load_state_dict"):
-        decorate(source, "LayerWiseDistributedOptimizer.load_state_dict", "proven")
+        decorate(source, "LayerWiseDistributedOptimizer.load_state_dict", "verified")
 
 
 @fix.edit("megatron.core.optimizer_param_scheduler", ours_alone=True)
 def scheduler(source: Source) -> None:
-    """It is loaded after the optimizer."""
+    """It is loaded after the optimizer, or not at all: then its next step says so."""
     begin(source)
-    decorate(source, "OptimizerParamScheduler.load_state_dict", "scheduler_proven")
+    decorate(source, "OptimizerParamScheduler.step", "scheduler_steps")
+    decorate(source, "OptimizerParamScheduler.load_state_dict", "scheduler_verified")
 
 
 @fix.edit("megatron.core.dist_checkpointing.serialization", ours_alone=True)

@@ -17,4 +17,4 @@ def loads(source: Source) -> None:
     if source.imports(MODULE):
         raise AlreadyThere
     source.insert_import(f"from ckpt_patches.fingerprint import {MODULE}")
-    source.decorate(source.function("load_checkpoint"), f"@{MODULE}.run_proven")
+    source.decorate(source.function("load_checkpoint"), f"@{MODULE}.run_verified")

@@ -20,14 +20,14 @@ from explore.spaces import SPACES, space_of
 from upstream import run_json, tree
 
 NOT_TRAINED, RIGHT, LOUD, SILENT = "not trained", "right", "loud", "SILENT"
-DIFFERS = "fingerprint: the "  # a line of the log continues with "state after the load is not what was saved" or "run"
+VERIFIED, DIFFERS = "resume verified", "resume differs"  # lines of the log begin with these
 BUCKETS = ("dp_reshardable", "dp_zero_gather_scatter", "torch")  # Megatron's formats
 FIRST = "first"  # the first of two saves
 # Pipeline layers: one layer has no parameters, and the others may be frozen.
 UNTRAINED = tuple(f"layer_0{number}-model_states.pt absent" for number in (2, 3, 5))
 REPAIRED_PART = "a repaired part"
-# A line of the log gives one of these reasons for a missing proof.
-UNPROVEN = ("it has no state yet", "with tensor parallelism DeepSpeed does not record")
+# A line of the log gives one of these reasons why it is not verified.
+NOT_VERIFIED = ("it has no state yet", "with tensor parallelism DeepSpeed does not record")
 UNIVERSAL, UPSTREAMS = "universal", "upstream's universal"
 
 
@@ -151,7 +151,7 @@ def of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
         return Outcome(LOUD, found["error"])
     if found.get("hangs"):
         return Outcome(SILENT, signature=f"{what}: hangs")
-    lines = [line for begin in (DIFFERS, "resume proven") for line in found["proof"] if line.startswith(begin)]
+    lines = [line for begin in (DIFFERS, VERIFIED) for line in found["proof"] if line.startswith(begin)]
     proof = lines[0] if lines else ""  # several lines, such as optimizer and scheduler, may differ; use one
     if different := found["different"]:
         if noticed := _noticed(tried, different, proof, file):
@@ -163,8 +163,8 @@ def of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
     if proof.startswith(DIFFERS):
         return Outcome(SILENT, "\n".join(found["proof"]), f"{what}: fingerprints differ, and no state does")
     to_prove = tried.saving.fingerprint and tried.stack.fixes and load["restore"] in ("everything", "without scheduler")
-    if to_prove and not proof and not any(why in line for line in found["proof"] for why in UNPROVEN):
-        return Outcome(SILENT, "\n".join(found["proof"]), f"{what}: a right load is not proven")
+    if to_prove and not proof and not any(why in line for line in found["proof"] for why in NOT_VERIFIED):
+        return Outcome(SILENT, "\n".join(found["proof"]), f"{what}: a right load is not verified")
     # A load without optimizer states is also right if the checkpoint lacks them.
     partly = load["restore"] != "everything" and (not tried.saving.fixes or bool(tried.saving.without))
     if harm.what or partly:

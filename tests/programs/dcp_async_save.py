@@ -3,7 +3,7 @@
 dcp_async_save.py id|writer FOLDER [KIND ...]     prints the kinds of tensors whose saved values are of the step
 dcp_async_save.py cached FOLDER                   prints a scalar DTensor's staged value of two saves, at 0 and at 1
 dcp_async_save.py empty FOLDER                    prints whether a sharded tensor without a shard is staged as it is
-dcp_async_save.py proven FOLDER                   prints what a run's fingerprint says of such a save, once it is loaded
+dcp_async_save.py verified FOLDER                 prints what a run's fingerprint says of such a save, once it is loaded
 """
 
 import json
@@ -92,7 +92,7 @@ def said_of_a_resume(folder: Path) -> str:
         return str(error)
     finally:
         dist.destroy_process_group()
-    return "proven"
+    return "verified"
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def main(target: str, folder: Path, *kinds: str) -> None:
     if target == "empty":
         print(json.dumps(is_staged_as_it_is()))
         return
-    if target in ("cached", "proven"):
+    if target in ("cached", "verified"):
         print(json.dumps(staged_values() if target == "cached" else said_of_a_resume(folder)))
         return
     chosen = {"kinds": kinds} if kinds else {}

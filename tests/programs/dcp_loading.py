@@ -1,7 +1,7 @@
 """Save with a record of fingerprints, load into another run, and prove it: dcp_loading.py FOLDER CASES.json RANKS
 
 CASES is a list of {"save": …, "load": …, "idiom": …}; the first two are dcp_saving.py's `Case`. Four ranks save, and
-RANKS load. Prints the result of each loading rank for each case: "proven", or the error.
+RANKS load. Prints the result of each loading rank for each case: "verified", or the error.
 """
 
 import json
@@ -57,7 +57,7 @@ def load(case: Case, idiom: str, path: Path) -> str:
         fingerprint.prove(model, optimizer, None if idiom == "no_record" else state[RECORD])
     except fingerprint.FingerprintError as error:
         return str(error)
-    return "proven"
+    return "verified"
 
 
 def changed(idiom: str, model: Any, optimizer: torch.optim.Optimizer) -> None:

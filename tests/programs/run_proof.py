@@ -1,9 +1,10 @@
 """Save a run of the real megatron.training with its optimizer and scheduler, or load it, with fingerprints.
 
 Prints a line of JSON: the error, if any. `--odd` makes the loaded run differ from the saved one: `scheduler` starts
-with a scheduler that has taken some steps, `position` changes the consumed samples during the load.
+with a scheduler that has taken some steps, `position` changes the consumed samples during the load, `no_scheduler`
+loads no scheduler and steps it.
 
-    run_proof.py save|load OUT [--ranks 2] [--tp 1] [--ep 1] [--odd scheduler|position] [--no-rng]
+    run_proof.py save|load OUT [--ranks 2] [--tp 1] [--ep 1] [--odd scheduler|position|no_scheduler] [--no-rng]
 """
 
 import argparse
@@ -82,10 +83,12 @@ def load(rank: int, options: argparse.Namespace) -> None:
     if options.odd == "scheduler":
         scheduler.step(increment=8)
     try:
-        checkpointing.load_checkpoint([model], optimizer, scheduler)
+        checkpointing.load_checkpoint([model], optimizer, None if options.odd == "no_scheduler" else scheduler)
     except Exception as error:
         print(error, file=sys.stderr, flush=True)  # all lines of it
         raise
+    if options.odd == "no_scheduler":
+        scheduler.step(increment=8)
     dist.barrier()
 
 

@@ -164,8 +164,8 @@ def judged(package: str, version: str) -> Iterable[tuple[str, str]]:
 def cases(package: str, version: str) -> Mapping[str, Case]:
     if package == "megatron":
         run = {"format": "fully_reshardable" if numbers(version) >= (0, 15) else formats(version)[0]}
-        proven = {"ranks": 2, "fingerprint": True}
-        return {"audit, repair, fingerprint": {"package": package, "ranks": 2, "run": run, "load": proven}}
+        verified = {"ranks": 2, "fingerprint": True}
+        return {"audit, repair, fingerprint": {"package": package, "ranks": 2, "run": run, "load": verified}}
     plain = {"package": package, "ranks": 2, "nodes": 1, "load": {"ranks": 2, "nodes": 1, "fingerprint": True}}
     stage = 3 if numbers(version) >= (0, 18) else 2
     load = {"ranks": 3, "nodes": 1, "kind": "universal", "fingerprint": True}

@@ -39,7 +39,7 @@ class Stack:
         program: tuple[str | Path, ...] = (f"--master-port={free_port()}", PROGRAM, self.folder, mode, *self.options)
         done = self.command(*launcher, *program, **env)
         assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        assert ("resume proven: " in done.stdout + done.stderr) is (
+        assert ("resume verified: " in done.stdout + done.stderr) is (
             mode != "first" and env.get("CKPT_PATCHES") != "off"
         )
         return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,206 @@
+"""The fingerprints of a checkpoint's files, from the shards that its reader has found. Needs no torch.
+
+An element has the same place in its tensor in every format, whatever the parallelism of the run that saved.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from ckpt_patches.errors import UserError
+from ckpt_patches.fingerprint.boxes import Box, of_box
+from ckpt_patches.fingerprint.element_hash import MODULUS
+from ckpt_patches.fingerprint.states import bits_of, state_named
+from ckpt_patches.formats import damages, dcp, torch_dist
+from ckpt_patches.formats.checkpoint import Checkpoint, Shard, Stream
+from ckpt_patches.formats.dtypes import FLOATS
+from ckpt_patches.formats.elements import BlockReader
+from ckpt_patches.formats.megatron_arrays import CONFIG
+from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE
+from ckpt_patches.formats.megatron_torch import MODEL
+from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.reading import reader_of
+from ckpt_patches.runtime.processes import in_order
+from ckpt_patches.runtime.progress import Progress
+from ckpt_patches.runtime.shown import shown
+
+Result = TypeVar("Result")
+Hashes = Mapping[str, tuple[int, int]]  # elements and hash, by a tensor's name
+Names = Callable[[str], tuple[str, str]]  # the parameter and the state of a tensor, by its name
+BLOCK = 1 << 22  # elements that are read together
+# Findings after which the files do not have all elements, or not the right ones.
+LOST = (
+    damages.BAD_FILE,
+    damages.BAD_METADATA,
+    damages.MISSING_CHUNK,
+    damages.SHORT_CHUNK,
+    damages.MISSING_RANK,
+    damages.FOREIGN_FILE,
+    damages.FRAGMENTS,
+)
+NO_STATES = (CONFIG, MODEL)  # files that no fingerprint needs
+
+
+class Part(NamedTuple):
+    """Elements of a tensor, in C order of a box."""
+
+    box: Box
+    stream: Stream
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors in a checkpoint's files."""
+
+    parts: Mapping[str, Sequence[Part]]  # by the tensor's name
+    unread: dict[str, str] = field(default_factory=dict)  # by name, the reason
+
+
+def opened(path: Path) -> Checkpoint:
+    """The structure of a checkpoint.
+
+    Raises:
+        UserError: the folder has no known format.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path} is no folder, expected that of a checkpoint")
+    read = reader_of(path)
+    if read is None:
+        raise UserError(f"{path}: expected a checkpoint of a known format, found none (ckpt-patches audit {path})")
+    return read(path)
+
+
+def check_complete(found: Checkpoint) -> None:
+    """Check that the files have all that they state.
+
+    Raises:
+        UserError: they do not; the message names the first problem.
+    """
+    lost = [one for one in found.findings if one.kind in LOST and not one.array.endswith(NO_STATES)]
+    if lost:
+        where = "/".join(filter(None, (lost[0].array, lost[0].shard)))
+        detail = f": {lost[0].detail}" if lost[0].detail else ""
+        raise _damaged(found, f"{lost[0].kind.name} {found.path / where}{detail}")
+    for folder in dcp.folders(found.path):
+        for name in torch_dist.read_index(folder).absent:
+            if name != torch_dist.COMMON_OBJECT:
+                raise _damaged(found, f"{shown(name)} is in the index, and in no file")
+
+
+def _damaged(found: Checkpoint, what: str) -> UserError:
+    return UserError(f"{found.path} is damaged or incomplete: {what} (ckpt-patches audit)")
+
+
+def tensors(found: Checkpoint) -> Tensors:
+    """The tensors of a checkpoint that lie in its files under names of their own; those in buckets do not."""
+    shards: dict[str, list[tuple[Shard, Stream]]] = {}
+    for shard in found.shards:
+        for stream in shard.streams.values() if shard.has_rows else ():
+            shards.setdefault(stream.array, []).append((shard, stream))
+    parts: dict[str, list[Part]] = {}
+    unread = {one.array: one.detail for one in found.findings if one.kind in (damages.NOT_READ, damages.NOT_JUDGED)}
+    for name, own in sorted(shards.items()):
+        placed = _placed(own)
+        if own[0][1].dtype not in FLOATS:
+            unread[name] = f"elements of {own[0][1].dtype}, expected {', '.join(FLOATS)}"
+        elif placed is None:
+            unread[name] = "its parts do not state their places, or do not fill it"
+        else:
+            parts[name] = placed
+            unread.pop(name, None)
+    return Tensors(parts, unread)
+
+
+def _placed(own: Sequence[tuple[Shard, Stream]]) -> list[Part] | None:
+    """The parts of a tensor; None if its shards do not fill it, or do not state where they begin."""
+    if len(own) == 1 and not own[0][0].begin:
+        ((shard, stream),) = own
+        shape = shard.shape if math.prod(shard.shape) == stream.numel else (stream.numel,)
+        return [Part(Box((0,) * len(shape), shape, shape), stream)]
+    boxes = [(shard.begin, shard.shape) for shard, _ in own]
+    if len({len(sizes) for pair in boxes for sizes in pair}) > 1:
+        return None
+    whole = tuple(max(map(sum, zip(*axis, strict=True))) for axis in _axes(boxes))
+    if sum(stream.numel for _, stream in own) != math.prod(whole):
+        return None
+    return [Part(Box(shard.begin, shard.shape, whole), stream) for shard, stream in own]
+
+
+def _axes(
+    boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """On each axis, the begins and the sizes of all boxes."""
+    for axis in range(len(boxes[0][0])):
+        yield tuple(begin[axis] for begin, _ in boxes), tuple(size[axis] for _, size in boxes)
+
+
+def hashes(parts: Mapping[str, Sequence[Part]], workers: int, label: str) -> Hashes:
+    """The number of elements and the hash of each tensor, by name, with a progress line that begins with the label.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    names = sorted(parts)
+    own = [parts[name] for name in names]
+    values = in_order(of_parts, own, workers) if workers > 1 else map(of_parts, own)
+    return dict(zip(names, with_progress(values, [*map(_nbytes, own)], label), strict=True))
+
+
+def with_progress(values: Iterable[Result], nbytes: Sequence[int], label: str) -> Iterator[Result]:
+    """The values, each computed from that many bytes, with a progress line; an empty label shows none."""
+    if not label:
+        yield from values
+        return
+    with Progress(sum(nbytes), label=f"{label}:") as progress:
+        for value, done in zip(values, itertools.accumulate(nbytes), strict=True):
+            progress.show(done)
+            yield value
+
+
+def _nbytes(parts: Sequence[Part]) -> int:
+    return sum(extent.nbytes for part in parts for extent in part.stream.extents)
+
+
+def of_parts(parts: Sequence[Part]) -> tuple[int, int]:
+    """The number of elements of the parts of a tensor, and their hash.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    value = 0
+    with RangedFiles() as files:
+        for box, stream in parts:
+            value += of_elements(files, stream, 0, stream.numel, box, 0)
+    return sum(part.stream.numel for part in parts), value % MODULUS
+
+
+def of_elements(files: RangedFiles, stream: Stream, begin: int, end: int, box: Box, first: int) -> int:
+    """The hash of elements `begin` to `end` of a stream, which are those of a box from its element `first` on."""
+    reader = BlockReader(stream, min(BLOCK, end - begin), files, checked=False)
+    value = 0
+    for at in range(begin, end, BLOCK):
+        try:
+            block = reader.read(at, min(at + BLOCK, end))
+        except OSError as error:
+            raise UserError(f"{stream.extents[0].path} cannot be read: {error.strerror or error}") from None
+        value += of_box(bits_of(memoryview(block), stream.dtype), first + at - begin, box)
+    return value % MODULUS
+
+
+# Names
+
+
+def of_megatron(name: str) -> tuple[str, str]:
+    """Split a tensor's name: `optimizer.state.exp_avg.decoder.weight` is the state exp_avg of decoder.weight."""
+    before, found, rest = name.partition(OPTIMIZER_STATE)
+    state, _, parameter = rest.partition(".")
+    return (f"{before}{parameter}", state_named(state)) if found and parameter else (name, "model")
+
+
+def of_universal(name: str) -> tuple[str, str]:
+    """Split the name of a state's file: `decoder.weight/exp_avg.pt`."""
+    parameter, _, file = name.rpartition("/")
+    return parameter, state_named(file.removesuffix(".pt"))
