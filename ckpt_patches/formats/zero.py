@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -139,7 +140,7 @@ class Partition:
         """Its elements. The main parameter can lack its padding."""
         return max(flat.numel for flat in self.states.values())
 
-    @property
+    @cached_property
     def stated_step(self) -> Any:
         """The step as a number, or what the file has instead; None if absent."""
         number = self.step.number if self.step else None
@@ -172,7 +173,7 @@ class RankFile:
     def name(self) -> str:
         return self.path.name
 
-    @property
+    @cached_property
     def step(self) -> float | None:
         """The highest step that the file states; None if it states none."""
         steps = [own.stated_step for own in self.partitions] + [group.get("step") for group in self.settings]
