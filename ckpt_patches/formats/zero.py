@@ -131,9 +131,8 @@ class Partition:
     wholes: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by parameter, start and elements of all of it
     sizes: Mapping[str, int | None] = field(default_factory=dict)  # elements of all states; None if they are not flat
     needed: int = 0  # elements up to the end of the last fragment, which is in the partition
-    # CRC-32 of the main parameter, and of each moment. Without those of zeros alone.
-    masters: tuple[int, ...] = ()
-    moments: tuple[int, ...] = ()
+    master_crc: int | None = None  # CRC-32 of the main parameter; None if all of it is zero
+    moment_crcs: tuple[int, ...] = ()  # the same of each moment that is not all zeros
 
     @property
     def numel(self) -> int:
@@ -251,8 +250,8 @@ def _with_facts(own: Partition, state: Mapping[str, Any], crcs: Mapping[int, int
         own,
         sizes={MASTER: max(master.numel, master.room), **sizes},
         needed=min(max(ends, default=0), own.numel) if has_fragments else own.numel,
-        masters=tuple(crcs[at] for at in [master.offset] if at in crcs),
-        moments=tuple(crcs[at] for at in moments if at in crcs),
+        master_crc=crcs.get(master.offset),
+        moment_crcs=tuple(crcs[at] for at in moments if at in crcs),
     )
 
 
