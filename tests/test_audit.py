@@ -591,7 +591,7 @@ def test_one_that_cannot_be_read_is_a_finding_and_the_others_are_judged(
 
 
 def test_a_defect_of_the_audit_is_a_finding_with_its_place(zarr: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_patches.formats.zarr_reader.read_array", defect)
+    monkeypatch.setattr("ckpt_patches.formats.zarr.read_array", defect)
     (finding,) = (f for f in audit(zarr).findings if f.kind is damages.UNREADABLE)
     assert (audit(zarr).verdict, names(audit(zarr))) == (UNKNOWN, {"unreadable"})
     assert finding.detail.startswith("a defect of the audit, please report it: KeyError: 'ours' (test_audit.py, line ")

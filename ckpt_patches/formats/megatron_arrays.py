@@ -26,10 +26,10 @@ from ckpt_patches.formats.ranged import read_metadata
 from ckpt_patches.formats.recorded import KEY
 from ckpt_patches.formats.torch_dist import COMMON, INDEX
 from ckpt_patches.formats.torch_file import TensorHeader
-from ckpt_patches.formats.zarr import METADATA
 from ckpt_patches.runtime.shown import shown
 
 CONFIG = "metadata.json"
+OF_AN_ARRAY = ".zarray"  # metadata of an array in zarr
 CONFIG_OF_BRIDGE = "run_config.yaml"  # Megatron Bridge writes it instead of Megatron-LM's arguments
 ITERATION = re.compile(r"iter_(\d{7,15})")
 BACKENDS = ZARR, TORCH_DIST = "zarr", "torch_dist"
@@ -303,7 +303,7 @@ def backend(path: Path) -> str | None:
         return named
     if (path / INDEX).exists():
         return TORCH_DIST
-    return ZARR if next(path.glob(f"*/{METADATA}"), None) is not None else named
+    return ZARR if next(path.glob(f"*/{OF_AN_ARRAY}"), None) is not None else named
 
 
 def check_config(found: Checkpoint) -> None:

@@ -12,7 +12,7 @@ from ckpt_patches.formats import (
     rank_files_reader,
     torch_dist_reader,
     universal,
-    zarr_reader,
+    zarr,
     zero_reader,
 )
 from ckpt_patches.formats.checkpoint import Checkpoint
@@ -25,7 +25,7 @@ def reader_of(path: Path) -> Callable[[Path], Checkpoint] | None:
     """The reader for a checkpoint; None if the folder's format is unknown."""
     backend = megatron_arrays.backend(path)
     if backend is not None:
-        return {"zarr": zarr_reader.read, "torch_dist": torch_dist_reader.read}.get(backend)
+        return {"zarr": zarr.read, "torch_dist": torch_dist_reader.read}.get(backend)
     if zero_reader.is_zero(path):
         return zero_reader.read
     if is_universal(path):

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -130,16 +131,15 @@ class Partition:
     wholes: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by parameter, start and elements of all of it
     sizes: Mapping[str, int | None] = field(default_factory=dict)  # elements of all states; None if they are not flat
     needed: int = 0  # elements up to the end of the last fragment, which is in the partition
-    # CRC-32 of the main parameter, and of each moment. Without those of zeros alone.
-    masters: tuple[int, ...] = ()
-    moments: tuple[int, ...] = ()
+    master_crc: int | None = None  # CRC-32 of the main parameter; None if all of it is zero
+    moment_crcs: tuple[int, ...] = ()  # the same of each moment that is not all zeros
 
     @property
     def numel(self) -> int:
         """Its elements. The main parameter can lack its padding."""
         return max(flat.numel for flat in self.states.values())
 
-    @property
+    @cached_property
     def stated_step(self) -> Any:
         """The step as a number, or what the file has instead; None if absent."""
         number = self.step.number if self.step else None
@@ -172,7 +172,7 @@ class RankFile:
     def name(self) -> str:
         return self.path.name
 
-    @property
+    @cached_property
     def step(self) -> float | None:
         """The highest step that the file states; None if it states none."""
         steps = [own.stated_step for own in self.partitions] + [group.get("step") for group in self.settings]
@@ -250,8 +250,8 @@ def _with_facts(own: Partition, state: Mapping[str, Any], crcs: Mapping[int, int
         own,
         sizes={MASTER: max(master.numel, master.room), **sizes},
         needed=min(max(ends, default=0), own.numel) if has_fragments else own.numel,
-        masters=tuple(crcs[at] for at in [master.offset] if at in crcs),
-        moments=tuple(crcs[at] for at in moments if at in crcs),
+        master_crc=crcs.get(master.offset),
+        moment_crcs=tuple(crcs[at] for at in moments if at in crcs),
     )
 
 

@@ -170,25 +170,25 @@ def _rank_in(name: str) -> list[str]:
 def _copies(ranks: Ranks) -> Iterator[Finding]:
     """Find ranks and moments that are bit-identical, by their checksums."""
     first: dict[tuple[int, tuple[tuple[int, ...], ...]], str] = {}
-    masters = {facts.name: [crc for own in facts.partitions for crc in own.masters] for facts in ranks.values()}
+    masters = {facts.name: [own.master_crc for own in facts.partitions] for facts in ranks.values()}
     for (_, mp), facts in sorted(ranks.items()):
         for number, own in enumerate(facts.partitions):
-            if len(set(own.moments)) < len(own.moments):
+            if len(set(own.moment_crcs)) < len(own.moment_crcs):
                 detail = f"group {number}: two of its moments are the same, bit for bit: one is a copy"
                 yield Finding(FOREIGN_FILE, facts.name, detail)
         if not _is_distinctive(facts):
             continue
-        other = first.setdefault((mp, tuple(own.moments for own in facts.partitions)), facts.name)
+        other = first.setdefault((mp, tuple(own.moment_crcs for own in facts.partitions)), facts.name)
         if other != facts.name:
             # If a layer was initialized with zeros, equal rows have equal gradients; then main parameters are zeros.
-            is_copy = bool(masters[other]) and masters[facts.name] == masters[other]
+            is_copy = any(masters[other]) and masters[facts.name] == masters[other]
             detail = f"its moments are those of {other}, bit for bit{': it is a copy' if is_copy else ''}"
             yield Finding(FOREIGN_FILE if is_copy else UNUSUAL, facts.name, detail)
 
 
 def _is_distinctive(facts: RankFile) -> bool:
     """Whether a rank's moments cannot equal another rank's by chance: there are enough, and some are not zero."""
-    return sum(own.needed for own in facts.partitions if own.moments) >= LEAST_DISTINCTIVE
+    return sum(own.needed for own in facts.partitions if own.moment_crcs) >= LEAST_DISTINCTIVE
 
 
 def _keys(ranks: Ranks, stages: Iterable[Ranks], stage: int) -> Iterator[Finding]:

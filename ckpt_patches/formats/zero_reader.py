@@ -19,7 +19,6 @@ from ckpt_patches.formats.checkpoint import (
     Stream,
     first_beta,
 )
-from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.formats.zero import Flat, RankFile, Shape
@@ -214,8 +213,7 @@ class _Weights:
     def _in_layer(self, name: str, place: zero_pipeline.Place) -> Any:
         value = self.layers[place.file].get(place.key)
         if value is None and not zero_inventory.is_expert(name):
-            finding = Finding(damages.MISSING_WEIGHT, place.file, f"no weight of {name:.100}")
-            self.found.findings.append(finding)
+            self.found.add(damages.MISSING_WEIGHT, place.file, f"no weight of {name:.100}")
         return value
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats import megatron_arrays, torch_dist, torch_dist_reader, torch_file, zarr, zarr_reader
+from ckpt_patches.formats import megatron_arrays, torch_dist, torch_dist_reader, torch_file, zarr
 from ckpt_patches.formats.checkpoint import Checkpoint, Extent
 from ckpt_patches.formats.damages import BAD_METADATA, NOT_READ
 from ckpt_patches.formats.ranged import RangedFiles
@@ -81,7 +81,7 @@ def _of_torch_dist(path: Path, trust: bool) -> _Read:
 
 
 def _of_zarr(path: Path, trust: bool) -> _Read:
-    found = zarr_reader.read(path)
+    found = zarr.read(path)
     _check_metadata(found)
     there = {
         (stream.array, shard.label): stream.extents[0] for shard in found.shards for stream in shard.streams.values()
