@@ -128,6 +128,8 @@ def test_what_neither_side_can_read_is_not_verified() -> None:
     found = of_two(one, one, {"a exp_avg": "of 8 bits"}, {"a exp_avg": "of 8 bits"})
     assert (found.is_equal, found.not_verified) == (True, {"a exp_avg": "of 8 bits"})
     assert not of_two([], [], {"a exp_avg": "of 8 bits"}, {"a exp_avg": "of 8 bits"}).is_equal
+    model = [Fingerprint("b", "model", 3, 7)]
+    assert of_two([*one, *model], one, {}, {"b": "not in order"}).is_equal
     assert of_two(one, [*one, Fingerprint("a", "exp_avg", 3, 7)], {"a exp_avg": "of 8 bits"}, {}).is_equal
 
 

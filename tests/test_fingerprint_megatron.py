@@ -15,8 +15,10 @@ from ckpt_patches.cli import command_line
 from ckpt_patches.fingerprint import contents, megatron_state
 from ckpt_patches.fingerprint.boxes import LONG, Box, of_box
 from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
-from ckpt_patches.fingerprint.files import of_megatron, opened
+from ckpt_patches.fingerprint.files import Part, of_megatron, of_parts, opened
+from ckpt_patches.formats.checkpoint import Extent, Stream
 from every_checkpoint import EVERY
+from test_audit_safetensors import written
 from test_fingerprint import by_formula
 from torch_dist_indexes import loaded_by_torch
 from upstream import all_releases
@@ -80,26 +82,40 @@ def test_buckets_are_said_to_be_left_out(name: str, capsys: pytest.CaptureFixtur
     assert command_line.main(["fingerprint", str(EVERY[name].path)]) == 0
     said = capsys.readouterr()
     assert "no fingerprint, as optimizer.distributed." in said.err
-    assert ": a bucket, and where parameters begin in it is not in the checkpoint\n" in said.err
+    assert ": a bucket, and where parameters begin in it is not in the checkpoint (" in said.err
     assert "  model  " in said.out
     assert "exp_avg" not in said.out
+    assert command_line.main(["compare", str(EVERY[name].path), str(EVERY[name].path)]) == 1
+    assert ": not verified; " in capsys.readouterr().out
 
 
-def test_tensors_that_no_32_bit_float_holds_are_said_to_be_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Such tensors are reported; otherwise they would look verified."""
+def test_tensors_of_other_types_are_compared(tmp_path: Path) -> None:
+    """The words of an element are on an axis of their own; torch cuts these tensors into chunks of any rows."""
     doubles, numbers = torch.ones(3, dtype=torch.float64), torch.arange(4)
-    save({"a": torch.ones(2), "b": doubles, "c": numbers, "d": doubles}, checkpoint_id=tmp_path, no_dist=True)
-    assert command_line.main(["fingerprint", str(tmp_path)]) == 0
-    said = capsys.readouterr()
-    assert [line.split()[1] for line in said.out.splitlines()] == ["a"]
-    expected = "expected float32, bfloat16, float16"
-    assert said.err.splitlines() == [
-        f"{tmp_path}: 2 tensors have no fingerprint, as b: elements of float64, {expected}",
-        f"{tmp_path}: 1 tensor has no fingerprint, as c: elements of int64, {expected}",
-        f"{tmp_path}: no recorded fingerprints, nothing was compared",
-    ]
+    paths = [tmp_path / name for name in ("one", "same", "double", "number", "byte")]
+    for path in paths:
+        double = doubles + 1e-15 * (path.name == "double")
+        number = numbers + (path.name == "number") * (1 << 40)
+        byte = torch.tensor([1, 2, 3 + (path.name == "byte")], dtype=torch.uint8)
+        save({"a": torch.ones(2), "b": double, "c": number, "d": byte}, checkpoint_id=path, no_dist=True)
+    status = [command_line.main(["compare", str(paths[0]), str(path)]) for path in paths]
+    assert status == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int16", "uint8", "float64", "complex128"])
+def test_boxes_of_other_types_add_up(dtype: str, tmp_path: Path) -> None:
+    whole = np.random.default_rng(0).integers(0, 100, (4, 6)).astype(dtype)
+    (tmp_path / "data").write_bytes(b"".join(part.tobytes() for part in (whole, whole[:2], whole[2:])))
+    half = whole.nbytes // 2
+
+    def part(offset: int, begin: int, rows: int) -> Part:
+        stream = Stream("x", dtype, (Extent(str(tmp_path / "data"), offset, rows * whole.nbytes // 4),))
+        return Part(Box((begin, 0), (rows, 6), (4, 6)), stream)
+
+    parts = [part(2 * half, 0, 2), part(3 * half, 2, 2)]
+    assert of_parts(parts) == of_parts([part(0, 0, 4)])
+    assert of_parts(parts[::-1]) == of_parts(parts)
+    assert of_parts([part(3 * half, 0, 2), part(2 * half, 2, 2)]) != of_parts(parts)
 
 
 @pytest.mark.parametrize("name", ["0.14, zarr", "0.19, fully_reshardable"])
@@ -150,3 +166,21 @@ class Leaf:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+
+
+def test_two_of_safetensors_are_compared(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("one", "same", "other")]
+    for path, number in zip(paths, (1, 1, 2), strict=True):
+        path.mkdir()
+        written(path / "model.safetensors", {"weight": torch.ones(2, 3), "bias": torch.full((2,), float(number))})
+    assert command_line.main(["compare", str(paths[0]), str(paths[1])]) == 0
+    assert command_line.main(["compare", str(paths[0]), str(paths[2])]) == 1
+
+
+def test_elements_that_do_not_lie_in_order_are_not_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the factors of SOAP."""
+    state = {"weight": torch.ones(2), "optimizer.state.weight.Q": torch.arange(6.0).view(2, 3).t()}
+    save(state, checkpoint_id=tmp_path, no_dist=True)
+    assert command_line.main(["compare", str(tmp_path), str(tmp_path)]) == 0
+    assert "Q  not verified: its elements" in capsys.readouterr().out
+    assert command_line.main(["fingerprint", str(tmp_path)]) == 0

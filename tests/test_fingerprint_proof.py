@@ -19,6 +19,7 @@ from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.live_state import Live, Part
 from ckpt_patches.fingerprint.proof import prove, recorded, verdict_of
 from ckpt_patches.fingerprint.record import STEP, from_plain, of_step
+from ckpt_patches.fingerprint.states import FROZEN
 from ckpt_patches.fingerprint.verdict import Difference
 from ckpt_patches.runtime.units import in_bytes
 
@@ -108,6 +109,15 @@ def test_a_state_that_was_not_saved_is_an_error() -> None:
     del saved[FIRST]
     (found,) = verdict_of(live(some()), recorded(live(saved))).differences
     assert found == Difference(*FIRST, verdicts.NOT_SAVED, "the checkpoint's fingerprint does not have it")
+
+
+def test_frozen_parameters_are_no_difference_from_a_record_without_any() -> None:
+    """Version 0.2.0 recorded none."""
+    frozen = {("frozen.weight", FROZEN): torch.ones(3)}
+    found = verdict_of(live({**some(), **frozen}), recorded(live(some())))
+    assert (found.is_wrong, [*found.not_verified]) == (False, ["frozen.weight frozen"])
+    others = {("other.weight", FROZEN): torch.ones(3)}
+    assert verdict_of(live({**some(), **frozen, **others}), recorded(live({**some(), **frozen}))).is_wrong
 
 
 @pytest.mark.parametrize("what", ["first.weight", "first.weight exp_avg", "an optimizer"])

@@ -41,7 +41,9 @@ class Checked(NamedTuple):
             kinds = Counter(one.kind for one in self.differences)
             counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
             return f"differs: {counted}; {states} verified{rest}"
-        return f"verified: {states}{rest}" if self.verified else f"not verified: no state could be compared{rest}"
+        if not self.verified:
+            return f"not verified: no state could be compared{rest}"
+        return f"not verified; {states} verified{rest}" if self.missed else f"verified: {states}{rest}"
 
 
 def together(checked: Sequence[Checked]) -> Checked:
@@ -66,10 +68,12 @@ def of_two(
     """
     first = {(its.parameter, its.state): State(its.numel, its.value) for its in one}
     second = {(its.parameter, its.state): its for its in other}
+    keys = first.keys() | second.keys()
+    read = {" ".join(key) for key in keys} | {parameter for parameter, state in keys if state == "model"}
     alone = [
         Difference(name, "", "missing", f"in the {'first' if name in unread else 'second'} one alone")
         for name in sorted(unread.keys() ^ unread_of_other.keys())
-        if not is_bucket(name) and name not in {" ".join(key) for key in first.keys() | second.keys()}
+        if not is_bucket(name) and name not in read
     ]
     record = Record(first, left_out=unread)
     verdict = judge(
@@ -81,9 +85,8 @@ def of_two(
         saved="the first one",
         general=is_bucket,
     )
-    return Checked(
-        len(verdict.verified), [*verdict.differences, *alone], dict(verdict.not_verified), not verdict.verified
-    )
+    is_missed = not verdict.verified or any(map(is_bucket, verdict.not_verified))
+    return Checked(len(verdict.verified), [*verdict.differences, *alone], dict(verdict.not_verified), is_missed)
 
 
 def with_record(plain: Any, found: Iterable[Fingerprint], unread: Mapping[str, str] | None = None) -> Checked:

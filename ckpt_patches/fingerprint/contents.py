@@ -15,7 +15,7 @@ from ckpt_patches.formats.dcp import is_dcp
 from ckpt_patches.formats.megatron_names import is_bucket
 from ckpt_patches.formats.recorded import KEY
 
-NO_PLACES = "a bucket, and where parameters begin in it is not in the checkpoint"
+NO_PLACES = "a bucket, and where parameters begin in it is not in the checkpoint (CKPT_PATCHES_FINGERPRINT=1 saves it)"
 
 
 class Contents(NamedTuple):

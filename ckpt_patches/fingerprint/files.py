@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint.boxes import Box, of_box
 from ckpt_patches.fingerprint.element_hash import MODULUS
 from ckpt_patches.fingerprint.states import bits_of, state_named
 from ckpt_patches.formats import damages, dcp, torch_dist
 from ckpt_patches.formats.checkpoint import Checkpoint, Shard, Stream
-from ckpt_patches.formats.dtypes import FLOATS
+from ckpt_patches.formats.dtypes import FLOATS, item_size
 from ckpt_patches.formats.elements import BlockReader
 from ckpt_patches.formats.megatron_arrays import CONFIG
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE
@@ -31,6 +34,7 @@ Result = TypeVar("Result")
 Hashes = Mapping[str, tuple[int, int]]  # elements and hash, by a tensor's name
 Names = Callable[[str], tuple[str, str]]  # the parameter and the state of a tensor, by its name
 BLOCK = 1 << 22  # elements that are read together
+WORD = 4  # bytes
 # Findings after which the files do not have all elements, or not the right ones.
 LOST = (
     damages.BAD_FILE,
@@ -104,9 +108,7 @@ def tensors(found: Checkpoint) -> Tensors:
     unread = {one.array: one.detail for one in found.findings if one.kind in (damages.NOT_READ, damages.NOT_JUDGED)}
     for name, own in sorted(shards.items()):
         placed = _placed(own)
-        if own[0][1].dtype not in FLOATS:
-            unread[name] = f"elements of {own[0][1].dtype}, expected {', '.join(FLOATS)}"
-        elif placed is None:
+        if placed is None:
             unread[name] = "its parts do not state their places, or do not fill it"
         else:
             parts[name] = placed
@@ -180,14 +182,23 @@ def of_parts(parts: Sequence[Part]) -> tuple[int, int]:
 def of_elements(files: RangedFiles, stream: Stream, begin: int, end: int, box: Box, first: int) -> int:
     """The hash of elements `begin` to `end` of a stream, which are those of a box from its element `first` on."""
     reader = BlockReader(stream, min(BLOCK, end - begin), files, checked=False)
+    words = max(item_size(stream.dtype) // WORD, 1)  # of an element: 2 of an int64, on an axis of their own
+    box = box if words == 1 else Box((*box.offsets, 0), (*box.size, words), (*box.shape, words))
     value = 0
     for at in range(begin, end, BLOCK):
         try:
-            block = reader.read(at, min(at + BLOCK, end))
+            block = memoryview(reader.read(at, min(at + BLOCK, end)))
         except OSError as error:
             raise UserError(f"{stream.extents[0].path} cannot be read: {error.strerror or error}") from None
-        value += of_box(bits_of(memoryview(block), stream.dtype), first + at - begin, box)
+        value += of_box(_words(block, stream.dtype), (first + at - begin) * words, box)
     return value % MODULUS
+
+
+def _words(block: memoryview, dtype: str) -> npt.NDArray[np.uint32]:
+    """The elements as words of 32 bits; those of floats are as in a running job, whatever they are stored in."""
+    if dtype in FLOATS:
+        return bits_of(block, dtype)
+    return np.frombuffer(block, f"<u{min(item_size(dtype), WORD)}").astype(np.uint32, copy=False)
 
 
 # Names

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckpt_patches.fingerprint.element_hash import MODULUS, zeros
 from ckpt_patches.fingerprint.record import NOT_ALIKE, RATE, Record, SettingDifference, State
-from ckpt_patches.fingerprint.states import OF_BUFFER
+from ckpt_patches.fingerprint.states import FROZEN, OF_BUFFER
 from ckpt_patches.runtime.units import in_bytes
 
 Key = tuple[str, str]  # names of a parameter and its state
@@ -151,10 +151,11 @@ def judge(
             nbytes += state.numel * (2 if total.dtype in NARROW else 4)
         else:
             differences.append(Difference(*key, *_what(record, key, total, hints.get(key, ()))))
+    kinds = {state for _, state in record.states}
     for key in sorted(totals.keys() - record.states.keys()):
-        if key[1] == OF_BUFFER and f"{BUFFER}{key[0]}" in record.others:
-            continue  # a digest of another release of ours
-        if not _explained(key, record.left_out, general or of_no_parameter):
+        if key[1] in (FROZEN, OF_BUFFER) and key[1] not in kinds:  # version 0.2.0 recorded none
+            not_verified[" ".join(key)] = "the checkpoint's fingerprint has none of its kind"
+        elif not _explained(key, record.left_out, general or of_no_parameter):
             differences.append(Difference(*key, NOT_SAVED, f"{saved} does not have it"))
     for key, other in (shared or {}).items():
         differences.append(Difference(*key, SHARED, f"in the memory of {other[0]} {other[1]}: a step changes it twice"))

@@ -47,8 +47,7 @@ def _findings(found: Checkpoint, checked: Checked) -> Iterator[Finding]:
         yield Finding(kind, parameter, detail=f"{state}: {what}")
     examples = [f", as {what}: {why}" for what, why in checked.not_verified.items()]
     kind = damages.NOT_JUDGED if checked.missed else damages.RECORDED
-    detail = f"against the record of the run: {checked.sentence()}{''.join(examples[:1])}"
-    yield Finding(kind, "the optimizer's state", detail=detail)
+    yield Finding(kind, "the optimizer's state", detail=checked.sentence() + "".join(examples[:1]))
 
 
 def _checked(found: Checkpoint, path: Path, workers: int) -> Checked | None:
