@@ -103,9 +103,8 @@ def _frozen(engine: Any, flats: Iterable[Flat], names: Mapping[int, str], left_o
 
 
 def _frozen_parts(engine: Any, names: Mapping[int, str], params: Iterable[Any]) -> Iterator[Part]:
-    is_first = rank_in(getattr(engine, "data_parallel_group", None)) == 0
     for param in params:
-        values, shape, first, is_main = param.detach(), tuple(param.shape), 0, is_first
+        values, shape, first, is_main = param.detach(), tuple(param.shape), 0, _is_first(param, engine)
         if hasattr(param, "ds_tensor"):  # stage 3: each rank has a partition; those of the last ranks end with padding
             numel = param.partition_numel()
             shape, is_main = tuple(param.ds_shape), True
@@ -119,8 +118,7 @@ def _frozen_parts(engine: Any, names: Mapping[int, str], params: Iterable[Any]) 
 
 def _parts(flat: Flat, own: Slice, name: str, engine: Any) -> Iterator[Part]:
     box = Box((0,) * len(own.shape), own.shape, own.shape)
-    is_first = flat.is_partition or rank_in(getattr(engine, "data_parallel_group", None)) == 0
-    main = is_first and not getattr(own.param, "ds_pipe_replicated", False)
+    main = (flat.is_partition or _is_first(own.param, engine)) and not getattr(own.param, "ds_pipe_replicated", False)
     for state, tensor in _tensors(flat).items():
         if _is_alike(state, tensor, flat):
             values = tensor.detach().reshape(-1)[own.at : own.at + own.numel]
@@ -169,6 +167,15 @@ def _expert_parallel_rank(param: Any) -> int:
 
     rank: int = groups._get_expert_parallel_rank(param.group_name)
     return rank
+
+
+def _is_first(param: Any, engine: Any) -> bool:
+    """Whether this rank is the first of those that have the same elements of a parameter."""
+    if not _is_expert(param):
+        return rank_in(getattr(engine, "data_parallel_group", None)) == 0
+    from deepspeed.utils import groups
+
+    return bool(groups._get_expert_data_parallel_rank(param.group_name) == 0)
 
 
 def _is_expert(param: Any) -> bool:
