@@ -92,7 +92,7 @@ def _read(path: Path, options: argparse.Namespace) -> "Contents":
         return contents.of_zero(path, *zero_fingerprints.read(path, trust=trust, workers=workers, label=path.name))
     found = files.opened(path)
     files.check_complete(found)
-    return contents.of(found, workers)
+    return contents.of(found, workers, with_buckets=options.against is not None)
 
 
 def _print_unread(path: Path, unread: dict[str, str]) -> None:
@@ -120,6 +120,7 @@ def _compare(options: argparse.Namespace, one: "Contents", other: "Contents") ->
     from ckpt_patches.fingerprint import comparison
 
     found = comparison.of_two(one.fingerprints, other.fingerprints, one.unread, other.unread)
+    found = comparison.with_buckets(found, one.buckets or {}, other.buckets or {})
     if options.json:
         print(json.dumps({"schema": SCHEMA, **_as_json(found)}, indent=1))
     else:

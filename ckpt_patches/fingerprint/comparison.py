@@ -89,6 +89,14 @@ def of_two(
     return Checked(len(verdict.verified), [*verdict.differences, *alone], dict(verdict.not_verified), is_missed)
 
 
+def with_buckets(found: Checked, one: Mapping[str, Any], other: Mapping[str, Any]) -> Checked:
+    """The result with arrays of buckets by name: equal ones are verified; others may have other padding or places."""
+    same = {name for name in one.keys() & other.keys() if one[name] == other[name]}
+    left = {what: why for what, why in found.not_verified.items() if what not in same}
+    verified = found.verified + len(same)
+    return found._replace(verified=verified, not_verified=left, missed=not verified or any(map(is_bucket, left)))
+
+
 def with_record(plain: Any, found: Iterable[Fingerprint], unread: Mapping[str, str] | None = None) -> Checked:
     """Compare the states in the files with the record.
 

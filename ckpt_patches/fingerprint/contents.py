@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import buckets, comparison, dcp_files, files, record_files
+from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.comparison import Checked
 from ckpt_patches.fingerprint.record import NotARecord, from_plain
 from ckpt_patches.fingerprint.states import Fingerprint
 from ckpt_patches.formats import megatron_torch, torch_dist, torch_file
-from ckpt_patches.formats.checkpoint import Checkpoint
+from ckpt_patches.formats.checkpoint import Checkpoint, Stream
 from ckpt_patches.formats.dcp import is_dcp
 from ckpt_patches.formats.megatron_names import is_bucket
 from ckpt_patches.formats.recorded import KEY
@@ -24,6 +25,7 @@ class Contents(NamedTuple):
     fingerprints: list[Fingerprint]
     unread: dict[str, str]  # what has no fingerprint, and the reason
     checked: Checked | None = None  # the comparison with what the run recorded; None if it did not
+    buckets: files.Hashes | None = None  # of arrays without a fingerprint: those of a copy are equal
 
 
 def of_zero(path: Path, found: list[Fingerprint], unread: dict[str, str]) -> Contents:
@@ -36,13 +38,14 @@ def of_zero(path: Path, found: list[Fingerprint], unread: dict[str, str]) -> Con
     return Contents(found, unread, None if plain is None else comparison.with_record(plain, found, unread))
 
 
-def of(found: Checkpoint, workers: int = 1, *, quiet: bool = False) -> Contents:
+def of(found: Checkpoint, workers: int = 1, *, quiet: bool = False, with_buckets: bool = False) -> Contents:
     """The contents of a checkpoint in any other format.
 
     Args:
         found: its structure.
         workers: number of processes that read.
         quiet: whether to show no progress line.
+        with_buckets: whether to read buckets without places, too.
 
     Raises:
         UserError: a file cannot be read; or the `torch` format without a record.
@@ -60,7 +63,7 @@ def of(found: Checkpoint, workers: int = 1, *, quiet: bool = False) -> Contents:
     if is_dcp(found.path):
         return _of_dcp(found.path, hashed, own.unread)
     if found.format.startswith("megatron"):
-        return _of_megatron(found, hashed, own.unread)
+        return _of_megatron(found, hashed, own.unread, with_buckets=with_buckets)
     return Contents(_named(hashed, lambda name: (name, "model")), own.unread)
 
 
@@ -79,18 +82,24 @@ def _of_dcp(path: Path, hashed: files.Hashes, unread: dict[str, str]) -> Content
     return Contents(dcp_files.fingerprints(index, hashed), why, dcp_files.check(path, index, hashed))
 
 
-def _of_megatron(found: Checkpoint, hashed: files.Hashes, unread: dict[str, str]) -> Contents:
+def _of_megatron(found: Checkpoint, hashed: files.Hashes, unread: dict[str, str], *, with_buckets: bool) -> Contents:
     fingerprints = _named(hashed, files.of_megatron)
     in_buckets = list(of_buckets(found.recorded, buckets.in_distributed(found)))
     if (found.path / torch_dist.INDEX).exists():
         read = torch_dist.read_index(found.path).tensors.keys() - hashed.keys()
         unread = {name: unread.get(name, dcp_files.UNREAD) for name in read if not is_bucket(name)}
-    arrays = {its.array for shard in found.shards if not shard.has_rows for its in shard.streams.values()}
-    unread |= {} if in_buckets else dict.fromkeys(sorted(arrays), NO_PLACES)
+    arrays = {} if in_buckets else {flat.stream.array: flat.stream for flat in buckets.in_distributed(found)}
+    left = {its.array for shard in found.shards if not shard.has_rows for its in shard.streams.values()}
+    unread |= {} if in_buckets else dict.fromkeys(sorted(left), NO_PLACES)
     fingerprints += in_buckets
     recorded = found.recorded
     checked = None if recorded is None else comparison.with_record(recorded, fingerprints, unread)
-    return Contents(fingerprints, unread, checked)
+    whole = {name: files.of_parts([_in_a_row(stream)]) for name, stream in arrays.items() if with_buckets}
+    return Contents(fingerprints, unread, checked, whole)
+
+
+def _in_a_row(stream: Stream) -> files.Part:
+    return files.Part(Box((0,), (stream.numel,), (stream.numel,)), stream)
 
 
 def of_buckets(plain: Any, flats: Iterator[buckets.Flat]) -> Iterator[Fingerprint]:
