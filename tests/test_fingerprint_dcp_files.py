@@ -110,7 +110,7 @@ def changed(what: str, model: Model, optimizer: Model) -> None:
         model[what][...] += 1
 
 
-@pytest.mark.parametrize("what", ["step", "weight_decay", "betas", "1.running_mean"])
+@pytest.mark.parametrize("what", ["step", "weight_decay", "betas", "1.running_mean", "1.num_batches_tracked"])
 @pytest.mark.parametrize("form", [dict, flattened])
 def test_a_changed_setting_or_buffer_is_not_as_recorded(form: Callable[..., Model], what: str, tmp_path: Path) -> None:
     model, optimizer, record = training()

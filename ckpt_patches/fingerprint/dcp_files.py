@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from ckpt_patches.fingerprint import comparison, dcp_settings
 from ckpt_patches.fingerprint.comparison import Checked
 from ckpt_patches.fingerprint.record import NotARecord, Record, from_plain
-from ckpt_patches.fingerprint.states import Fingerprint
-from ckpt_patches.fingerprint.verdict import Key
-from ckpt_patches.formats import dcp, torch_dist
+from ckpt_patches.fingerprint.states import OF_BUFFER, Fingerprint, buffer_digest
+from ckpt_patches.fingerprint.verdict import BUFFER, OTHER, Difference, Key
+from ckpt_patches.formats import dcp, torch_dist, torch_file
 from ckpt_patches.formats.dcp import MASTERS
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.recorded import KEY, from_text, is_record
@@ -95,7 +95,33 @@ def _check(path: Path, index: torch_dist.Index, plain: Any, hashed: Hashes) -> C
     unread = {" ".join(key): UNREAD for name, key in names(index).items() if name not in hashed}
     states = comparison.with_record(plain, _named(optimizers, record, fingerprints(index, hashed), of_model), unread)
     unsure = Checked(0, [], {"the weights": doubt} if doubt else {}, missed=bool(doubt) or not record.states)
-    return comparison.together([states, dcp_settings.check(path, index, record), unsure])
+    buffers = _buffers(path, index, record, of_model or "")
+    return comparison.together([states, dcp_settings.check(path, index, record), buffers, unsure])
+
+
+def _buffers(path: Path, index: torch_dist.Index, record: Record, prefix: str) -> Checked:
+    """Compare the buffers that are no floats, of which the run recorded digests; those in several parts are not.
+
+    Raises:
+        BadFileError, NotReadError: one cannot be read.
+    """
+    names = {what: index.tensors.get(prefix + what.removeprefix(BUFFER)) for what in record.others}
+    equal, differences, not_verified = 0, [], {}
+    with RangedFiles() as files:
+        for what, tensor in names.items():
+            if tensor is None or not what.startswith(BUFFER):
+                continue
+            if [*tensor.places] != [(0,) * len(tensor.size)]:
+                not_verified[what] = "it is stored in several parts"
+                continue
+            read = torch_dist.read_chunk(files, path, tensor, next(iter(tensor.places)))
+            data = memoryview(torch_file.data_of(read.path, read.value))
+            digest = buffer_digest(tensor.dtype, tensor.size, [data] if data else [])
+            if digest == record.others[what]["value"]:
+                equal += 1
+            else:
+                differences.append(Difference(what.removeprefix(BUFFER), OF_BUFFER, OTHER, "other values"))
+    return Checked(equal, differences, not_verified)
 
 
 def _model_prefix(
