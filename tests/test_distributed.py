@@ -157,9 +157,8 @@ def work(command: str, tmp_path: Path, to: str) -> Work:
     source = tmp_path / ("old" if command == "migrate" else "damaged")
     if not source.exists():
         write_old(source) if command == "migrate" else write_damaged(source)
-    out: tuple[str | Path, ...] = ("--json",) if command == "audit" else ("--output", output)
-    out += ("--json",) if command == "migrate" else ()
-    return Work(command, (source, *out, "--workers", "1"), output)
+    out = () if command in READING else ("--output", output)
+    return Work(command, (source, *out, "--json", "--workers", "1"), output)
 
 
 def write_damaged(path: Path) -> None:
@@ -168,13 +167,14 @@ def write_damaged(path: Path) -> None:
     by_hand(path, states, arrays(400, 64)["fp32_param"])
 
 
-BESIDE = {"convert": ["convert", "latest_universal"], "migrate": ["migrate"], "audit": []}
+BESIDE = {"convert": ["convert", "latest_universal"], "migrate": ["migrate"], "audit": [], "fingerprint": []}
+READING = ("audit", "fingerprint")  # these write nothing
 COMMANDS = [name if name == "audit" else pytest.param(name, marks=pytest.mark.slow) for name in BESIDE]
 
 
 def check_same(own: Work, single: Work) -> None:
     """Check that the outputs are equal, with nothing beside them."""
-    if own.command != "audit":
+    if own.command not in READING:
         assert contents(own.output) == contents(single.output)
     assert sorted(path.name for path in own.output.parent.iterdir() if path.suffix != ".py") == BESIDE[own.command]
 
@@ -186,7 +186,7 @@ def test_ranks_of_torchrun_do_what_one_process_does(command: str, tmp_path: Path
     alone, together = single.alone(), own.torchrun(3, own.output.parent)
     assert (alone.returncode, together.returncode) == (status, status), (alone.stderr, together.stderr)
     check_same(own, single)
-    if command == "audit":
+    if command in READING:
         assert together.stdout == alone.stdout.replace(str(single.output), str(own.output))
     else:
         found, expected = json.loads(together.stdout), json.loads(alone.stdout)

@@ -2,22 +2,22 @@
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_patches.runtime.commands import needed_by
-from ckpt_patches.runtime.options import add_trust, add_workers, described
+from ckpt_patches.runtime.options import MANY, add_distributed, add_trust, add_workers, described
 from ckpt_patches.runtime.shown import printable
 
 if TYPE_CHECKING:
     from ckpt_patches.fingerprint.comparison import Checked
     from ckpt_patches.fingerprint.contents import Contents
+    from ckpt_patches.runtime.distributed import Ranks
 
-MOST_WORKERS = 16  # without --workers
 MOST_LINES = 1000  # of one kind
 SCHEMA = 2  # of the JSON; increased when a key is renamed, removed or changes its meaning
 STATUS = "exit status: 0 verified, 1 a state differs or none could be compared, 2 a checkpoint cannot be read"
@@ -62,18 +62,28 @@ def _add_path(command: argparse.ArgumentParser, name: str, shown: str) -> None:
 
 def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
-    add_workers(command, many=f"the processors, at most {MOST_WORKERS}")
+    add_workers(command, many=MANY)
     add_trust(command)
+    add_distributed(command)
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
+    from ckpt_patches.runtime.distributed import joined
+
     with needed_by("a fingerprint"):
         import ckpt_patches.fingerprint.contents  # noqa: F401
-    one = _read(options.path, options)
-    if options.against is not None:
-        return _compare(options, one, _read(options.against, options))
+    with joined(options.distributed) as ranks:
+        one = _read(options.path, options, ranks)
+        other = None if options.against is None else _read(options.against, options, ranks)
+        return ranks.first("the report", lambda: _report(options, one, other))
+
+
+def _report(options: argparse.Namespace, one: "Contents", other: "Contents | None") -> int:
+    """Print what was found. Returns the exit status."""
+    if other is not None:
+        return _compare(options, one, other)
     _print_unread(options.path, one.unread)
     _print(one, as_json=options.json)
     if one.checked is None:
@@ -81,18 +91,18 @@ def run(options: argparse.Namespace) -> int:
     return 0 if one.checked is None or one.checked.is_equal else 1
 
 
-def _read(path: Path, options: argparse.Namespace) -> "Contents":
+def _read(path: Path, options: argparse.Namespace, ranks: "Ranks") -> "Contents":
     from ckpt_patches.convert import zero_fingerprints
     from ckpt_patches.fingerprint import contents, files
     from ckpt_patches.formats import zero_reader
 
-    workers = options.workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    workers = options.workers or ranks.workers
     if path.is_dir() and zero_reader.is_zero(path):
-        trust = options.trust_checkpoint
-        return contents.of_zero(path, *zero_fingerprints.read(path, trust=trust, workers=workers, label=path.name))
+        read = partial(zero_fingerprints.read, trust=options.trust_checkpoint, workers=workers, label=path.name)
+        return contents.of_zero(path, *read(path, ranks=ranks))
     found = files.opened(path)
     files.check_complete(found)
-    return contents.of(found, workers, with_buckets=options.against is not None)
+    return contents.of(found, workers, ranks, with_buckets=options.against is not None)
 
 
 def _print_unread(path: Path, unread: dict[str, str]) -> None:

@@ -14,11 +14,12 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint.files import with_progress
 from ckpt_patches.fingerprint.states import BLOCK, Fingerprint, of_blocks, state_named
 from ckpt_patches.formats import torch_file, universal, zero, zero_folder
+from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.processes import in_order
 
 
 def read(
-    path: Path, *, trust: bool = False, workers: int = 1, label: str = ""
+    path: Path, *, trust: bool = False, workers: int = 1, label: str = "", ranks: Ranks | None = None
 ) -> tuple[list[Fingerprint], dict[str, str]]:
     """The fingerprints of every full parameter, merged from the ranks as in a conversion; and what has none, and why.
 
@@ -27,6 +28,7 @@ def read(
         trust: accept classes that are not known; their code is never run.
         workers: number of processes that read.
         label: of the progress line; empty for none.
+        ranks: of the command; each calls this, and reads its share.
 
     Raises:
         UserError: the checkpoint is damaged, or of an unsupported kind.
@@ -44,9 +46,13 @@ def read(
     outputs.update({link.name: outputs[link.file] for link in plan.links if link.file in outputs})
     folder = f"{universal.FOLDER}/"  # of the parameters' folders
     names = [n for n in sorted(outputs) if n.rpartition("/")[0].startswith(folder) and Path(n).stem != "step"]
-    own = [(name, outputs[name]) for name in names]
-    values = in_order(_fingerprint, own, workers) if workers > 1 else map(_fingerprint, own)
-    return list(with_progress(values, [output.nbytes for _, output in own], label)), lost
+
+    def read_share(share: Sequence[str]) -> Iterator[Fingerprint]:
+        own = [(name, outputs[name]) for name in share]
+        values = in_order(_fingerprint, own, workers) if workers > 1 else map(_fingerprint, own)
+        return with_progress(values, [output.nbytes for _, output in own], label)
+
+    return (ranks or Ranks()).spread("reading the states", names, read_share), lost
 
 
 def _fingerprint(named: tuple[str, TorchOutput]) -> Fingerprint:

@@ -15,6 +15,7 @@ from ckpt_patches.formats.checkpoint import Checkpoint, Stream
 from ckpt_patches.formats.dcp import is_dcp
 from ckpt_patches.formats.megatron_names import is_bucket
 from ckpt_patches.formats.recorded import KEY
+from ckpt_patches.runtime.distributed import Ranks
 
 NO_PLACES = "a bucket, and where parameters begin in it is not in the checkpoint (CKPT_PATCHES_FINGERPRINT=1 saves it)"
 
@@ -38,12 +39,15 @@ def of_zero(path: Path, found: list[Fingerprint], unread: dict[str, str]) -> Con
     return Contents(found, unread, None if plain is None else comparison.with_record(plain, found, unread))
 
 
-def of(found: Checkpoint, workers: int = 1, *, quiet: bool = False, with_buckets: bool = False) -> Contents:
+def of(
+    found: Checkpoint, workers: int = 1, ranks: Ranks | None = None, *, quiet: bool = False, with_buckets: bool = False
+) -> Contents:
     """The contents of a checkpoint in any other format.
 
     Args:
         found: its structure.
         workers: number of processes that read.
+        ranks: of the command; each calls this, and reads its share.
         quiet: whether to show no progress line.
         with_buckets: whether to read buckets without places, too.
 
@@ -54,12 +58,13 @@ def of(found: Checkpoint, workers: int = 1, *, quiet: bool = False, with_buckets
         return _of_torch(found)
     if found.format == "deepspeed without zero":
         raise UserError(f"{found.path}: the states of DeepSpeed without ZeRO have numbers in place of names")
+    ranks = ranks or Ranks()
     own, label = files.tensors(found), "" if quiet else found.path.name
     if found.format == "deepspeed universal":
         parts = {name: its for name, its in own.parts.items() if name.endswith(".pt")}  # the others are weights
-        hashed = files.hashes(parts, workers, label)
+        hashed = files.hashes(parts, workers, label, ranks)
         return of_zero(found.path, _named(hashed, files.of_universal), own.unread)
-    hashed = files.hashes(own.parts, workers, label)
+    hashed = files.hashes(own.parts, workers, label, ranks)
     if is_dcp(found.path):
         return _of_dcp(found.path, hashed, own.unread)
     if found.format.startswith("megatron"):

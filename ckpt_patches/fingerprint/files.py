@@ -26,6 +26,7 @@ from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE
 from ckpt_patches.formats.megatron_torch import MODEL
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.reading import reader_of
+from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.processes import in_order
 from ckpt_patches.runtime.progress import Progress
 from ckpt_patches.runtime.shown import shown
@@ -139,16 +140,20 @@ def _axes(
         yield tuple(begin[axis] for begin, _ in boxes), tuple(size[axis] for _, size in boxes)
 
 
-def hashes(parts: Mapping[str, Sequence[Part]], workers: int, label: str) -> Hashes:
+def hashes(parts: Mapping[str, Sequence[Part]], workers: int, label: str, ranks: Ranks) -> Hashes:
     """The number of elements and the hash of each tensor, by name, with a progress line that begins with the label.
 
     Raises:
-        UserError: a file cannot be read.
+        UserError: a file cannot be read, or a rank is missing.
     """
+
+    def read(names: Sequence[str]) -> Iterator[tuple[int, int]]:
+        own = [parts[name] for name in names]
+        values = in_order(of_parts, own, workers) if workers > 1 else map(of_parts, own)
+        return with_progress(values, [*map(_nbytes, own)], label)
+
     names = sorted(parts)
-    own = [parts[name] for name in names]
-    values = in_order(of_parts, own, workers) if workers > 1 else map(of_parts, own)
-    return dict(zip(names, with_progress(values, [*map(_nbytes, own)], label), strict=True))
+    return dict(zip(names, ranks.spread("reading the states", names, read), strict=True))
 
 
 def with_progress(values: Iterable[Result], nbytes: Sequence[int], label: str) -> Iterator[Result]:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -83,6 +83,13 @@ class Ranks:
             with self._loss_named(step):
                 found = _broadcast(found)
         return found  # type: ignore[return-value]  # rank 0's
+
+    def spread(
+        self, step: str, items: Sequence[Item], work: Callable[[Sequence[Item]], Iterable[Result]]
+    ) -> list[Result]:
+        """The results for all items, on all ranks; each rank works on its share of them. Raises as `gather`."""
+        found = self.gather(step, lambda: list(work(self.share(items))))
+        return self.first(step, lambda: [found[n % self.size][n // self.size] for n in range(len(items))])
 
     @contextlib.contextmanager
     def _loss_named(self, step: str) -> Iterator[None]:
