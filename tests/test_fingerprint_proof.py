@@ -120,6 +120,16 @@ def test_frozen_parameters_are_no_difference_from_a_record_without_any() -> None
     assert verdict_of(live({**some(), **frozen, **others}), recorded(live({**some(), **frozen}))).is_wrong
 
 
+def test_experts_of_other_ranks_are_no_difference_from_a_record_of_0_2() -> None:
+    """Without ZeRO version 0.2 recorded those of the first rank alone."""
+    experts = {(f"deepspeed_experts.global_{n}.weight", "master"): torch.full((3,), float(n)) for n in range(2)}
+    first = {key: experts[key] for key in [*experts][:1]}
+    record = recorded(live({**some(), **first}))
+    assert verdict_of(live({**some(), **experts}), record).is_wrong
+    found = verdict_of(live({**some(), **experts}), {key: its for key, its in record.items() if key != "sizes"})
+    assert (found.is_wrong, [*found.not_verified]) == (False, ["deepspeed_experts.global_1.weight master"])
+
+
 @pytest.mark.parametrize("what", ["first.weight", "first.weight exp_avg", "an optimizer"])
 def test_a_state_that_one_side_cannot_read_is_no_difference(what: str) -> None:
     lacks = some()

@@ -44,6 +44,7 @@ class Record:
     partial: frozenset[tuple[str, str]] | None = None
     # Elements of parameters of which only some have states, as those of a stack of layers with frozen ones
     sizes: Mapping[str, int] = field(default_factory=dict)
+    has_all_experts: bool = True  # version 0.2 recorded those of the first rank alone, without ZeRO
 
     def as_plain(self) -> dict[str, Any]:
         """The form for a checkpoint."""
@@ -54,8 +55,7 @@ class Record:
         of_all = {"settings": settings, "left_out": dict(self.left_out), "buckets": dict(self.buckets)}
         others = {what: dict(its) for what, its in sorted(self.others.items())}
         partial = {} if self.partial is None else {"partial": sorted(map(list, self.partial))}
-        sizes = {"sizes": dict(self.sizes)} if self.sizes else {}
-        return {"format": FORMAT, "states": states, **of_all, "others": others, **partial, **sizes}
+        return {"format": FORMAT, "states": states, **of_all, "others": others, **partial, "sizes": dict(self.sizes)}
 
 
 def of_step(plain: Any, step: Any) -> Any:
@@ -94,7 +94,7 @@ def from_plain(value: Any) -> Record:
         left_out = {str(what): str(why) for what, why in value["left_out"].items()}
         partial = frozenset((str(p), str(s)) for p, s in value["partial"]) if "partial" in value else None
         sizes = {str(parameter): int(numel) for parameter, numel in value.get("sizes", {}).items()}
-        return Record(states, settings, left_out, dict(value["buckets"]), others, partial, sizes)
+        return Record(states, settings, left_out, dict(value["buckets"]), others, partial, sizes, "sizes" in value)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise NotARecord(f"expected a record of fingerprints, found {type(value).__name__} ({error!r})") from None
 

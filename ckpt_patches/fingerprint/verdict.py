@@ -12,6 +12,7 @@ from ckpt_patches.runtime.units import in_bytes
 
 Key = tuple[str, str]  # names of a parameter and its state
 VERIFIED, DIFFERS, NOT_VERIFIED = "resume verified: ", "resume differs: ", "resume not verified"  # begin a log line
+EXPERT = "deepspeed_experts.global_"  # in the names of its parameters
 LINES = 12  # maximum number of differences that are listed
 NOWHERE = "this run has nothing of it"  # of a value that is no parameter's
 BUFFER = "buffer "  # prefix of a buffer's name among the non-parameter values
@@ -155,6 +156,8 @@ def judge(
     for key in sorted(totals.keys() - record.states.keys()):
         if key[1] in (FROZEN, OF_BUFFER) and key[1] not in kinds:  # version 0.2.0 recorded none
             not_verified[" ".join(key)] = "the checkpoint's fingerprint has none of its kind"
+        elif EXPERT in key[0] and not record.has_all_experts:
+            not_verified[" ".join(key)] = "version 0.2 recorded the experts of the first rank alone"
         elif not _explained(key, record.left_out, general or of_no_parameter):
             differences.append(Difference(*key, NOT_SAVED, f"{saved} does not have it"))
     for key, other in (shared or {}).items():
