@@ -18,6 +18,7 @@ from ckpt_patches.fingerprint.boxes import LONG, Box, of_box
 from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
 from ckpt_patches.fingerprint.files import Part, of_megatron, of_parts, opened
 from ckpt_patches.formats.checkpoint import Extent, Stream
+from ckpt_patches.formats.ranged import RangedFiles
 from every_checkpoint import EVERY
 from test_audit_safetensors import written
 from test_fingerprint import by_formula
@@ -128,9 +129,10 @@ def test_boxes_of_other_types_add_up(dtype: str, tmp_path: Path) -> None:
         return Part(Box((begin, 0), (rows, 6), (4, 6)), stream)
 
     parts = [part(2 * half, 0, 2), part(3 * half, 2, 2)]
-    assert of_parts(parts) == of_parts([part(0, 0, 4)])
-    assert of_parts(parts[::-1]) == of_parts(parts)
-    assert of_parts([part(3 * half, 0, 2), part(2 * half, 2, 2)]) != of_parts(parts)
+    with RangedFiles() as files:
+        assert of_parts(parts, files) == of_parts([part(0, 0, 4)], files)
+        assert of_parts(parts[::-1], files) == of_parts(parts, files)
+        assert of_parts([part(3 * half, 0, 2), part(2 * half, 2, 2)], files) != of_parts(parts, files)
 
 
 @pytest.mark.parametrize("name", ["0.14, zarr", "0.19, fully_reshardable"])

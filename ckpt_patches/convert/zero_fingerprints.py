@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,10 @@ from ckpt_patches.convert.output_files import Content, TorchOutput
 from ckpt_patches.convert.reading import Reader, Shares, opened
 from ckpt_patches.convert.write import made_by
 from ckpt_patches.errors import UserError
-from ckpt_patches.fingerprint.files import with_progress
+from ckpt_patches.fingerprint.files import computed
 from ckpt_patches.fingerprint.states import BLOCK, Fingerprint, of_blocks, state_named
 from ckpt_patches.formats import torch_file, universal, zero, zero_folder
 from ckpt_patches.runtime.distributed import Ranks
-from ckpt_patches.runtime.processes import in_order
 
 
 def read(
@@ -49,18 +49,18 @@ def read(
 
     def read_share(share: Sequence[str]) -> Iterator[Fingerprint]:
         own = [(name, outputs[name]) for name in share]
-        values = in_order(_fingerprint, own, workers) if workers > 1 else map(_fingerprint, own)
-        return with_progress(values, [output.nbytes for _, output in own], label)
+        nbytes = [output.nbytes for _, output in own]
+        with closing(opened({})) as reader:  # each process opens its own files
+            yield from computed(partial(_fingerprint, reader=reader), own, nbytes, workers, label)
 
     return (ranks or Ranks()).spread("reading the states", names, read_share), lost
 
 
-def _fingerprint(named: tuple[str, TorchOutput]) -> Fingerprint:
+def _fingerprint(named: tuple[str, TorchOutput], reader: Reader) -> Fingerprint:
     name, output = named
     tensor = universal.tensor_of(output.value)
     assert tensor is not None, name  # each of these outputs has one
-    with closing(opened({})) as reader:
-        value = of_blocks(_windows(reader, output.contents[tensor.storage.key]), tensor.dtype)
+    value = of_blocks(_windows(reader, output.contents[tensor.storage.key]), tensor.dtype)
     parameter, _, file = name.removeprefix(f"{universal.FOLDER}/").rpartition("/")
     return Fingerprint(parameter, state_named(file.removesuffix(".pt")), tensor.numel, value)
 

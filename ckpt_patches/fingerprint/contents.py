@@ -14,6 +14,7 @@ from ckpt_patches.formats import megatron_torch, torch_dist, torch_file
 from ckpt_patches.formats.checkpoint import Checkpoint, Stream
 from ckpt_patches.formats.dcp import is_dcp
 from ckpt_patches.formats.megatron_names import is_bucket
+from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.recorded import KEY
 from ckpt_patches.runtime.distributed import Ranks
 
@@ -99,7 +100,8 @@ def _of_megatron(found: Checkpoint, hashed: files.Hashes, unread: dict[str, str]
     fingerprints += in_buckets
     recorded = found.recorded
     checked = None if recorded is None else comparison.with_record(recorded, fingerprints, unread)
-    whole = {name: files.of_parts([_in_a_row(stream)]) for name, stream in arrays.items() if with_buckets}
+    with RangedFiles() as opened:
+        whole = {name: files.of_parts([_in_a_row(own)], opened) for name, own in arrays.items() if with_buckets}
     return Contents(fingerprints, unread, checked, whole)
 
 

@@ -5,8 +5,9 @@ An element has the same place in its tensor in every format, whatever the parall
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -31,6 +32,7 @@ from ckpt_patches.runtime.processes import in_order
 from ckpt_patches.runtime.progress import Progress
 from ckpt_patches.runtime.shown import shown
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 Hashes = Mapping[str, tuple[int, int]]  # elements and hash, by a tensor's name
 Names = Callable[[str], tuple[str, str]]  # the parameter and the state of a tensor, by its name
@@ -149,15 +151,18 @@ def hashes(parts: Mapping[str, Sequence[Part]], workers: int, label: str, ranks:
 
     def read(names: Sequence[str]) -> Iterator[tuple[int, int]]:
         own = [parts[name] for name in names]
-        values = in_order(of_parts, own, workers) if workers > 1 else map(of_parts, own)
-        return with_progress(values, [*map(_nbytes, own)], label)
+        with RangedFiles() as files:  # each process opens its own
+            yield from computed(partial(of_parts, files=files), own, [*map(_nbytes, own)], workers, label)
 
     names = sorted(parts)
     return dict(zip(names, ranks.spread("reading the states", names, read), strict=True))
 
 
-def with_progress(values: Iterable[Result], nbytes: Sequence[int], label: str) -> Iterator[Result]:
-    """The values, each computed from that many bytes, with a progress line; an empty label shows none."""
+def computed(
+    function: Callable[[Item], Result], items: Sequence[Item], nbytes: Sequence[int], workers: int, label: str
+) -> Iterator[Result]:
+    """The function's values, each computed from that many bytes, with a progress line; an empty label shows none."""
+    values = in_order(function, items, workers) if workers > 1 else map(function, items)
     if not label:
         yield from values
         return
@@ -171,16 +176,13 @@ def _nbytes(parts: Sequence[Part]) -> int:
     return sum(extent.nbytes for part in parts for extent in part.stream.extents)
 
 
-def of_parts(parts: Sequence[Part]) -> tuple[int, int]:
+def of_parts(parts: Sequence[Part], files: RangedFiles) -> tuple[int, int]:
     """The number of elements of the parts of a tensor, and their hash.
 
     Raises:
         UserError: a file cannot be read.
     """
-    value = 0
-    with RangedFiles() as files:
-        for box, stream in parts:
-            value += of_elements(files, stream, 0, stream.numel, box, 0)
+    value = sum(of_elements(files, stream, 0, stream.numel, box, 0) for box, stream in parts)
     return sum(part.stream.numel for part in parts), value % MODULUS
 
 
