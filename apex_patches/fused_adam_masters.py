@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import NoMatch, Repaired, Source
+from ckpt_patches.engine.source import NoMatch, NotNeeded, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -141,15 +141,8 @@ def carry_masters(source: Source) -> None:
     """torch saves only `state`, and a load casts it to the parameter's dtype."""
     step, init = source.function(STEP), source.function("FusedAdam.__init__")
     if "master_weights" not in [argument.arg for argument in init.args.args]:
-        raise Repaired  # before April 2023; every commit has version 0.1
-    source.check_parts(
-        {
-            **source.functions_there("FusedAdam.", *METHODS),
-            "import warnings": source.imports("warnings"),
-            "no masters are loaded": source.has(NONE_LOADED, within=init),
-            "they are checked": source.has(CHECK, within=step),
-        }
-    )
+        raise NotNeeded  # before April 2023; every commit has version 0.1
+    source.skip_if((NONE_LOADED, init), CHECK, *METHODS, within=step)
     bf16 = source.branch("p.dtype == torch.bfloat16", within=step)
     if any(source.has("p_master", within=statement) for statement in bf16.body):
         raise NoMatch(f"expected {STEP} to update BF16 parameters without master weights")

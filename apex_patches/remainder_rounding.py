@@ -6,7 +6,7 @@ https://github.com/NVIDIA/apex/issues/1842
 from typing import Any
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import Repaired, Source
+from ckpt_patches.engine.source import NotNeeded, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -93,20 +93,19 @@ def settle_ties(source: Source) -> None:
     """Only a checkpoint's fp32 main parameters show to which of two weights a tie was rounded."""
     source.class_named(OWNER)
     if b"state_dict_v2" not in source.data and b"state_dict_format" not in source.data:
-        raise Repaired  # before August 2023: states have no masters; every commit has version 0.1
+        raise NotNeeded  # before August 2023: states have no masters; every commit has version 0.1
     functions = ("__init__", "load_state_dict", "_load_state_dict_v2", "state_dict")
     init, load, load_v2, save = (source.function(f"{OWNER}.{name}") for name in functions)
     step = source.function(f"{OWNER}._local_step_with_param_remainders")
-    source.check_parts(
-        {
-            **source.functions_there(f"{OWNER}.", *METHODS),
-            "none are loaded": source.has(NONE_LOADED, within=init),
-            "nor at a load": source.has(NONE_LOADED, within=load),
-            "they are noted": source.has(NOTE, within=load_v2),
-            "settled at a load": source.has(SETTLE_AT_LOAD, within=load_v2),
-            "before a step": source.has(SETTLE, within=step),
-            "before a save": source.has(SETTLE, within=save),
-        }
+    source.skip_if(
+        (NONE_LOADED, init),
+        (NONE_LOADED, load),
+        NOTE,
+        SETTLE_AT_LOAD,
+        (SETTLE, step),
+        (SETTLE, save),
+        *METHODS,
+        within=load_v2,
     )
     option = source.one("self.store_param_remainders: bool = store_param_remainders", within=init)
     source.insert_after(option, NONE_LOADED)

@@ -4,7 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/8185
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,11 +19,6 @@ CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 LOADER = "deepspeed.checkpoint.universal_checkpoint"
 
 
-def publishes_counts(source: Source) -> bool:
-    """Whether AutoTP describes its layers by counts (since 0.18.9) and not by widths (since 0.19.6)."""
-    return b"def collect_autotp_universal_" in source.data and b"sub_param_shard_widths" not in source.data
-
-
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/8185",),
@@ -31,8 +26,6 @@ fix = Fix(
     releases=(("0.18.9", "0.19.5"),),
     stacks="universal checkpoints, AutoTP with `shape: [3, -1]` or fused biases",
     silent=True,
-    concerns=LAYERS,
-    where=publishes_counts,
     test="tests/unit/checkpoint/test_autotp_fused_widths.py",
 )
 
@@ -74,9 +67,10 @@ def _with_widths(sub_params: "Any", slices: "Sequence[torch.Tensor]", name: str)
 @fix.edit(LAYERS)
 def describe_biases(source: Source) -> None:
     """A bias is partitioned like its weight, but upstream describes only the weight."""
+    if b"sub_param_shard_widths" in source.data:
+        raise NoMatch("expected layers described by counts, found widths")  # since 0.19.6
     collect = source.function("collect_autotp_universal_checkpoint_info")
-    parts = (CUT, "sub_param_shape = sub_param_shape[:1]")
-    source.check_parts({part: source.has(part, within=collect) for part in parts})
+    source.skip_if(CUT, "sub_param_shape = sub_param_shape[:1]", within=collect)
     described = source.branch(
         f"{CUT} and not conversion_meta.get('is_bias', False)",
         within=collect,
@@ -89,8 +83,7 @@ def describe_biases(source: Source) -> None:
 def merge_by_widths(source: Source) -> None:
     """Upstream treats the number of sub-parameters as a width."""
     merge = source.function("merge_tp_slices")
-    parts = {part: source.has(part, within=merge) for part in (WITH_WIDTHS, OF_WEIGHT)}
-    source.check_parts({**source.functions_there("", _with_widths), **parts})
+    source.skip_if(WITH_WIDTHS, OF_WEIGHT, _with_widths, within=merge)
     source.insert_after(source.one(MATCHED, within=merge), WITHOUT_RULE)
     source.insert_after(source.one(PARTITION_DIM, within=merge), WITH_WIDTHS)
     source.insert_function_before(merge, _with_widths)
@@ -100,7 +93,6 @@ def merge_by_widths(source: Source) -> None:
 def load_by_widths(source: Source) -> None:
     """A parameter has its widths, but upstream checks the number of sub-parameters first."""
     load = source.function("_resolve_autotp_partition")
-    if source.has(BY_SIZES, within=load):
-        raise AlreadyThere
+    source.skip_if(BY_SIZES, within=load)
     by_shape = source.branch("sub_param_shape is not None", within=load)
     source.replace(by_shape.test, BY_SIZES)

@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/7786
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import NotConcerned, Source
+from ckpt_patches.engine.source import Source
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -64,11 +64,9 @@ class DeepSpeedEngine:
 @fix.edit(ENGINE, independent=True)
 def ask_the_optimizer_where_its_state_is(source: Source) -> None:
     """Upstream checks for bf16 or a ZeRO stage, but whether each rank has a file depends on the optimizer."""
-    check_has_bf16_without_zero(source)
+    source.some("DDP_BFLOAT16")  # up to 0.17.5 BF16_Optimizer has the state
     methods = {name: source.function(f"DeepSpeedEngine.{name}") for name, _, _ in DECIDED}
-    source.check_parts(
-        {start + "...": source.has(start + wanted, within=methods[name]) for name, start, wanted in DECIDED}
-    )
+    source.skip_if(*((start + wanted, methods[name]) for name, start, wanted in DECIDED))
     for name, start, wanted in DECIDED:
         found = [statement for value in OLD for statement in source.all(start + value, within=methods[name])]
         statement = found[0] if len(found) == 1 else source.one(start + ZERO, within=methods[name])
@@ -78,15 +76,9 @@ def ask_the_optimizer_where_its_state_is(source: Source) -> None:
 @fix.edit(ENGINE, independent=True)
 def refuse_a_checkpoint_without_the_state(source: Source) -> None:
     """Such a load fails, or keeps the new run's main parameters, which the next step writes to the weights."""
-    check_has_bf16_without_zero(source)
+    source.some("DDP_BFLOAT16")
     load = source.function("DeepSpeedEngine._load_checkpoint")
     method = DeepSpeedEngine._check_has_optimizer_state
-    source.check_parts({**source.functions_there("DeepSpeedEngine.", method), CHECK: source.has(CHECK, within=load)})
+    source.skip_if(CHECK, method, within=load)
     source.insert_before(source.branch(STATE, within=load).body[0], CHECK)
     source.insert_method_before(load, method)
-
-
-def check_has_bf16_without_zero(source: Source) -> None:
-    """Raise NotConcerned up to 0.17.5, with BF16_Optimizer. Checks only the text: parsing takes long."""
-    if b"DDP_BFLOAT16" not in source.data:
-        raise NotConcerned

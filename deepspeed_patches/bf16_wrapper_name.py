@@ -4,7 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/7788
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import Source
 
 fix = Fix(
     __name__,
@@ -20,6 +20,7 @@ fix = Fix(
 )
 
 NAME = "DDP_BFLOAT16"
+SCALING = (("0.18.3", "0.18.4"),)  # releases in which each ZeRO optimizer scales losses
 UNSCALED = """
 # Read by the scaling of losses, which bf16 does without.
 self.custom_loss_scaler = False
@@ -33,31 +34,23 @@ HAS_SCALER = "hasattr(self, 'loss_scaler')"
 @fix.edit("deepspeed.runtime.constants")
 def tell_the_two_wrappers_apart(source: Source) -> None:
     """Both names are "bf16", and upstream tests first for the one without ZeRO."""
-    if NAME.encode() not in source.data:
-        raise NotConcerned
-    if source.has(f'{NAME} = "ddp_bf16"'):
-        raise AlreadyThere
+    source.skip_if(f'{NAME} = "ddp_bf16"')
     source.replace(source.one(f'{NAME} = "bf16"').value, '"ddp_bf16"')
 
 
-@fix.edit("deepspeed.runtime.bf16_optimizer")
+@fix.edit("deepspeed.runtime.bf16_optimizer", releases=SCALING)
 def give_it_what_the_scaling_of_losses_reads(source: Source) -> None:
     """Since 0.18.3 each ZeRO optimizer scales losses; BF16_Optimizer, never selected, lacks the attributes."""
-    if b"def backward_epilogue(" not in source.data:
-        raise NotConcerned  # up to 0.18.2 it has its own backward
+    source.function("BF16_Optimizer.backward_epilogue")  # up to 0.18.2 it has its own backward
     init = source.function("BF16_Optimizer.__init__")
-    if source.has("self.custom_loss_scaler = ...", within=init):
-        raise AlreadyThere
+    source.skip_if("self.custom_loss_scaler = ...", within=init)
     source.insert_after(source.one("self.grad_acc_dtype = grad_acc_dtype", within=init), UNSCALED)
 
 
-@fix.edit("deepspeed.runtime.base_optimizer")
+@fix.edit("deepspeed.runtime.base_optimizer", releases=SCALING)
 def do_not_scale_without_a_scaler(source: Source) -> None:
     """BF16_Optimizer has no loss scaler."""
-    if b"def scale_if_loss(" not in source.data:
-        raise NotConcerned
     scale = source.function("ZeROOptimizer.scale_if_loss")
-    if source.has(HAS_SCALER, within=scale):
-        raise AlreadyThere
+    source.skip_if(HAS_SCALER, within=scale)
     scaled = source.one(f"return {SCALED}", within=scale)
     source.replace(scaled.value, f"{SCALED} if {HAS_SCALER} else value")

@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/issues/8500
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import Source
 
 fix = Fix(
     __name__,
@@ -27,6 +27,5 @@ AS_THE_TORCH_ENGINE = "torch.load(path, map_location=map_location, weights_only=
 )
 def load_as_the_torch_engine_does(source: Source) -> None:
     """Upstream fixed only the default, TorchCheckpointEngine."""
-    if source.has(AS_THE_TORCH_ENGINE):
-        raise AlreadyThere
+    source.skip_if(AS_THE_TORCH_ENGINE)
     source.replace(source.one(LOAD), AS_THE_TORCH_ENGINE)

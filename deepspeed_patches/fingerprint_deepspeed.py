@@ -4,7 +4,7 @@ Not a fix, and not meant for upstream: it calls `ckpt_patches.fingerprint.run_de
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import NotNeeded, Source
 
 fix = Fix(__name__, upstream=(), test="", switch="fingerprint")
 
@@ -15,7 +15,7 @@ MODULE = "run_deepspeed"
 def engine(source: Source) -> None:
     """All ranks take part in a save and a load."""
     if source.imports(MODULE):
-        raise AlreadyThere
+        raise NotNeeded
     source.insert_import(f"from ckpt_patches.fingerprint import {MODULE}")
     source.decorate(source.function("DeepSpeedEngine.save_checkpoint"), f"@{MODULE}.saving")
     source.decorate(source.function("DeepSpeedEngine.load_checkpoint"), f"@{MODULE}.loading")

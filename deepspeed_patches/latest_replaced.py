@@ -4,10 +4,11 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.p
 """
 
 import ast
+import itertools
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import Source
+from ckpt_patches.engine.source import NoMatch, Source
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -31,14 +32,9 @@ SYNC = "fd.flush()\nos.fsync(fd.fileno())"
 def write_a_temporary_file_and_rename_it(source: Source) -> None:
     """Upstream truncates and rewrites the file; since 0.17.1 also in a second place, for background writers."""
     writes = [found for found in source.all_of(ast.With) if source.has(LATEST, found)]
-    source.check_parts(
-        {
-            f"{number}: {part}": there
-            for number, statement in enumerate(writes)
-            for part, there in parts_there(source, statement).items()
-        }
-        or {"a place that writes `latest`": False}
-    )
+    if not writes:
+        raise NoMatch("expected a place that writes `latest`, found none")
+    source.skip_if(*itertools.chain(*(parts_of(source, statement) for statement in writes)))
     for call in source.some(OPEN):
         statement = next(found for found in writes if found.items[0].context_expr is call)
         source.insert_at(call.args[0], " + '.tmp'", end=True)
@@ -46,13 +42,14 @@ def write_a_temporary_file_and_rename_it(source: Source) -> None:
         source.insert_after(statement, renaming(source, call.args[0]))
 
 
-def parts_there(source: Source, statement: ast.With) -> dict[str, bool]:
+def parts_of(source: Source, statement: ast.With) -> tuple[tuple[str, ast.AST], ...]:
     renamed = renaming(source, source.all(LATEST, statement)[0])
-    return {
-        "a temporary name": source.has(OPEN_TEMPORARY, statement),
-        "fsync": source.has("fd.flush()", statement) and source.has("os.fsync(fd.fileno())", statement),
-        renamed: source.has(renamed),
-    }
+    return (
+        (OPEN_TEMPORARY, statement),
+        ("fd.flush()", statement),
+        ("os.fsync(fd.fileno())", statement),
+        (renamed, source.tree),
+    )
 
 
 def renaming(source: Source, path: ast.expr) -> str:

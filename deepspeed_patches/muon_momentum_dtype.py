@@ -4,7 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/issues/7746
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NoBug, NotConcerned, Source
+from ckpt_patches.engine.source import NotNeeded, Source
 
 STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
 
@@ -34,13 +34,10 @@ CONVERT = f"""if {MUON_GROUP}:
 @fix.edit(STAGE_1_AND_2)
 def convert_a_loaded_momentum(source: Source) -> None:
     """Upstream creates a missing momentum, but uses an existing one without conversion."""
-    if b"use_muon" not in source.data:
-        raise NotConcerned
     if source.has_function("DeepSpeedZeroOptimizer._muon_momentum_buffer"):
-        raise AlreadyThere
+        raise NotNeeded
     partition = source.function("DeepSpeedZeroOptimizer.get_flat_partition")
-    if source.has(STATE, within=partition):
-        raise AlreadyThere
+    source.skip_if(STATE, within=partition)
     if source.has("torch.narrow(...).view(tensor.size()).to(device).to(dtype)", within=partition):
-        raise NoBug  # up to 0.18.2 a step converts its copy of the momentum, and copies it back
+        raise NotNeeded  # up to 0.18.2 a step converts its copy of the momentum, and copies it back
     source.insert_after(source.branch(NO_MOMENTUM, within=partition), CONVERT)

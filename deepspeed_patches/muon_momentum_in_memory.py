@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,17 +51,10 @@ class DeepSpeedZeroOptimizer_Stage3:
 @fix.edit(STAGE3)
 def keep_the_loaded_momentum(source: Source) -> None:
     """Upstream loads it into the optimizer's state, where the next step replaces it by the buffer in memory."""
-    if b"muon_momentum_buffer_partitioned_groups_flat" not in source.data:
-        raise NotConcerned
+    source.some("self.muon_momentum_buffer_partitioned_groups_flat")
     load, load_universal = (source.function(f"{OWNER}.{name}") for name in (LOAD, LOAD_UNIVERSAL))
     method = DeepSpeedZeroOptimizer_Stage3._keep_loaded_muon_momentum
-    source.check_parts(
-        {
-            **source.functions_there(f"{OWNER}.", method),
-            LOAD: source.has(KEEP, within=load),
-            LOAD_UNIVERSAL: source.has(KEEP, within=load_universal),
-        }
-    )
+    source.skip_if((KEEP, load), KEEP, method, within=load_universal)
     branch = source.branch("load_optimizer_states", within=load)
     source.insert_after(source.one("self._clear_fp32_optimizer_param_groups()", within=branch), KEEP)
     swapped = [one for one in source.all_of(ast.If, load_universal) if source.text(one.test) == "self.swap_optimizer"]

@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/5104
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import Source
 
 STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
 BF16_OPTIMIZER = "deepspeed.runtime.bf16_optimizer"
@@ -32,8 +32,7 @@ NOT_LINKED = "self._hp_optimizer_states_linked = False"
 def link_when_all_groups_have_stepped(source: Source) -> None:
     """Upstream links all groups only once, after the first has stepped, when the others have no moments."""
     step = source.function("DeepSpeedZeroOptimizer._optimizer_step")
-    if source.has(LINK_AFTER_LAST, within=step):
-        raise AlreadyThere
+    source.skip_if(LINK_AFTER_LAST, within=step)
     source.replace(source.one(LINK, within=step), LINK_AFTER_LAST)
 
 
@@ -42,8 +41,7 @@ def link_again_after_a_load(source: Source) -> None:
     """A load makes new links, only to the main parameters, but upstream assumes that moments are linked, too."""
     owner = "DeepSpeedZeroOptimizer" if source.has_function("DeepSpeedZeroOptimizer.step") else "BF16_Optimizer"
     link = source.function(f"{owner}._link_all_hp_params")
-    if source.has(NOT_LINKED, within=link):
-        raise AlreadyThere
+    source.skip_if(NOT_LINKED, within=link)
     source.insert_at_start(link, NOT_LINKED)
 
 
@@ -53,6 +51,5 @@ def link_right_after_a_load(source: Source) -> None:
     at_stages = source.has_function("DeepSpeedZeroOptimizer.step")
     load = source.function(f"{'DeepSpeedZeroOptimizer' if at_stages else 'BF16_Optimizer'}._load_legacy_checkpoint")
     loaded = LINK_LOADED.format("single_partition_of_fp32_groups" if at_stages else "fp32_groups_flat_partition")
-    if source.has(loaded, within=load):
-        raise AlreadyThere
+    source.skip_if(loaded, within=load)
     source.insert_after(source.one("self._link_all_hp_params()", within=load), loaded)

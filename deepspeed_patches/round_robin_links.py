@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/sta
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import NotNeeded, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def link_in_the_order_of_the_buffer(source: Source) -> None:
     link = source.function("DeepSpeedZeroOptimizer._link_all_hp_params")
     given = source.all(GIVEN, within=link)
     if not given and source.has(IN_ORDER, within=link):
-        raise AlreadyThere
+        raise NotNeeded
     for node in given or [source.one(GIVEN, within=link)]:
         source.replace(node, IN_ORDER)
 
@@ -101,15 +101,8 @@ def convert_in_the_order_of_the_buffer(source: Source) -> None:
     """Existing checkpoints have addresses in the param group's order, but shapes in the buffer's order."""
     extract, extract_all = source.function("extract_zero_shards"), source.function("_extract_zero_shard_files")
     functions = (_param_shapes_of_round_robin, _slice_mappings_in_buffer_order)
-    source.check_parts(
-        {
-            **source.functions_there("", *functions),
-            "the parameter": any(argument.arg == "param_shapes" for argument in extract.args.args),
-            "its use": source.has(OF_THE_BUFFER, extract),
-            SHAPES: source.has(SHAPES, extract_all),
-            WORK_WITH_SHAPES: source.has(WORK_WITH_SHAPES, extract_all),
-        }
-    )
+    has_parameter = any(argument.arg == "param_shapes" for argument in extract.args.args)
+    source.skip_if((OF_THE_BUFFER, extract), SHAPES, WORK_WITH_SHAPES, has_parameter, *functions, within=extract_all)
     source.insert_after(source.one(FROM_FILE, within=extract), OF_THE_BUFFER)
     source.add_parameter(extract, "param_shapes=None")
     source.insert_before(source.one(f"do_work = {WORK}", within=extract_all), SHAPES)

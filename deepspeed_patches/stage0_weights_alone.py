@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.p
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import Source
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -31,6 +31,5 @@ if not load_optimizer_states and not self.zero_optimization():
 def make_masters_of_the_loaded_weights(source: Source) -> None:
     """Upstream does so only for `load_module_only`; with ZeRO this happens after the method."""
     load = source.function("DeepSpeedEngine._load_checkpoint")
-    if source.has(REFRESH, within=load):
-        raise AlreadyThere
+    source.skip_if(REFRESH, within=load)
     source.insert_before(source.branch(SCHEDULE, within=load), REFRESH)

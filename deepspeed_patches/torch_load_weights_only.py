@@ -6,7 +6,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/6751
 import ast
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Repaired, Source
+from ckpt_patches.engine.source import NoMatch, NotNeeded, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,15 +20,11 @@ READERS = (
     "deepspeed.checkpoint.zero_checkpoint",
     "deepspeed.checkpoint.ds_to_universal",
     "deepspeed.checkpoint.universal_checkpoint",
-)
-COLUMNS = 119  # in upstream's lines
-# The load of a universal checkpoint moved between these modules; the latest release has no Nebula engine.
-SOME_RELEASES = (
     "deepspeed.runtime.base_optimizer",
-    "deepspeed.runtime.zero.stage_1_and_2",
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine",
 )
+COLUMNS = 119  # in upstream's lines
 
 fix = Fix(
     __name__,
@@ -98,11 +94,8 @@ def load_checkpoint_file(path: str, map_location: object = None) -> object:
 
 @fix.edit(ENGINE)
 def define_for_all(source: Source) -> None:
-    """The other modules import the function from here: if upstream fixed this module, they must be fixed, too."""
-    try:
-        define_and_call(source)
-    except NotConcerned:
-        raise AlreadyThere from None
+    """The other modules import the function from here."""
+    define_and_call(source)
 
 
 @fix.edit(SCRIPT)
@@ -114,7 +107,7 @@ def define_and_call(source: Source) -> None:
     replace(source, calls)
 
 
-@fix.edit(*READERS, optional=True)
+@fix.edit(*READERS)
 def import_and_call(source: Source) -> None:
     calls = plain_loads(source)
     imports = [statement for statement in source.tree.body if isinstance(statement, ast.ImportFrom)]
@@ -122,40 +115,21 @@ def import_and_call(source: Source) -> None:
     replace(source, calls)
 
 
-@fix.edit(*SOME_RELEASES, optional=True)
-def import_and_call_where_files_are_loaded(source: Source) -> None:
-    if not may_be_concerned(source):
-        raise Repaired if b"torch.load(" in source.data else NotConcerned
-    import_and_call(source)
-
-
-def may_be_concerned(source: Source) -> bool:
-    """Whether the module may need the fix. Checks only the text: parsing the two largest modules takes 0.2 s."""
-    name = load_checkpoint_file.__name__.encode()
-    lines = [line for line in source.data.splitlines() if b"torch.load(" in line or name in line]
-    return any(b"weights_only" not in line and b'torch.load("saved.pth")' not in line for line in lines)  # a docstring
-
-
 def plain_loads(source: Source) -> list[ast.Call]:
     """The `torch.load` calls without `weights_only`.
 
     Raises:
-        AlreadyThere: no such call, and the module has the complete fix.
-        Repaired: no such call, because upstream's own fix passes weights_only=False in every call.
-        NoMatch: the module has only a part of the fix, or a call in another form.
+        NotNeeded: the module calls the inserted function.
+        NoMatch: no such call, or one in another form.
     """
     name = load_checkpoint_file.__name__
-    own = source.all_of(ast.Call, source.function(name)) if source.has_function(name) else []
-    calls = [
-        c for c in source.all("torch.load(...)") if c not in own and all(k.arg != "weights_only" for k in c.keywords)
-    ]
-    there = source.imports(name) or source.has_function(name)
-    if there or source.has(f"{name}(...)"):
-        functions = (checkpoint_classes, load_checkpoint_file) if source.has_function(name) else ()
-        definitions = source.functions_there("", *functions)
-        source.check_parts({name: there, **definitions, f"{name} in place of torch.load": not calls})
-    if source.some("torch.load(...)") and not calls:
-        raise Repaired
+    if source.has(f"{name}(...)") and not any(
+        all(keyword.arg != "weights_only" for keyword in call.keywords) for call in source.all("torch.load(...)")
+    ):
+        raise NotNeeded
+    calls = [call for call in source.some("torch.load(...)") if all(k.arg != "weights_only" for k in call.keywords)]
+    if not calls:
+        raise NoMatch("expected `torch.load(...)` without weights_only, found none")
     for call in calls:
         if len(call.args) != 1 or any(keyword.arg != "map_location" for keyword in call.keywords):
             raise NoMatch(f"expected `torch.load(path, map_location=...)`, found `{source.text(call)}`")

@@ -27,7 +27,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="universal load, ZeRO 1 and 2, `deepspeed.moe`",
     silent=True,
-    concerns=BASE_OPTIMIZER,
     test="tests/unit/checkpoint/test_universal_experts.py",
 )
 
@@ -96,9 +95,7 @@ def _settings_to_load(param_groups: "list[dict[str, Any]]", saved: "list[dict[st
 def load_each_expert_by_its_number(source: Source) -> None:
     """Upstream uses an expert's number on its rank, and the group's ranks from the checkpoint."""
     load = source.function(LOAD)
-    groups = GROUPS.format(SETTINGS)
-    parts = {part: source.has(part, within=load) for part in (*PREPARED, NAME_OF_FOLDER, groups)}
-    source.check_parts({**source.functions_there("", _folder_names, _settings_to_load), **parts})
+    source.skip_if(*PREPARED, NAME_OF_FOLDER, GROUPS.format(SETTINGS), _folder_names, _settings_to_load, within=load)
     source.replace(source.one(NAME, within=load), NAME_OF_FOLDER)
     source.replace(source.one(GROUPS.format(SAVED), within=load).args[1], SETTINGS)
     source.insert_before(source.loop("i, (param_group, loaded_param_group)", within=load), "\n".join(PREPARED))

@@ -4,7 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/8474
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import Source
 
 fix = Fix(
     __name__,
@@ -24,7 +24,6 @@ TO_MOMENT = "lp._hp_mapping.optim_fragment[key]"
 def link_moments_to_their_buffer(source: Source) -> None:
     """Upstream replaces the main parameter's view by a view of a moment's new buffer."""
     flatten = source.function(FLATTEN)
-    if source.has(f"{TO_MOMENT} = hp_fragment", within=flatten):
-        raise AlreadyThere
+    source.skip_if(f"{TO_MOMENT} = hp_fragment", within=flatten)
     rebind = source.one("lp._hp_mapping.hp_fragment = hp_fragment", within=flatten)
     source.replace(rebind.targets[0], TO_MOMENT)

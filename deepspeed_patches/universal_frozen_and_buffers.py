@@ -109,9 +109,7 @@ def load_what_the_optimizer_does_not_hold(source: Source) -> None:
     """Upstream skips the module, because the optimizer's load sets the parameters; but only those it updates."""
     load = source.function("DeepSpeedEngine._load_checkpoint")
     methods = (DeepSpeedEngine._load_what_is_not_optimized, DeepSpeedEngine._load_frozen_partitions)
-    source.check_parts(
-        {**source.functions_there("DeepSpeedEngine.", *methods), LOAD_REST: source.has(LOAD_REST, within=load)}
-    )
+    source.skip_if(LOAD_REST, *methods, within=load)
     source.insert_after(source.branch(LOADS_ALL, within=load), OF_UNIVERSAL)
     for method in methods:
         source.insert_method_before(load, method)

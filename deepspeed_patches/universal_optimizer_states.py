@@ -7,7 +7,7 @@ import ast
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="Lion, SGD, Muon, Adagrad, AMSGrad, and any other optimizer than Adam",
     silent=True,
-    concerns=CONVERTER,
     test="tests/unit/checkpoint/test_universal_optimizer_states.py",
 )
 
@@ -148,13 +147,7 @@ class DeepSpeedZeroOptimizer:
 def extract_the_states_of_the_optimizer(source: Source) -> None:
     """Upstream extracts only Adam's states, by name."""
     extract = source.function("extract_zero_shards")
-    source.check_parts(
-        {
-            **source.functions_there("", _flat_states),
-            "_flat_states is called": source.has("_flat_states(...)", within=extract),
-            ALL_GROUPS: source.has(ALL_GROUPS, within=extract),
-        }
-    )
+    source.skip_if("_flat_states(...)", ALL_GROUPS, _flat_states, within=extract)
     flat_state = source.one("flat_state = dict(...)", within=extract)
     step = source.branch('"step" in state_groups[param_group_id]', within=extract)
     source.replace_from_to(flat_state, step, FLAT_STATE)
@@ -165,8 +158,7 @@ def extract_the_states_of_the_optimizer(source: Source) -> None:
 @fix.edit(CONVERTER)
 def extract_them_at_stage_3(source: Source) -> None:
     extract = source.function("extract_zero_shards_stage3")
-    if source.has("_flat_states(...)", within=extract):
-        raise AlreadyThere
+    source.skip_if("_flat_states(...)", within=extract)
     flat_state = source.one("flat_state = dict(...)", within=extract)
     values = {keyword.arg: keyword.value for keyword in flat_state.value.keywords}
     moment = values.get("exp_avg")
@@ -184,12 +176,7 @@ def extract_them_at_stage_3(source: Source) -> None:
 def merge_what_was_extracted(source: Source) -> None:
     merges = [name for name in ("merge_tp_slices", "merge_zero3_slices") if source.has_function(name)]
     functions = [source.function(name) for name in merges]
-    source.check_parts(
-        {
-            **source.functions_there("", _states_of_fragments),
-            **{name: source.has(FRAGMENTS, within=function) for name, function in zip(merges, functions, strict=True)},
-        }
-    )
+    source.skip_if(*((FRAGMENTS, function) for function in functions), _states_of_fragments)
     for function in functions:
         loop = source.loop("state", within=function)
         source.replace(source.one(OF_ADAM, within=loop), FRAGMENTS)
@@ -200,21 +187,19 @@ def merge_what_was_extracted(source: Source) -> None:
 def drop_the_states_that_were_not_saved(source: Source) -> None:
     """Upstream loads the states in the checkpoint, and keeps the run's other states."""
     load = source.function(f"ZeROOptimizer.{LOAD}")
-    source.check_parts({**source.functions_there("", _drop_states_not_saved), DROP: source.has(DROP, within=load)})
+    source.skip_if(DROP, _drop_states_not_saved, within=load)
     source.insert_before(source.one(FLAT, within=load), DROP)
     source.insert_function_before(source.class_named("ZeROOptimizer"), _drop_states_not_saved)
 
 
-@fix.edit(STAGE_1_AND_2)
+@fix.edit(STAGE_1_AND_2, releases=(("0.17.6", newest("deepspeed")),))
 def load_the_momentum_of_muon(source: Source) -> None:
     """Upstream's load cuts it like the partition, so the next step lacks elements."""
     if b"use_muon" not in source.data:
-        raise NotConcerned
+        raise NoMatch("expected param groups of Muon (use_muon), found none")
     load = source.function("DeepSpeedZeroOptimizer._load_universal_checkpoint")
     method = DeepSpeedZeroOptimizer._load_muon_momentum
-    source.check_parts(
-        {**source.functions_there("DeepSpeedZeroOptimizer.", method), MOMENTUM: source.has(MOMENTUM, within=load)}
-    )
+    source.skip_if(MOMENTUM, method, within=load)
     source.insert_after(source.one(f"self.{LOAD}(..., checkpoint_folder)", within=load), MOMENTUM)
     source.insert_method_before(load, method)
 
@@ -227,12 +212,8 @@ def load_the_saved_states_at_stage_3(source: Source) -> None:
     by_list = bool(source.all(f"{KEYS_BEFORE_0_18} = ...", within=load))
     saved = SAVED_BEFORE_0_18 if by_list else SAVED
     functions = (_saved_states,) if by_list else (_saved_states, _have_step)
-    parts = (
-        [saved] if by_list else [saved, FIRST_STEP.splitlines()[0], OF_SUB_GROUP.splitlines()[0], NO_STEP, DROP_OTHERS]
-    )
-    source.check_parts(
-        {**source.functions_there("", *functions), **{part: source.has(part, within=load) for part in parts}}
-    )
+    others = (FIRST_STEP.splitlines()[0], OF_SUB_GROUP.splitlines()[0], NO_STEP, DROP_OTHERS)
+    source.skip_if(saved, *(() if by_list else others), *functions, within=load)
     source.replace(source.one(KEYS, within=load), saved)
     for function in functions:
         source.insert_function_before(owner, function)

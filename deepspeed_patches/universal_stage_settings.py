@@ -49,6 +49,6 @@ def _check_settings_of_stages(ds_checkpoint: "DeepSpeedCheckpoint") -> None:
 @fix.edit(CONVERTER)
 def compare_the_stages(source: Source) -> None:
     """Upstream writes the param groups of rank 0 alone."""
-    source.check_parts({**source.functions_there("", _check_settings_of_stages), CALL: source.has(CALL)})
+    source.skip_if(CALL, _check_settings_of_stages)
     source.insert_before(source.one("iteration = ds_checkpoint.get_iteration()"), GUARDED)
     source.insert_function_before(source.function("_check_for_required_state"), _check_settings_of_stages)

@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/sta
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import NotNeeded, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ fix = Fix(
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="universal load, ZeRO 1 and 2",
     silent=True,
-    concerns=BASE_OPTIMIZER,
     test="tests/unit/checkpoint/test_universal_weights_alone.py",
 )
 
@@ -63,7 +62,8 @@ class ZeROOptimizer:
 @fix.edit(BASE_OPTIMIZER)
 def load_weights_without_states(source: Source) -> None:
     method = ZeROOptimizer.load_hp_weights_from_checkpoint_dir
-    source.check_parts(source.functions_there("ZeROOptimizer.", method))
+    if source.has_function(f"ZeROOptimizer.{method.__name__}"):
+        raise NotNeeded
     source.insert_method_before(source.function(f"ZeROOptimizer.{LOAD}"), method)
 
 
@@ -74,14 +74,13 @@ def ask_whether_states_are_wanted(source: Source) -> None:
     load = source.function(f"{owner}._load_universal_checkpoint")
     call = source.one(f"self.{LOAD}(..., checkpoint_folder)", within=load)
     weights = source.text(call).replace(LOAD, WEIGHTS)
-    source.check_parts({weights: source.has(f"if not load_optimizer_states:\n    {weights}\n    return", load)})
+    source.skip_if(f"if not load_optimizer_states:\n    {weights}\n    return", within=load)
     source.insert_before(call, f"if not load_optimizer_states:\n    {weights}\n    return")
 
 
-@fix.edit(ENGINE, independent=True)
+@fix.edit(ENGINE, independent=True, releases=(("0.15.0", "0.19.2"),))
 def want_no_states_for_the_module_only(source: Source) -> None:
     """Upstream does so since 0.19.3."""
     load = source.function("DeepSpeedEngine.load_checkpoint")
-    if source.has(LOAD_ZERO.format(STATES_OF_ALL), within=load):
-        raise AlreadyThere
+    source.skip_if(LOAD_ZERO.format(STATES_OF_ALL), within=load)
     source.replace(source.one(LOAD_ZERO.format(STATES), within=load), LOAD_ZERO_LINES)

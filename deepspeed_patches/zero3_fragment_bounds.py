@@ -4,7 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/8060
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import NotNeeded, Source
 
 fix = Fix(
     __name__,
@@ -23,7 +23,7 @@ def count_no_negative_elements(source: Source) -> None:
     extract = source.function("extract_zero_shards_stage3")
     bounded = ("padding_free_numel = max(0, min(...))", "padding_free_numel = min(..., max(0, ...))")
     if any(source.all(pattern, within=extract) for pattern in bounded):
-        raise AlreadyThere
+        raise NotNeeded
     length = source.one("abs(unpartitioned_numel - dp_index * partitioned_numel)", within=extract)
     source.replace(length.func, "max")
     source.insert_at(length.args[0], "0, ")

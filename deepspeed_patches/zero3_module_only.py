@@ -30,6 +30,6 @@ def put_the_weights_together(source: Source) -> None:
     """The model's file has placeholders. Upstream reads the ranks' files only if `load_optimizer_states` is false."""
     load = source.function("DeepSpeedEngine._load_checkpoint")
     branch = source.branch_around("get_fp32_state_dict_from_zero_checkpoint(...)", within=load)
-    source.check_parts({WITHOUT: source.has(WITHOUT, load), NAME: source.has(NAME, branch.test)})
+    source.skip_if((WITHOUT, load), NAME, within=branch.test)
     source.insert_before(branch, WITHOUT)
     source.replace(source.one(UPSTREAMS, within=branch.test), NAME)

@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/7585
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Function, NoBug, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import Function, NoMatch, NotNeeded, Source
 
 fix = Fix(
     __name__,
@@ -41,8 +41,7 @@ for param_group, saved_group in zip(param_groups, saved_groups):
 def count_steps_of_each_tensor(source: Source) -> None:
     """torch's optimizers increment a step tensor in place: a shared one is incremented once per flat tensor."""
     load = _load(source)
-    if not source.has(STEP, within=load):
-        raise AlreadyThere if source.has(OWN_STEP.splitlines()[-1], within=load) else NoBug
+    source.skip_if(OWN_STEP.splitlines()[-1], within=load)
     source.replace(source.one(STEP, within=load), OWN_STEP)
 
 
@@ -50,8 +49,7 @@ def count_steps_of_each_tensor(source: Source) -> None:
 def restore_the_settings_of_each_group(source: Source) -> None:
     """Upstream gives all groups the first group's settings."""
     load = _load(source)
-    if not source.has(OF_THE_FIRST, within=load):
-        raise AlreadyThere if source.has("param_group.update(saved_group)", within=load) else NoBug
+    source.skip_if("param_group.update(saved_group)", within=load)
     groups = source.loop("param_group", within=load)
     settings = source.loop("key, value", within=groups)
     source.one("param_group[key] = value", within=settings)
@@ -61,11 +59,9 @@ def restore_the_settings_of_each_group(source: Source) -> None:
 
 
 def _load(source: Source) -> Function:
-    """The load of the optimizer's state. NotConcerned up to 0.17.6, where torch loads it, with the groups."""
+    """The load of the optimizer's state. Up to 0.17.6 torch loads it, with the groups."""
     name = "load_hp_checkpoint_state_from_checkpoint_dir_stage3"
-    if f"def {name}(".encode() not in source.data:
-        raise NotConcerned
     load = source.function(f"DeepSpeedZeroOptimizer_Stage3.{name}")
     if source.has("self.optimizer.load_state_dict(...)", within=load):
-        raise NotConcerned
+        raise NotNeeded
     return load

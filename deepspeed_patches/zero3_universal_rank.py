@@ -3,10 +3,8 @@
 https://github.com/deepspeedai/DeepSpeed/pull/7601
 """
 
-import ast
-
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NoBug, Source
+from ckpt_patches.engine.source import Source
 
 fix = Fix(
     __name__,
@@ -29,13 +27,9 @@ OF_THE_NODE, OF_THE_PARTITIONS = "dist.get_local_rank()", "dist.get_rank(group=s
 def take_the_part_of_the_rank(source: Source) -> None:
     """The tensor is partitioned over the data-parallel group, so the offset depends on the rank in it."""
     load = source.function("DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state")
-    if not source.has(OF_THE_NODE, within=load) and not _names(source, load, LOCAL):
-        raise AlreadyThere if source.has(OF_THE_PARTITIONS, within=load) else NoBug
+    if not source.has(OF_THE_NODE, within=load) and not source.has(LOCAL, within=load):
+        source.skip_if(OF_THE_PARTITIONS, within=load)
     asked = source.one(f"{LOCAL} = {OF_THE_NODE}", within=load)
     cut = source.one(f"loaded_checkpoint_state.narrow(0, {LOCAL} * partitioned_numel, partitioned_numel)", within=load)
     source.replace(asked, f"{RANK} = {OF_THE_PARTITIONS}")
     source.replace(cut, f"loaded_checkpoint_state.narrow(0, {RANK} * partitioned_numel, partitioned_numel)")
-
-
-def _names(source: Source, within: ast.AST, name: str) -> list[ast.Name]:
-    return [node for node in source.all_of(ast.Name, within) if node.id == name]

@@ -4,7 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/issues/7546
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import NoMatch, Source
 
 fix = Fix(
     __name__,
@@ -27,18 +27,9 @@ FIRST_FILE = 'filename = "zero_pp_rank_0"'
 @fix.edit("deepspeed.runtime.engine")
 def name_the_first_file_where_files_are_loaded_alone(source: Source) -> None:
     """All ranks read the first file of a universal checkpoint, because fewer ranks may have saved it."""
-    if b'"zero_pp_rank_0"' not in source.data:  # checks only the text: parsing takes 0.2 s
-        raise NoBug if _knows_stage_3(source) else NotConcerned
     names = source.function("DeepSpeedEngine._get_ckpt_name")
-    if source.has(f"{LOADING} and {UNIVERSAL}", within=names):
-        raise AlreadyThere
+    source.skip_if(f"{LOADING} and {UNIVERSAL}", within=names)
     branch = source.branch(UNIVERSAL, within=names)
     if branch.body != [source.one(FIRST_FILE, within=names)]:
         raise NoMatch(f"expected `{FIRST_FILE}` alone under `if {UNIVERSAL}`")
     source.insert_at(branch.test, f"{LOADING} and ")
-
-
-def _knows_stage_3(source: Source) -> bool:
-    """Whether the load looks for files of a universal checkpoint, as in upstream's own fix."""
-    _, _, behind = source.data.partition(b"def _get_all_ckpt_names(")
-    return b"load_universal_checkpoint" in behind.partition(b"def ")[0]

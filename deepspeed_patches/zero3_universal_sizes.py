@@ -5,7 +5,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/7585
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import NotConcerned, Source
+from ckpt_patches.engine.source import Source
 
 fix = Fix(
     __name__,
@@ -33,14 +33,12 @@ if found != expected:
 @fix.edit("deepspeed.runtime.zero.stage3")
 def compare_sizes(source: Source) -> None:
     """Upstream copies as many elements as it finds, and shifts the next parameter accordingly."""
+    # Up to 0.17.6 all parts are concatenated, and must fill the buffer.
     first = next(iter(LOADS))
-    if f"def {first}(".encode() not in source.data:
-        raise NotConcerned
-    if not source.has(f"{LOADS[first]}.numel()", within=source.function(f"{CLASS}.{first}")):
-        raise NotConcerned  # up to 0.17.6 all parts are concatenated, and must fill the buffer
+    source.some(f"{LOADS[first]}.numel()", within=source.function(f"{CLASS}.{first}"))
     methods = {f"{CLASS}.{method}": part for method, part in LOADS.items()}
     loads = {part: source.function(method) for method, part in methods.items() if source.has_function(method)}
-    source.check_parts({part: source.has("found != expected", within=load) for part, load in loads.items()})
+    source.skip_if(*(("found != expected", load) for load in loads.values()))
     for part, load in loads.items():
         loaded = source.one(f"{part} = self.load_hp_checkpoint_state(...)", within=load)
         source.insert_after(loaded, CHECK.format(part=part))

@@ -4,7 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.3/deepspeed/checkpoint/ds_to
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import NoBug, Source
+from ckpt_patches.engine.source import NotNeeded, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def _check_tensor_parallel_size_stage3(model_files: "list[str]") -> None:
 def refuse_several_tensor_parallel_ranks(source: Source) -> None:
     """Upstream takes each file for the partition of another data-parallel rank. Since 0.19.4 it tells them apart."""
     if source.has_function("_build_zero3_rank_grid"):
-        raise NoBug
-    source.check_parts({**source.functions_there("", _check_tensor_parallel_size_stage3), CALL: source.has(CALL)})
+        raise NotNeeded
+    source.skip_if(CALL, _check_tensor_parallel_size_stage3)
     source.insert_before(source.one("dp_degree = len(model_files)"), CALL)
     source.insert_function_before(source.function("_check_for_required_state"), _check_tensor_parallel_size_stage3)

@@ -4,7 +4,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.2/deepspeed/runtime/zero/sta
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -78,13 +78,10 @@ class DeepSpeedZeroOptimizer_Stage3:
 def load_weights_without_states(source: Source) -> None:
     """Up to 0.19.2 upstream ignores `load_optimizer_states`."""
     load = source.function(f"{OWNER}._load_universal_checkpoint")
-    if source.has(MODULE_LOAD, within=load):
-        raise AlreadyThere
+    source.skip_if(MODULE_LOAD, within=load)
     call = source.one(f"self.{LOAD}(...)", within=load)
     names = NAMES_BEFORE_0_18 if source.has(f"self.{LOAD}(checkpoint_folder, param_shapes)", within=load) else NAMES
     method = DeepSpeedZeroOptimizer_Stage3._load_hp_weights_from_checkpoint_dir_stage3
-    source.check_parts(
-        {**source.functions_there(f"{OWNER}.", method), LOAD_WEIGHTS: source.has(LOAD_WEIGHTS, within=load)}
-    )
+    source.skip_if(LOAD_WEIGHTS, method, within=load)
     source.insert_before(call, WEIGHTS_ALONE.format(names))
     source.insert_method_before(load, method)

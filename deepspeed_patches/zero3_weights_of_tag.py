@@ -33,7 +33,7 @@ def read_the_checkpoint_of_the_tag(source: Source) -> None:
     """Upstream's script uses the tag in `latest`. A universal checkpoint has no files for it, and is skipped."""
     load = source.function("DeepSpeedEngine._load_checkpoint")
     test = source.branch_around("get_fp32_state_dict_from_zero_checkpoint(...)", within=load).test
-    source.check_parts({WITH_TAG: source.has(WITH_TAG, load), NOT_UNIVERSAL: source.has(NOT_UNIVERSAL, test)})
+    source.skip_if((WITH_TAG, load), NOT_UNIVERSAL, within=test)
     source.replace(source.one(WITHOUT_TAG, within=load), WITH_TAG)
     stage_3 = source.one(STAGE_3, within=test)
     source.insert_at(stage_3, "(")

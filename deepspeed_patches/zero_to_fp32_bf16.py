@@ -56,7 +56,7 @@ def _copy_as_loaded(src: str, dst: str) -> None:
 def take_files_without_a_stage(source: Source) -> None:
     """Files with and without a stage have the main parameters under the same name, partitioned alike."""
     parse = source.function("parse_optim_states")
-    source.check_parts({part: source.has(part, within=parse) for part in (STATES, NOT_OF_ZERO, STAGE_OR_1)})
+    source.skip_if(STATES, NOT_OF_ZERO, STAGE_OR_1, within=parse)
     branch = source.branch(source.first_there(*NOT_NAMED, within=parse), within=parse)
     source.insert_before(branch, STATES)
     source.replace(branch.test, NOT_OF_ZERO)
@@ -67,8 +67,6 @@ def take_files_without_a_stage(source: Source) -> None:
 def put_the_fixed_script_into_the_checkpoint(source: Source) -> None:
     """Upstream copies the file on disk, which the import hook does not change."""
     copy = source.function("DeepSpeedEngine._copy_recovery_script")
-    source.check_parts(
-        {**source.functions_there("", _copy_as_loaded), COPY_AS_LOADED: source.has(COPY_AS_LOADED, within=copy)}
-    )
+    source.skip_if(COPY_AS_LOADED, _copy_as_loaded, within=copy)
     source.replace(source.one(COPY, within=copy), COPY_AS_LOADED)
     source.insert_function_before(source.class_named("DeepSpeedEngine"), _copy_as_loaded)

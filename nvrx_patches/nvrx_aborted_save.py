@@ -5,7 +5,7 @@ https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5842
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.source import NoMatch, Source
 
 fix = Fix(
     __name__,
@@ -31,7 +31,6 @@ def forget_what_was_aborted(source: Source) -> None:
     """Upstream finalizes the aborted calls with the next save, which reads the oldest result in the queue."""
     close = source.function("AsyncCallsQueue.close")
     if "abort" not in [argument.arg for argument in close.args.args]:
-        raise NotConcerned  # before 0.5
-    if source.has("filesystem_async._results_queue = None", within=close):
-        raise AlreadyThere
+        raise NoMatch(f"expected {close.name} with a parameter `abort`, found none")  # before 0.5
+    source.skip_if("filesystem_async._results_queue = None", within=close)
     source.insert_before(source.branch("self.persistent and self.persistent_caller", close), FORGET)

@@ -6,7 +6,7 @@ https://github.com/NVIDIA-NeMo/RL/issues/3312
 import ast
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,20 +35,19 @@ def _storages_of(tensors: "list[torch.Tensor]") -> list[tuple[object, ...]]:
 @fix.edit("nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async")
 def follow_storages(source: Source) -> None:
     """Upstream's cache key has only names, shapes and dtypes, which a new allocation does not change."""
-    if not source.has_function("_compute_data_structure_key_from_plan"):
-        raise NotConcerned  # before 0.6 a worker caches nothing
+    source.function("_compute_data_structure_key_from_plan")  # before 0.6 a worker caches nothing
     prepare = source.function("FileSystemWriterAsync.prepare_write_data")
-    if source.has("FileSystemWriterAsync._cached_tensor_data_ptrs", within=prepare):
-        raise AlreadyThere  # upstream's own fix, since #314
+    source.skip_if(
+        "FileSystemWriterAsync._cached_tensor_data_ptrs", within=prepare
+    )  # upstream's own fix, since #314
     writer = source.class_named("FileSystemWriterAsync")
-    source.check_parts(
-        {
-            **source.functions_there("", _storages_of),
-            "they are kept": source.has("_cached_storages: dict = {}", within=writer),
-            "looked at": source.has("storages = _storages_of(gpu_data)", within=prepare),
-            "compared": source.has("self._cached_storages.get(key) == storages", within=prepare),
-            "noted": source.has("self._cached_storages[key] = storages", within=prepare),
-        }
+    source.skip_if(
+        ("_cached_storages: dict = {}", writer),
+        "storages = _storages_of(gpu_data)",
+        "self._cached_storages.get(key) == storages",
+        "self._cached_storages[key] = storages",
+        _storages_of,
+        within=prepare,
     )
     paths = source.branch("gpu_items and self.use_cpu_shm_for_gpu_tensors", prepare)
     reuse = paths.orelse[0]

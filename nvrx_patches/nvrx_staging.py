@@ -7,7 +7,7 @@ import ast
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Function, NoMatch, Source
+from ckpt_patches.engine.source import Function, NoMatch, NotNeeded, Source
 
 fix = Fix(
     __name__,
@@ -32,7 +32,7 @@ def clone_cpu_tensors(source: Source) -> None:
     described = ast.get_docstring(clone) or ""
     is_cloned = source.has("ten.clone()", within=clone) and not source.has("is_view", within=clone)
     if is_cloned and VIEWS_ONLY not in described:
-        raise AlreadyThere
+        raise NotNeeded
     if not is_cloned:
         _clone_always(source, clone)
     if VIEWS_ONLY in described:
@@ -57,8 +57,7 @@ def _clone_always(source: Source, clone: Function) -> None:
 def copy_what_torch_saves(source: Source) -> None:
     """`TorchAsyncCheckpoint` stages with `to("cpu")`, which does not copy tensors on the CPU."""
     stage = source.function("preload_tensors")
-    if source.has('in_var.detach().to("cpu", non_blocking=non_blocking, copy=True)', within=stage):
-        raise AlreadyThere
+    source.skip_if('in_var.detach().to("cpu", non_blocking=non_blocking, copy=True)', within=stage)
     call = source.one('in_var.detach().to("cpu", non_blocking=non_blocking)', within=stage)
     source.add_keyword(call, "copy", "True")
 

@@ -5,7 +5,6 @@ import os
 import shutil
 from pathlib import Path
 
-from ckpt_patches.cli.status import FIXED_UPSTREAM, NOT_PRESENT
 from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, module_path, plan_tree
 from ckpt_patches.engine.registry import EVERYTHING, FIXES, TARGETS
@@ -15,7 +14,7 @@ VERSIONS = ("megatron.core.package_info", "deepspeed.git_version_info_installed"
 
 def copy_of(tree: Path, fix: str, to: Path) -> Path:
     """Copy only the files that a fix edits, and those that tell whether it concerns the release, to a new tree."""
-    for module in {*EVERYTHING[fix], load(fix).concerns or EVERYTHING[fix][0], *VERSIONS}:
+    for module in {*EVERYTHING[fix], *(edit.module for edit in load(fix).edits), *VERSIONS}:
         source, target = module_path(str(tree), module), module_path(str(to), module)
         if os.path.exists(source):
             os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -38,13 +37,10 @@ def check_left_alone(copy: Path, fix: str, module: str, old: str, new: str) -> s
     return result.reason
 
 
-def check_not_needed(tree: Path, fix: str) -> str:
-    """Check that a fix has nothing to change in a tree; return its state as `status` prints it."""
+def check_not_needed(tree: Path, fix: str) -> None:
+    """Check that a fix has nothing to change in a tree, and says so."""
     result, made = plan(tree, fix)
-    words = {Outcome.ALREADY_THERE: FIXED_UPSTREAM, Outcome.NOT_PRESENT: NOT_PRESENT}
-    assert result.outcome in words, result
-    assert made.files == {}
-    return words[result.outcome]
+    assert (result.outcome, made.files) == (Outcome.NOT_NEEDED, {}), result
 
 
 def write(made: TreePlan) -> None:

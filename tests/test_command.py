@@ -29,27 +29,25 @@ def states(on: Path, **env: str) -> dict[str, str]:
 # status
 
 
-def test_status_tells_active_from_fixed_upstream_and_not_present() -> None:
+def test_status_tells_active_from_not_needed() -> None:
     found = states(tree("megatron-core", "0.14.0"))
     assert found["zarr_create_synchronizer"] == "active"
-    assert found["universal_tensor_paddings"] == "not present"
+    assert found["universal_tensor_paddings"] == "not needed"
     found = states(tree("megatron-core", "0.16.1"))
-    assert found["zarr_create_synchronizer"] == "not present"
-    assert found["numpy2_product"] == "fixed upstream"
+    assert found["zarr_create_synchronizer"] == "not needed"
+    assert found["numpy2_product"] == "not needed"
     assert found["dp_zero_empty_state"] == "active"
 
 
-def test_status_tells_switched_off_and_applied_in_place() -> None:
-    assert states(tree("megatron-core", "0.14.0"), CKPT_PATCHES="off")["numpy2_product"] == "switched off"
-    assert states(tree("megatron-core", "0.14.0"), CKPT_PATCHES_SKIP="numpy2_product")["numpy2_product"] == (
-        "switched off"
-    )
+def test_status_tells_off_and_in_place() -> None:
+    assert states(tree("megatron-core", "0.14.0"), CKPT_PATCHES="off")["numpy2_product"] == "off"
+    assert states(tree("megatron-core", "0.14.0"), CKPT_PATCHES_SKIP="numpy2_product")["numpy2_product"] == ("off")
     patched = upstream.in_place(tree("megatron-core", "0.14.0"))
-    assert states(patched, CKPT_PATCHES="off")["numpy2_product"] == "applied in place"
+    assert states(patched, CKPT_PATCHES="off")["numpy2_product"] == "in place"
     found = states(patched, CKPT_PATCHES="off")
-    missing = [name for name, state in found.items() if state == "switched off" and package_of(name) == CORE]
+    missing = [name for name, state in found.items() if state == "off" and package_of(name) == CORE]
     assert missing == []
-    assert found["dcp_async_copy"] == "switched off"  # the installed torch is as it was
+    assert found["dcp_async_copy"] == "off"  # the installed torch is as it was
 
 
 def test_status_on_a_release_below_the_floor() -> None:
@@ -59,7 +57,7 @@ def test_status_on_a_release_below_the_floor() -> None:
     core = {name: state for name, state in found.items() if package_of(name) == CORE}
     active = [name for name, state in core.items() if state == "active"]
     assert sorted(active) == ["dp_zero_empty_state", "zarr_create_synchronizer"]
-    assert {state for name, state in core.items() if name not in active} == {"not present"}
+    assert {state for name, state in core.items() if name not in active} == {"not needed"}
     done = command("status", on=on)
     assert done.returncode == 1
     assert "megatron-core 0.9.0 is older than this version of training-checkpoint-patches supports" in done.stdout
@@ -102,14 +100,14 @@ def test_status_has_the_fixes_of_installed_packages_problems_first_and_their_num
     done = command("status", on=on, CKPT_PATCHES_SKIP="sharding_type_default")
     rows = done.stdout.split("\n\n")[2].splitlines()
     assert rows[0] == "megatron-core 0.16.1"
-    assert rows[1].split()[:3] == ["sharding_type_default", "switched", "off"]
+    assert rows[1].split()[:3] == ["sharding_type_default", "off", "CKPT_PATCHES_SKIP=sharding_type_default"]
     found = states(on, CKPT_PATCHES_SKIP="sharding_type_default")
     assert {row.split()[0] for row in rows[1:]} == {n for n in FIXES if package_of(n) == CORE}
     active = sum(found[name] == "active" for name in FIXES if package_of(name) == CORE)
     others = len(rows) - 2 - active
     active += found["dcp_async_copy"] == "active"  # of the installed torch
-    others += found["dcp_async_copy"] == "fixed upstream"
-    assert done.stdout.endswith(f"\n{active} active, {others} not needed, 1 missing\n")
+    others += found["dcp_async_copy"] == "not needed"
+    assert done.stdout.splitlines()[-1].startswith(f"{active} active, {others} not needed, 1 off: unset what switches")
     assert set(found) == set(FIXES)
     assert "zero3_fragment_bounds" not in done.stdout
 
@@ -157,7 +155,7 @@ def test_folders_that_an_uninstall_has_left_are_no_package(left: str, tmp_path: 
     found = json.loads(command("status", "--json", on=tmp_path).stdout)
     versions = {one["name"]: one["version"] for one in found["installed"]}
     assert versions["megatron-core"] is versions["deepspeed"] is None
-    assert {fix["state"] for fix in found["fixes"] if fix["package"] != "torch"} == {"not present"}
+    assert {fix["state"] for fix in found["fixes"] if fix["package"] != "torch"} == {"not needed"}
 
 
 def test_status_finds_a_package_that_has_no_init_file() -> None:
@@ -207,7 +205,7 @@ def test_status_of_a_tree_is_that_of_the_scripts_in_it(tmp_path: Path) -> None:
     core = {"name": "megatron-core", "version": "0.16.1", "location": str(checkout), "why": "--tree"}
     assert core in found["installed"]
     by_name = {fix["name"]: fix for fix in found["fixes"]}
-    assert by_name["numpy2_product"]["state"] == "fixed upstream"
+    assert by_name["numpy2_product"]["state"] == "not needed"
     assert by_name["zero3_fragment_bounds"]["reason"] == f"deepspeed is not in {checkout}"
     done = command("status", "--tree", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
@@ -335,7 +333,7 @@ def test_a_diff_of_nothing_says_why(tmp_path: Path) -> None:
     make(tmp_path, "import numpy as np\nx = np.prod(())\n")
     done = command("diff", "numpy2_product", "--tree", str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr == "numpy2_product: already there\n"
+    assert done.stderr == "numpy2_product: not needed\n"
 
 
 def test_diff_of_the_installed_files_needs_no_tree() -> None:
@@ -368,7 +366,7 @@ def test_a_module_with_its_fixes_applied_has_no_changes(tmp_path: Path) -> None:
     assert command("apply", "numpy2_product", "--tree", str(tmp_path)).returncode == 0
     again = command("diff", "--module", MODULE, "--tree", str(tmp_path))
     assert (again.returncode, again.stdout) == (0, "")
-    assert "numpy2_product: already there" in again.stderr
+    assert "numpy2_product: not needed" in again.stderr
 
 
 @pytest.mark.parametrize("more", ["numpy2_product", "--with-test"])

@@ -71,7 +71,7 @@ def test_upstreams_own_repair_is_told_from_other_code(tmp_path: Path) -> None:
         "adjusted_end = param_world_end - padding_adjustment",
     )
     cut = "state_ten = world_tensors[state_key][param_world_start:param_world_end]"
-    for lines, outcome in ((repair, "already there"), (repair[:2], "no match")):
+    for lines, outcome in ((repair, "not needed"), (repair[:2], "no match")):
         copy = edits.copy_of(tree(*newest_affected(FIX)), FIX, tmp_path / outcome)
         (path,) = copy.rglob("distrib_optimizer.py")
         text = path.read_text()

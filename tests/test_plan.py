@@ -2,17 +2,19 @@
 
 import gc
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ckpt_patches.engine import plan
-from ckpt_patches.engine.fix import Fix
+from ckpt_patches.engine.fix import Fix, Ranges
 from ckpt_patches.engine.plan import Outcome, TreePlan, plan_tree
 from ckpt_patches.engine.registry import CORE
-from ckpt_patches.engine.source import AlreadyThere, NotConcerned, Source
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import NotNeeded, Source
 
+WITH_BUG: Ranges = (("0.12.0", newest("megatron-core")),)
+OTHERS: Ranges = (("0.12.0", "0.12.3"),)
 FIRST, SECOND = "megatron.core.first", "megatron.core.second"
 
 
@@ -28,16 +30,14 @@ def tree(tmp_path: Path) -> Path:
 
 def rename(source: Source) -> None:
     if source.all("new(1)"):
-        raise AlreadyThere
+        raise NotNeeded
     source.replace(source.one("old(1)"), "new(1)")
 
 
-def make(
-    name: str = "fix", *, concerns: str = "", where: Callable[[Source], bool] | None = None, optional: bool = False
-) -> Fix:
-    fix = Fix(name, upstream=(), test="", concerns=concerns, where=where)
+def make(name: str = "fix", *, releases: Ranges = WITH_BUG, of_second: Ranges = ()) -> Fix:
+    fix = Fix(name, releases=releases)
     fix.edit(FIRST)(rename)
-    fix.edit(SECOND, optional=optional)(rename)
+    fix.edit(SECOND, releases=of_second)(rename)
     return fix
 
 
@@ -95,7 +95,7 @@ def test_one_unknown_module_leaves_both_alone(tree: Path, monkeypatch: pytest.Mo
     (tree / "megatron/core/second.py").write_text("value = other(1)\n")
     found, reason, files = outcome(tree, monkeypatch, make())
     assert (found, files) == (Outcome.NO_MATCH, [])
-    assert "second.py: expected `old(1)` once, found it 0 times" in reason
+    assert "second.py: expected `old(1)` once, found it 0 times; most like it is line 1: `value = other(1)`" in reason
 
 
 def test_half_there_is_unknown_code_that_says_what_is_missing(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,50 +109,69 @@ def test_half_there_is_unknown_code_that_says_what_is_missing(tree: Path, monkey
 def test_edits_that_are_right_alone_complete_each_other(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each independent edit applies alone: some releases already have one of them."""
     (tree / "megatron/core/first.py").write_text("value = new(1)\n")
-    fix = Fix("fix", upstream=(), test="")
+    fix = Fix("fix", releases=WITH_BUG)
     fix.edit(FIRST, SECOND, independent=True)(rename)
     assert outcome(tree, monkeypatch, fix) == (Outcome.APPLIES, "", [SECOND])
 
 
-def test_a_missing_module_is_unknown_code_unless_it_is_optional(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tree / "megatron/core/second.py").unlink()
-    found, reason, files = outcome(tree, monkeypatch, make())
-    assert (found, files) == (Outcome.NO_MATCH, [])
-    assert "second.py: there is no such file" in reason
-    assert outcome(tree, monkeypatch, make(optional=True)) == (Outcome.APPLIES, "", [FIRST])
-
-
-def test_without_any_of_its_modules_a_fix_is_not_present(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_code_is_a_mismatch_in_the_stated_releases_alone(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("first", "second"):
         (tree / f"megatron/core/{name}.py").unlink()
-    assert outcome(tree, monkeypatch, make()) == (Outcome.NOT_PRESENT, "", [])
+    found, reason, _ = outcome(tree, monkeypatch, make())
+    assert found is Outcome.NO_MATCH
+    assert "first.py: there is no such file" in reason
+    assert outcome(tree, monkeypatch, make(releases=OTHERS)) == (Outcome.NOT_NEEDED, "", [])
 
 
-def test_without_the_module_that_it_concerns_a_fix_is_not_present(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edit_of_some_releases_may_be_absent_in_others(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / "megatron/core/second.py").unlink()
-    assert outcome(tree, monkeypatch, make(concerns=SECOND)) == (Outcome.NOT_PRESENT, "", [])
+    assert outcome(tree, monkeypatch, make())[0] is Outcome.NO_MATCH
+    assert outcome(tree, monkeypatch, make(releases=OTHERS)) == (Outcome.NOT_NEEDED, "", [])
+    assert outcome(tree, monkeypatch, make(of_second=OTHERS)) == (Outcome.APPLIES, "", [FIRST])
 
 
-@pytest.mark.parametrize(("value", "found"), [("old", Outcome.APPLIES), ("new", Outcome.NOT_PRESENT)])
-def test_what_that_module_holds_can_say_whether_a_fix_is_for_the_release(
-    tree: Path, monkeypatch: pytest.MonkeyPatch, value: str, found: Outcome
+def test_an_edit_that_looks_says_whether_the_fix_is_for_this_code(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(source: Source) -> None:
+        source.one("other(1)")
+
+    fix = make(releases=OTHERS)
+    fix.edit(SECOND)(look)
+    assert outcome(tree, monkeypatch, fix) == (Outcome.NOT_NEEDED, "", [])
+    (tree / "megatron/core/second.py").write_text("value = old(1)\nother(1)\n")
+    assert outcome(tree, monkeypatch, fix) == (Outcome.APPLIES, "", [FIRST, SECOND])
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [
+        ("0.13.0", Outcome.NO_MATCH),
+        ("0.12.0", Outcome.NOT_NEEDED),
+        ("0.14.0", Outcome.NOT_NEEDED),
+        ("0.13.0rc1", Outcome.NOT_NEEDED),  # can be as 0.12.3
+        ("0.13.1rc1", Outcome.NO_MATCH),
+        ("0.13.1+local", Outcome.NOT_NEEDED),  # can be as 0.14.0
+        ("0.13.0+26", Outcome.NO_MATCH),
+        ("99.0.0", Outcome.NOT_NEEDED),
+    ],
+)
+def test_a_version_between_two_releases_counts_as_both(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, version: str, found: Outcome
 ) -> None:
-    fix = make(concerns=SECOND, where=lambda source: source.has(f"{value}(1)"))
-    assert outcome(tree, monkeypatch, fix)[0] is found
+    (tree / "megatron/core/second.py").unlink()
+    monkeypatch.setattr(plan, "version_in", lambda root, package: version)
+    assert outcome(tree, monkeypatch, make(releases=(("0.13.0", "0.13.1"),)))[0] is found
 
 
-def test_a_release_that_does_not_have_the_code_is_not_concerned(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_here(source: Source) -> None:
-        raise NotConcerned
-
-    fix = Fix("fix", upstream=(), test="")
-    fix.edit(FIRST)(not_here)
-    assert outcome(tree, monkeypatch, fix) == (Outcome.NOT_PRESENT, "", [])
+@pytest.mark.parametrize("version", ["99.0.0", "99.0.0.dev3", f"{newest('megatron-core')}+7", "?"])
+def test_a_range_up_to_the_newest_release_is_open(tree: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    (tree / "megatron/core/second.py").unlink()
+    monkeypatch.setattr(plan, "version_in", lambda root, package: version)
+    assert outcome(tree, monkeypatch, make())[0] is Outcome.NO_MATCH
 
 
 def bad(text: str, name: str = "bad") -> Fix:
     """A fix for both modules; its edit of the second module is bad."""
-    fix = Fix(name, upstream=(), test="")
+    fix = Fix(name, releases=WITH_BUG)
     fix.edit(FIRST)(lambda source: source.insert_after(source.tree.body[-1], "other = 1"))
     fix.edit(SECOND)(lambda source: source.insert_after(source.tree.body[-1], text))
     return fix
@@ -212,7 +231,7 @@ def test_of_a_module_without_source_every_fix_is_told(tree: Path, monkeypatch: p
     """A module without source is reported for every fix, not only the first."""
     second = tree / "megatron/core/second.py"
     second.rename(f"{second}c")
-    results = planned(tree, monkeypatch, make("one"), make("two", optional=True)).results
+    results = planned(tree, monkeypatch, make("one"), make("two", of_second=OTHERS)).results
     assert [result.outcome for result in results] == [Outcome.NO_MATCH, Outcome.NO_MATCH]
     assert all("no source, only bytecode" in result.reason for result in results)
 

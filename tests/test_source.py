@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_patches.engine.source import (
-    AlreadyThere,
     NoMatch,
+    NotNeeded,
     Source,
     UnreadableSource,
     function_text,
@@ -309,13 +309,21 @@ def test_only_an_import_of_the_module_itself_counts() -> None:
     assert [n for n in ("math", "os", "r", "replace", "shutil", "itertools") if made.imports(n)] == ["math", "os", "r"]
 
 
-def test_what_an_edit_brings_is_there_as_a_whole_or_not_at_all() -> None:
-    made = source()
-    made.check_parts({"one": False, "two": False})
-    with pytest.raises(AlreadyThere):
-        made.check_parts({"one": True, "two": True})
-    with pytest.raises(NoMatch, match=r"a part of this fix is there already \(two\), missing: one, three"):
-        made.check_parts({"one": False, "two": True, "three": False})
+def test_code_that_is_there_is_not_needed() -> None:
+    made = source("f(1)\n")
+    made.skip_if("f(2)")
+    with pytest.raises(NotNeeded):
+        made.skip_if("f(...)")
+
+
+def brought() -> int:
+    return 1
+
+
+def test_a_function_is_not_defined_twice() -> None:
+    made = source("def brought():\n    return 2\n")
+    with pytest.raises(NoMatch, match="expected no brought yet, found one without what calls it in this fix"):
+        made.insert_function_before(made.function("brought"), brought)
 
 
 def test_two_edits_of_one_place_are_refused() -> None:

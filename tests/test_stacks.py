@@ -59,7 +59,7 @@ def test_an_environment_has_what_its_row_names() -> None:
 
 FOUND = {
     "on": {"Python": "3.12.1", "torch": "2.11.0", "megatron-core": "0.18.0"},
-    "fixes": {"a": "works", "b": "fixed upstream", "c": "not present"},
+    "fixes": {"a": "works", "b": "not needed"},
     "tools": {"megatron: audit": "works"},
     "explorer": {"megatron": {"right": 5, "loud": 2, "SILENT": 0}},
 }

@@ -97,8 +97,8 @@ def test_a_tree_of_a_release_without_it_lacks_nothing(version: str, tmp_path: Pa
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron/core").symlink_to(tree("megatron-core", version) / "megatron/core")
     (result,) = plan_tree(str(tmp_path), CORE, [FIX]).results
-    assert result.outcome is Outcome.NOT_PRESENT
+    assert result.outcome is Outcome.NOT_NEEDED
     (tmp_path / "megatron/training").mkdir()
     (result,) = plan_tree(str(tmp_path), CORE, [FIX]).results
     assert result.outcome is Outcome.NO_MATCH
-    assert "no such file" in result.reason
+    assert "there is no such file" in result.reason

@@ -57,4 +57,4 @@ def test_fixed_upstream_by_the_guard_alone(copy: Path) -> None:
     """A release that checks for a step does not fail, and its first step creates what is missing."""
     edits.rewrite(copy, BASE_OPTIMIZER, STEP, "if steps and steps[0] is not None:")
     result, plan = edits.plan(copy, FIX)
-    assert (result.outcome, plan.files) == (Outcome.ALREADY_THERE, {})
+    assert (result.outcome, plan.files) == (Outcome.NOT_NEEDED, {})

@@ -108,4 +108,4 @@ def test_fixed_upstream_in_another_form(copy: Path) -> None:
         STRIP_AT_MOST.replace("0, ", "").replace("[key])", "[key], 0)"),
     )
     result, plan = edits.plan(copy, FIX)
-    assert (result.outcome, plan.files) == (Outcome.ALREADY_THERE, {})
+    assert (result.outcome, plan.files) == (Outcome.NOT_NEEDED, {})

@@ -43,14 +43,13 @@ REMOVED_OPTIONS = {
     "--plot": "removed in 0.3; --html FILE.html writes a page with the range of each finding",
 }
 # Version of the JSON of status and list; increased when a key is renamed, removed or changes its meaning.
-SCHEMA = 1
+SCHEMA = 2
 JSON_HELP = "print JSON (ckpt-patches explain json)"
 MATCH_STATUS = "exit status: 0 success, 1 a fix does not match, 2 wrong usage or an unreadable file"
 
 MEANING = {
     Outcome.APPLIES: "applied",
-    Outcome.ALREADY_THERE: "already there",
-    Outcome.NOT_PRESENT: "not present in this release",
+    Outcome.NOT_NEEDED: "not needed",
     Outcome.NO_MATCH: "NO MATCH",
 }
 
@@ -116,8 +115,7 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "status",
         help="show what is installed, and the state of every fix",
         **described(
-            "Show the installed packages and the state of every fix: active, applied in place, fixed upstream, "
-            "not present, NO MATCH, switched off or inactive.",
+            "Show the installed packages and the state of every fix: active, in place, not needed, NO MATCH or off.",
             "ckpt-patches status --require megatron-core",
             after="exit status: 0 success, 1 a needed fix or a required package is missing, a fix was not proven to "
             "work, or nothing to patch is installed",
@@ -398,14 +396,14 @@ def _row(package: "Installed") -> tuple[str, ...]:
 
 def _print_fixes(found: "Status", package: "Installed") -> None:
     """Print the fixes of an installed package, problems first."""
-    from ckpt_patches.cli.status import ACTIVE, APPLIED_IN_PLACE, MISSING, NOT_NEEDED
+    from ckpt_patches.cli.status import ACTIVE, IN_PLACE, MISSING, NOT_NEEDED
 
-    rank = {state: at for at, state in enumerate((*MISSING, ACTIVE, APPLIED_IN_PLACE, *NOT_NEEDED))}
+    rank = {state: at for at, state in enumerate((*MISSING, ACTIVE, IN_PLACE, NOT_NEEDED))}
     own = [fix for fix in found.fixes if DISTRIBUTIONS[fix.package] == package.name]
     if not package.version or not own:
         return
-    rows = [(fix.name, fix.state, fix.reason) for fix in sorted(own, key=lambda fix: rank[fix.state])]
-    colors = {**dict.fromkeys(MISSING, "red"), ACTIVE: "green", APPLIED_IN_PLACE: "green"}
+    rows = [(fix.name, fix.state, fix.reason) for fix in sorted(own, key=lambda fix: (rank[fix.state], fix.name))]
+    colors = {**dict.fromkeys(MISSING, "red"), ACTIVE: "green", IN_PLACE: "green"}
     print("\n" + terminal.paint(f"{package.name} {package.version}", "bold"))
     print("\n".join(terminal.table(rows, terminal.width(), wrapped=(2,), colors=colors)))
 
@@ -516,18 +514,11 @@ def _apply(options: argparse.Namespace) -> int:
         before = rewrite.read_state(selection.root, selection.package).fixes
         names = [name for name in selection.names if name not in skip]
         plan = rewrite.apply(selection.root, selection.package, names)
-        results += [_as_before(r, before) for r in plan.results if r.name in names]
+        results += [r for r in plan.results if r.name in names]
         for name in (name for name in selection.names if name in skip):
             left = "applied in place by an earlier run, revert it" if name in before else "not applied"
             print(f"{name}: {left} (CKPT_PATCHES_SKIP)", file=sys.stderr)
     return _tell(results)
-
-
-def _as_before(result: FixResult, before: Sequence[str]) -> FixResult:
-    """The result, but ALREADY_THERE for a fix that an earlier run applied."""
-    if result.outcome is Outcome.APPLIES and result.name in before:
-        return FixResult(result.name, Outcome.ALREADY_THERE)
-    return result
 
 
 def _revert(options: argparse.Namespace) -> int:

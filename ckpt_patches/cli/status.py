@@ -21,17 +21,14 @@ from ckpt_patches.inplace import rewrite
 from ckpt_patches.startup import installed_finder
 
 ACTIVE = "active"
-APPLIED_IN_PLACE = "applied in place"
-FIXED_UPSTREAM = "fixed upstream"
-NOT_PRESENT = "not present"
+IN_PLACE = "in place"
+NOT_NEEDED = "not needed"
 NO_MATCH = "NO MATCH"
-SWITCHED_OFF = "switched off"
-INACTIVE = "inactive"
+OFF = "off"
 # The bug is present, and its fix is not active.
-MISSING = (NO_MATCH, SWITCHED_OFF, INACTIVE)
+MISSING = (NO_MATCH, OFF)
 # Fixes of asynchronous saves: the prefix of their names for megatron-core, and the fix that replaces a missing NVRx.
 ASYNC, FALLBACK = "async_", "async_strategy_fallback"
-NOT_NEEDED = (FIXED_UPSTREAM, NOT_PRESENT)
 
 
 @dataclass(frozen=True)
@@ -91,15 +88,14 @@ class Status:
         """The number of fixes in each state, for the installed packages."""
         here = {package.name for package in self.installed if package.version}
         states = [fix.state for fix in self.fixes if DISTRIBUTIONS[fix.package] in here]
-        in_place = states.count(APPLIED_IN_PLACE)
-        return ", ".join(
-            [
-                f"{states.count(ACTIVE)} active",
-                *([f"{in_place} applied in place"] if in_place else []),
-                f"{sum(state in NOT_NEEDED for state in states)} not needed",
-                f"{sum(state in MISSING for state in states)} missing",
-            ]
-        )
+        counts = {state: states.count(state) for state in (ACTIVE, IN_PLACE, NOT_NEEDED, NO_MATCH, OFF)}
+        told = [f"{count} {state}" for state, count in counts.items() if count or state in (ACTIVE, NOT_NEEDED)]
+        what_to_do = {
+            NO_MATCH: "report a release that a fix does not match, or leave the fix out with CKPT_PATCHES_SKIP",
+            OFF: "unset what switches a fix off, or write it into the files with ckpt-patches apply",
+        }
+        todo = [what for state, what in what_to_do.items() if counts[state]]
+        return ": ".join([", ".join(told), *(["; ".join(todo)] if todo else [])])
 
 
 def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
@@ -121,8 +117,8 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
         raise UserError(f"expected {folders} in {tree}, found none")
     fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches, reason)]
     if reason:
-        fixes = [_inactive(fix, switches) for fix in fixes]
-    in_place = [fix.name for fix in fixes if fix.state == APPLIED_IN_PLACE and fix.name in switches.skip]
+        fixes = [_inactive(fix) for fix in fixes]
+    in_place = [fix.name for fix in fixes if fix.state == IN_PLACE and fix.name in switches.skip]
     installed = [
         Installed(DISTRIBUTIONS[package], version_in(root, package), str(root), _why_this_tree(root, tree))
         if root
@@ -157,7 +153,7 @@ def proven(status: Status, tree: str | None = None) -> Status:
     from ckpt_patches.demo.run import demonstrations
 
     known = demonstrations()
-    active = [fix.name for fix in status.fixes if fix.state in (ACTIVE, APPLIED_IN_PLACE)]
+    active = [fix.name for fix in status.fixes if fix.state in (ACTIVE, IN_PLACE)]
     environ = variables(os.environ, tree=os.path.abspath(tree) if tree else None, mode=status.mode)
     found = prove([known[name] for name in active], environ)
     words = {True: DOES_NOT_WORK, False: WORKS, None: NOT_RUN}
@@ -218,7 +214,7 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
     """The state of each fix in a tree."""
     if root is None:
         reason = f"{DISTRIBUTIONS[package]} is not {'installed' if tree is None else f'in {tree}'}"
-        return [FixStatus(name, package, NOT_PRESENT, reason) for name in fixes_for(package)]
+        return [FixStatus(name, package, NOT_NEEDED, reason) for name in fixes_for(package)]
     in_place = rewrite.read_state(root, package).fixes
     if tree is None and not why_inactive:  # what this process would import, through any hook
         plan, _ = running.make_plan(str(root), package, switches)
@@ -233,23 +229,20 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
 
 
 def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: Switches) -> FixStatus:
-    state, reason = NOT_PRESENT, result.reason or "this release does not have the code"
-    if result.outcome is Outcome.ALREADY_THERE:
-        state, reason = (APPLIED_IN_PLACE, "") if result.name in in_place else (FIXED_UPSTREAM, "")
-    elif result.outcome is Outcome.NO_MATCH:
-        state, reason = NO_MATCH, result.reason
-    elif result.outcome is Outcome.APPLIES:
-        state, reason = ACTIVE, ""
-        if result.name in switches.skip:
-            state, reason = SWITCHED_OFF, f"CKPT_PATCHES_SKIP={result.name}"
+    states = {Outcome.APPLIES: ACTIVE, Outcome.NOT_NEEDED: NOT_NEEDED, Outcome.NO_MATCH: NO_MATCH}
+    state, reason = states[result.outcome], result.reason
+    if state == NOT_NEEDED and result.name in in_place:
+        state = IN_PLACE
+    elif state == ACTIVE and result.name in switches.skip:
+        state, reason = OFF, f"CKPT_PATCHES_SKIP={result.name}"
     return FixStatus(result.name, package, state, reason)
 
 
-def _inactive(fix: FixStatus, switches: Switches) -> FixStatus:
+def _inactive(fix: FixStatus) -> FixStatus:
     """A fix's state without a hook; the reason is shown once for all fixes."""
     if fix.state != ACTIVE:
         return fix
-    return FixStatus(fix.name, fix.package, SWITCHED_OFF if switches.mode == "off" else INACTIVE)
+    return FixStatus(fix.name, fix.package, OFF)
 
 
 def _distribution(name: str) -> Installed:
@@ -288,7 +281,7 @@ def _async_saves(core: Path | None, installed: Sequence[Installed], fixes: Seque
         return own
     if version := here[DISTRIBUTIONS[NVRX]]:
         return f"nvrx by default, nvidia-resiliency-ext {version}: {_covered(NVRX, 'nvrx_', fixes)}"
-    if any(fix.name == FALLBACK and fix.state in (ACTIVE, APPLIED_IN_PLACE) for fix in fixes):
+    if any(fix.name == FALLBACK and fix.state in (ACTIVE, IN_PLACE) for fix in fixes):
         return f"nvrx by default, which is not installed, so by {FALLBACK} {own}"
     return f"nvrx by default, which is not installed: the first one fails ({FALLBACK} is not active)"
 
@@ -296,7 +289,7 @@ def _async_saves(core: Path | None, installed: Sequence[Installed], fixes: Seque
 def _covered(package: str, prefix: str, fixes: Sequence[FixStatus]) -> str:
     """How many of the package's needed fixes of asynchronous saves are active."""
     states = [fix.state for fix in fixes if fix.package == package and fix.name.startswith(prefix)]
-    needed = [state for state in states if state not in NOT_NEEDED]
+    needed = [state for state in states if state != NOT_NEEDED]
     return f"{sum(state not in MISSING for state in needed)} of {len(needed)} fixes active"
 
 

@@ -7,7 +7,7 @@ same code: its edits are marked `ours_alone`.
 
 from collections.abc import Iterable
 
-from ckpt_patches.engine.source import Function, NotConcerned, Source
+from ckpt_patches.engine.source import Function, NotNeeded, Part, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -105,20 +105,15 @@ def insert_agreement(
         before: a definition of the module; the inserted functions go before it.
 
     Raises:
-        NotConcerned: upstream has the changes, so all ranks have them.
-        AlreadyThere: the source has the announcement and the checks.
-        NoMatch: the source has some of them.
+        NotNeeded: the source has the check, or upstream has the changes, so all ranks have them.
     """
     announcement = f'_announce_fix("{fix}")'
     call = f'_check_all_ranks_have_fix("{fix}", {patience})'
-    parts = {
-        **source.functions_there("", *FUNCTIONS),
-        **{f"{call} in {function.name}": source.has(call, function) for function in check},
-        **({announcement: source.has(announcement)} if announce is not None else {}),
-    }
-    if by_upstream and not any(parts.values()):
-        raise NotConcerned
-    source.check_parts(parts)
+    parts: list[Part] = [*((call, function) for function in check), *FUNCTIONS]
+    parts += [announcement] if announce is not None else []
+    if by_upstream and not source.has(announcement) and not any(source.has(call, function) for function in check):
+        raise NotNeeded
+    source.skip_if(*parts)
     if announce is not None:
         source.insert_after(announce, announcement)
     for method in check:

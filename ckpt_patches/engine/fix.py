@@ -10,6 +10,7 @@ from ckpt_patches.engine.registry import EVERYTHING, TARGETS, folder
 from ckpt_patches.engine.source import Source
 
 EditFunction = Callable[[Source], None]
+Ranges = tuple[tuple[str, str], ...]  # first and last release of each range
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -22,13 +23,14 @@ def numbers(version: str) -> tuple[int, ...]:
 class Edit:
     """One edit of one upstream module.
 
-    The function requests edits from the source. It raises `AlreadyThere` if upstream has its code, or `NoMatch`.
+    The function requests edits from the source. It raises `NotNeeded` if the source has its code, or `NoMatch`. A
+    function that requests none checks that the fix is for this code.
     """
 
     module: str
     function: EditFunction
-    optional: bool  # the module may be missing: releases moved the code between modules
-    independent: bool  # correct without the fix's other edits: some releases have only this one
+    releases: Ranges  # that have its code, if not all of the fix's do
+    independent: bool  # correct without the fix's other edits
     ours_alone: bool  # omitted from a diff for upstream
 
 
@@ -41,12 +43,10 @@ class Fix:
     test: str = ""  # where the upstream-style regression test goes in an upstream checkout
     depends_on: tuple[str, ...] = ()  # fixes that this one, or its test, needs
     symptom: str = ""  # what a user sees, a phrase of at most 80 characters
-    releases: tuple[tuple[str, str], ...] = ()  # inclusive ranges with the bug; only for documentation
+    releases: Ranges = ()  # with the bug: where its code is absent in them, the fix does not match
     stacks: str = ""  # the format, optimizer or setting that the bug needs
     silent: bool = False  # in at least one case the state is wrong without an error
-    concerns: str = ""  # module whose absence means that the fix is not for this release
     switch: str = ""  # not a fix: only CKPT_PATCHES_<SWITCH> activates it
-    where: Callable[[Source], bool] | None = None  # given the source of `concerns`: whether the fix is for it
     edits: list[Edit] = field(default_factory=list)
 
     @property
@@ -63,17 +63,18 @@ class Fix:
         return any(numbers(first) <= numbers(version) <= numbers(last) for first, last in self.releases)
 
     def edit(
-        self, *modules: str, optional: bool = False, independent: bool = False, ours_alone: bool = False
+        self, *modules: str, releases: Ranges = (), independent: bool = False, ours_alone: bool = False
     ) -> Callable[[EditFunction], EditFunction]:
         """Decorate a function that edits each of these modules separately.
 
-        If a tree has some edits of a fix but not the others, the fix does not match: a part of it may be worse than
+        Where an edit's code is absent in one of the fix's releases, or of the edit's own `releases`, the fix does not
+        match. If a tree has some edits of a fix but not the others, it does not either: a part of it may be worse than
         nothing. Edits marked `independent` are correct alone. Edits marked `ours_alone` are only for patching a
         release, and not part of a diff for upstream.
         """
 
         def register(function: EditFunction) -> EditFunction:
-            self.edits.extend(Edit(module, function, optional, independent, ours_alone) for module in modules)
+            self.edits.extend(Edit(module, function, releases, independent, ours_alone) for module in modules)
             return function
 
         return register

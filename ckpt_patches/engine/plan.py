@@ -11,26 +11,32 @@ from dataclasses import dataclass
 from enum import Enum
 from types import CodeType
 
-from ckpt_patches.engine.absence import ABSENT, MADE, NO_BUG, REPAIRED, THERE, unrecorded
 from ckpt_patches.engine.fix import Edit, Fix, load
-from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, is_released, version_in
+from ckpt_patches.engine.installed import contains, version_in
 from ckpt_patches.engine.registry import FIXES, SWITCHED, TARGETS, root_of
-from ckpt_patches.engine.releases import is_too_old
-from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, NotConcerned, Repaired, Source, UnreadableSource
+from ckpt_patches.engine.releases import have_code, is_too_old
+from ckpt_patches.engine.source import NoMatch, NotNeeded, Source, UnreadableSource
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.pause import without_garbage_collection, without_syntax_warnings
 
 
 class Outcome(Enum):
-    """What a fix does in a tree, determined from the structure of the source.
+    """What a fix does in a tree, determined from the text of its source.
 
-    Absent code is NOT_PRESENT if a tested release lacks it as well, else NO_MATCH: see `absence`.
+    Code that is absent means NO_MATCH where the stated releases have it, else NOT_NEEDED.
     """
 
     APPLIES = "applies"
-    ALREADY_THERE = "already there"
+    NOT_NEEDED = "not needed"
     NO_MATCH = "no match"
-    NOT_PRESENT = "not present"
+
+
+class _Found(Enum):
+    """What an edit finds in a tree."""
+
+    CODE = "the code to edit; or the edit only looks, and finds what it looks for"
+    FIXED = "code that does not need it"
+    ABSENT = "nothing, as the releases that the edit states let expect"
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,6 @@ class FixResult:
     unreadable: bool = False  # NO_MATCH because the file is unreadable, not UTF-8, or does not parse
     modules: tuple[str, ...] = ()  # for APPLIES: the edited modules
     functions: tuple[tuple[str, str], ...] = ()  # for APPLIES: module and name of the functions it edits or adds
-    found: tuple[str, ...] = ()  # by edit, as codes of `absence`; empty for NO_MATCH
 
 
 @dataclass(frozen=True)
@@ -247,15 +252,13 @@ def _try(name: str, tree: _Tree) -> FixResult:
     before = tree.marks()
     try:
         fix = load(name)
-        is_old = is_too_old(tree.package, tree.version)
-        if is_old and not fix.affects(tree.version):
-            return FixResult(name, Outcome.NOT_PRESENT, "the release is older than those that the fix is for")
-        found = _make(fix, tree)
-        if not is_old:  # of older releases nothing is recorded
-            _check_absence(fix, tree, found)
-        modules, functions = tuple(tree.edited_since(before)), tuple(tree.functions_edited_since(before))
-        return FixResult(name, _outcome(found), modules=modules, functions=functions, found=found)
-    except (NoMatch, UnreadableSource) as error:
+        if is_too_old(tree.package, tree.version) and not fix.affects(tree.version):
+            return FixResult(name, Outcome.NOT_NEEDED, "the release is older than those that the fix is for")
+        if _make(fix, tree):
+            modules, functions = tree.edited_since(before), tree.functions_edited_since(before)
+            return FixResult(name, Outcome.APPLIES, modules=tuple(modules), functions=tuple(functions))
+        result = FixResult(name, Outcome.NOT_NEEDED)
+    except NoMatch as error:
         result = FixResult(name, Outcome.NO_MATCH, str(error), isinstance(error, UnreadableSource))
     except Exception as error:  # a defect of this fix must not affect the others
         result = FixResult(name, Outcome.NO_MATCH, f"the fix itself failed: {type(error).__name__}: {error}")
@@ -263,61 +266,39 @@ def _try(name: str, tree: _Tree) -> FixResult:
     return result
 
 
-def _outcome(found: Sequence[str]) -> Outcome:
-    kinds = {word[:1] for word in found}
-    if MADE in kinds:
-        return Outcome.APPLIES
-    return Outcome.ALREADY_THERE if kinds & {THERE, NO_BUG} else Outcome.NOT_PRESENT
+def _make(fix: Fix, tree: _Tree) -> bool:
+    """Request the edits of a fix; whether it is needed. The caller drops the edits of a fix that is not.
 
-
-def _make(fix: Fix, tree: _Tree) -> tuple[str, ...]:
-    """Request all edits of a fix, and return what each has found. The caller drops the edits if this raises NoMatch or
-    UnreadableSource."""
-    if fix.concerns and not _concerned(fix, tree):
-        return (ABSENT,) * len(fix.edits)
-    found = tuple(_make_one(fix, edit, tree) for edit in fix.edits)
-    missing = [edit.module for edit in fix.edits if not edit.optional and _source(tree, edit.module) is None]
-    if missing and _outcome(found) is not Outcome.NOT_PRESENT:
-        path = module_path(tree.root, missing[0])
-        raise NoMatch(f"{path}: there is no such file, though the fix's other files are there")
-    made = [edit for edit, word in zip(fix.edits, found, strict=True) if word.startswith(MADE)]
-    there = [edit for edit, word in zip(fix.edits, found, strict=True) if word[:1] in (THERE, NO_BUG)]
-    _check_whole(made, there)
-    return found
-
-
-def _check_absence(fix: Fix, tree: _Tree, found: Sequence[str]) -> None:
-    """Raise NoMatch if code is absent that is present in the tested releases to compare this tree with."""
-    absent = unrecorded(fix.name, tree.package, tree.version, found)
-    # A commit of the main branch has the version of the next release.
-    commit = f"{tree.version}+"
-    if absent is None or (
-        not is_released(tree.root, tree.package) and unrecorded(fix.name, tree.package, commit, found) is None
-    ):
-        return
-    number, release = absent
-    edit = fix.edits[number]
-    if not contains(tree.root, root_of(edit.module)):  # megatron.core alone, or megatron.training from elsewhere
-        return
-    source = _source(tree, edit.module)
-    what = "no such file"
-    if source is not None:
-        missing = f"no {', no '.join(dict.fromkeys(source.absent))}" if source.absent else "none of it"
-        what = "other code" if found[number][0] == NO_BUG and not source.absent else missing
-    raise NoMatch(
-        f"{module_path(tree.root, edit.module)}: expected the code that `{edit.function.__name__}` is for, as in "
-        f"{DISTRIBUTIONS[tree.package]} {release}, found {what}; {DISTRIBUTIONS[tree.package]} {tree.version} "
-        f"{'was tested with' if tree.version == release else 'was not tested without'} it"
+    Raises:
+        NoMatch: the code of an edit is absent where the stated releases have it, or only a part of the fix is there.
+    """
+    wanted = [edit for edit in fix.edits if not (edit.ours_alone and tree.for_upstream)]
+    before, found = tree.marks(), {}
+    for edit in wanted:
+        try:
+            found[edit] = _make_one(fix, edit, tree)
+        except NoMatch as error:
+            if isinstance(error, UnreadableSource) or _is_expected(fix, edit, tree):
+                raise
+            if not edit.releases and not edit.independent:
+                return False
+            found[edit] = _Found.ABSENT
+    if not tree.edited_since(before):
+        return False
+    code, fixed = (
+        [edit for edit in found if found[edit] is kind and not edit.independent] for kind in (_Found.CODE, _Found.FIXED)
     )
+    if code and fixed:
+        has, lacks = (", ".join(f"{e.function.__name__} in {e.module}" for e in edits) for edits in (fixed, code))
+        raise NoMatch(f"a part of this fix is there already ({has}), missing: {lacks}")
+    return True
 
 
-def _concerned(fix: Fix, tree: _Tree) -> bool:
-    """Whether a fix that states the module it concerns is for this release."""
-    source = _source(tree, fix.concerns)
-    if source is None or fix.where is None:
-        return source is not None
-    with _said_of(source.path):
-        return fix.where(source)
+def _is_expected(fix: Fix, edit: Edit, tree: _Tree) -> bool:
+    """Whether this tree must have the code of an edit, by the stated releases and the packages that it has."""
+    if not contains(tree.root, root_of(edit.module)):  # megatron.core alone, or megatron.training from elsewhere
+        return False
+    return have_code(edit.releases or fix.releases, tree.package, tree.version)
 
 
 def _source(tree: _Tree, module: str) -> Source | None:
@@ -325,34 +306,20 @@ def _source(tree: _Tree, module: str) -> Source | None:
         return tree.source(module)
 
 
-def _make_one(fix: Fix, edit: Edit, tree: _Tree) -> str:
-    """What an edit finds, as a code of `absence`; empty if the edit is not wanted."""
-    if edit.ours_alone and tree.for_upstream:
-        return ""
+def _make_one(fix: Fix, edit: Edit, tree: _Tree) -> _Found:
     source = _source(tree, edit.module)
     if source is None:
-        return ABSENT
+        raise NoMatch(f"{module_path(tree.root, edit.module)}: there is no such file")
     with _said_of(source.path):
-        before, asked = len(source.edits), len(source.absent)
-        word = _kind(edit, source)
+        before = len(source.edits)
+        try:
+            edit.function(source)
+        except NotNeeded:
+            del source.edits[before:]
+            return _Found.FIXED
         if len(source.edits) > before and (fix.name, edit.module) in tree.unavailable:
             raise NoMatch(tree.unavailable[fix.name, edit.module])
-        absent = len(source.absent) - asked
-    return word if word == ABSENT else f"{word}{absent or ''}"
-
-
-def _kind(edit: Edit, source: Source) -> str:
-    try:
-        edit.function(source)
-    except NoBug:
-        return NO_BUG
-    except AlreadyThere:
-        return THERE
-    except Repaired:
-        return REPAIRED
-    except NotConcerned:
-        return ABSENT
-    return MADE
+        return _Found.CODE
 
 
 @contextmanager
@@ -362,11 +329,3 @@ def _said_of(path: str) -> Iterator[None]:
         yield
     except (NoMatch, UnreadableSource) as error:
         raise type(error)(f"{path}: {error}") from error
-
-
-def _check_whole(made: Sequence[Edit], there: Sequence[Edit]) -> None:
-    """Raise NoMatch for a fork that has some edits of a fix and lacks others that they need."""
-    made, there = ([edit for edit in edits if not edit.independent] for edits in (made, there))
-    if made and there:
-        has, lacks = (", ".join(f"{e.function.__name__} in {e.module}" for e in edits) for edits in (there, made))
-        raise NoMatch(f"a part of this fix is there already ({has}), missing: {lacks}")

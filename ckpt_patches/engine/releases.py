@@ -1,6 +1,6 @@
 """The upstream releases that the tests ran on. Statements about a bug hold for these releases only."""
 
-from ckpt_patches.engine.fix import numbers
+from ckpt_patches.engine.fix import Ranges, numbers
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, TORCH
 from ckpt_patches.errors import UserError
@@ -18,6 +18,7 @@ _RECORDED = {
     TORCH: "2.2.2 2.3.1 2.4.1 2.5.1 2.6.0 2.7.1 2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0 2.14.1",
 }
 _PACKAGES = {DISTRIBUTIONS[package]: package for package in _RECORDED}
+_NEXT = (999,)  # as a release that is not there yet
 # Oldest first.
 RECORDED = {package: tuple(versions.split()) for package, versions in _RECORDED.items()}
 # The oldest supported releases. Fixes have no forms for older ones, but those whose `releases` begin earlier.
@@ -27,6 +28,30 @@ FLOORS = {package: RECORDED[package][0] for package in (CORE, DEEPSPEED)}
 def newest(distribution: str) -> str:
     """The newest of the releases: the end of the range of a bug that upstream has not fixed."""
     return RECORDED[_PACKAGES[distribution]][-1]
+
+
+def have_code(ranges: Ranges, package: str, version: str) -> bool:
+    """Whether stated releases say that a tree of this version has the code of an edit.
+
+    A range that ends with the newest release is open: what comes after it has the code, too. A candidate, a
+    development version or a build with changes (`0.17.0+26`) can be as the release before it or the one after it:
+    both must have the code.
+    """
+    newest_of = RECORDED[package][-1]
+    spans = [(numbers(first), _NEXT if last == newest_of else numbers(last)) for first, last in ranges]
+    return all(any(first <= here <= last for first, last in spans) for here in _as_releases(package, version))
+
+
+def _as_releases(package: str, version: str) -> list[tuple[int, ...]]:
+    """The numbers of the releases that a version counts as; those of no release yet if it is unknown."""
+    version, here = without_build(package, version), numbers(version) or _NEXT
+    known = [numbers(release) for release in RECORDED[package]]
+    after = version.removeprefix(".".join(map(str, here)))
+    if after.startswith("+"):
+        return [here, min((release for release in known if release > here), default=_NEXT)]
+    if after and numbers(version):
+        return [max((release for release in known if release < here), default=(0,)), here]
+    return [here]
 
 
 def is_too_old(package: str, version: str) -> bool:

@@ -8,43 +8,35 @@ of a release do not matter.
 import ast
 import builtins
 import codecs
+import difflib
 import functools
 import itertools
 import re
 import textwrap
 import tokenize
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, TypeVar
 
 COLUMNS = 100  # maximum line length of upstream
+SHOWN = 80  # characters of a line in a message
+LIKE = 0.4  # difflib's ratio of a line that may have been an anchor
 Function = ast.FunctionDef
+# Of a fix's code: a pattern, a pattern and the node that it is in, an inserted function, or whether it is there.
+Part = str | tuple[str, ast.AST] | Callable[..., Any] | bool
 NodeT = TypeVar("NodeT", bound=ast.AST)
 
 
 class NoMatch(Exception):
-    """An anchor does not occur as often as the fix expects: unknown code, the fix does not apply."""
+    """The code that a fix is for is not there, or is another one. The stated releases decide what that means."""
 
 
-class AlreadyThere(Exception):
-    """The source already has the fix's code: upstream has it, or it was applied in place."""
+class NotNeeded(Exception):
+    """The source shows that it does not need the fix: it has the fix's code, or upstream's own."""
 
 
-class NoBug(AlreadyThere):
-    """The buggy code is missing, with no sign of the fix: in the tested releases, upstream has fixed the bug."""
-
-
-class NotConcerned(Exception):
-    """This release has no form of the code that the fix is for. In a tested release, there is nothing to fix."""
-
-
-class Repaired(NotConcerned):
-    """Upstream has fixed the code in its own way, and the fix's other edits stay correct with it. Or the code predates
-    the bug, in a package whose versions cannot be distinguished."""
-
-
-class UnreadableSource(Exception):
+class UnreadableSource(NoMatch):
     """The file cannot be edited at all: it is unreadable or not UTF-8, or does not parse with this Python."""
 
 
@@ -107,7 +99,6 @@ class Source:
         self.data = data
         self.path = path
         self.edits: list[TextEdit] = []
-        self.absent: list[str] = []  # functions that a fix looked up with `has_function`, and that are missing
         self._tree: ast.Module | None = None
         self._nodes: dict[ast.AST, dict[type[ast.AST], list[Any]]] = {}
 
@@ -151,12 +142,6 @@ class Source:
             raise NoMatch(f"expected {name} to be a function, found a class")
         return found
 
-    def function_of_release(self, name: str) -> Function:
-        """The only function of that name, which some releases lack. Raises NotConcerned unless the source has one."""
-        if not self.has_function(name):
-            raise NotConcerned
-        return self.function(name)
-
     def class_named(self, name: str) -> ast.ClassDef:
         """The only top-level class of that name. Raises NoMatch."""
         found = [node for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name == name]
@@ -165,12 +150,7 @@ class Source:
         return found[0]
 
     def has_function(self, name: str) -> bool:
-        """Whether that function or method is defined exactly once. Records it in `absent` if not."""
-        there = self._defines(name)
-        self.absent += [] if there else [name]
-        return there
-
-    def _defines(self, name: str) -> bool:
+        """Whether that function or method is defined exactly once."""
         try:
             self.function(name)
         except NoMatch:
@@ -197,8 +177,21 @@ class Source:
         found = self.all(pattern, within)
         if len(found) != 1:
             where = f" in {within.name}" if isinstance(within, ast.FunctionDef | ast.ClassDef) else ""
-            raise NoMatch(f"expected `{pattern.strip()}` once{where}, found it {len(found)} times")
+            times = f"found it {len(found)} times{self._near(pattern, within, found)}"
+            raise NoMatch(f"expected `{_short(pattern)}` once{where}, {times}")
         return found[0]
+
+    def _near(self, pattern: str, within: ast.AST | None, found: Sequence[Any]) -> str:
+        """For a message: the lines of what was found, or the line that is most like the pattern."""
+        if found:
+            return f" (lines {', '.join(str(node.lineno) for node in found[:5])})"
+        root = within or self.tree
+        first = getattr(root, "lineno", 1)
+        lines = [
+            line.strip() for line in self.data.decode().splitlines()[first - 1 : getattr(root, "end_lineno", None)]
+        ]
+        near = difflib.get_close_matches(pattern.strip().splitlines()[0], lines, n=1, cutoff=LIKE)
+        return f"; most like it is line {first + lines.index(near[0])}: `{_short(near[0])}`" if near else ""
 
     def all_of(self, kind: type[NodeT], within: ast.AST | None = None) -> list[NodeT]:
         """Every node of a kind, such as `ast.For`."""
@@ -241,22 +234,27 @@ class Source:
         """Whether an import statement at module level, outside blocks and functions, binds that name."""
         return name in imported_names(self.tree.body)
 
-    def check_parts(self, parts: Mapping[str, bool]) -> None:
-        """Check that the source has no part of an edit yet.
-
-        Args:
-            parts: a description of each part of the edit, and whether the source has it.
+    def skip_if(self, *parts: Part, within: ast.AST | None = None) -> None:
+        """Recognize the fix's own code: patterns in `within`, or each with the node that it is in, functions, and
+        whether a part that is no such thing is there.
 
         Raises:
-            AlreadyThere: it has all of them.
-            NoMatch: it has some: with the rest, this unknown code would become something untested.
+            NotNeeded: all of them are there.
+            NoMatch: some are: with the rest, this unknown code would become something untested.
         """
-        missing = [part for part, there in parts.items() if not there]
-        if not missing:
-            raise AlreadyThere
-        if len(missing) < len(parts):
-            there = [part for part in parts if part not in missing]
-            raise NoMatch(f"a part of this fix is there already ({', '.join(there)}), missing: {', '.join(missing)}")
+        there = [self._has_part(part, within) for part in parts]
+        if all(there):
+            raise NotNeeded
+        if any(there):
+            has, lacks = (_shown(parts[there.index(value)]) for value in (True, False))
+            raise NoMatch(f"a part of this fix is there already ({has}), missing: {lacks}")
+
+    def _has_part(self, part: Part, within: ast.AST | None) -> bool:
+        if isinstance(part, bool):
+            return part
+        if callable(part):
+            return any(node.name == part.__name__ for node in self.all_of(ast.FunctionDef))
+        return self.has(part, within) if isinstance(part, str) else self.has(*part)
 
     def has(self, pattern: str, within: ast.AST | None = None) -> bool:
         """Whether any node is equal to the pattern."""
@@ -265,19 +263,6 @@ class Source:
     def first_there(self, *patterns: str, within: ast.AST | None = None) -> str:
         """The first pattern that occurs, of the forms in several releases; else the first one, for `one` to report."""
         return next((pattern for pattern in patterns if self.has(pattern, within)), patterns[0])
-
-    def functions_there(self, prefix: str, *functions: Callable[..., Any]) -> dict[str, bool]:
-        """For `check_parts`: which of these functions of a fix's file the source has (`prefix`: "" or "Class.").
-
-        Raises NoMatch for another function of the same name, perhaps from an earlier version of the fix.
-        """
-        there = {f"{prefix}{function.__name__}": function for function in functions}
-        for name, function in there.items():
-            if self._defines(name) and _logic(self.function(name)) != _logic(
-                ast.parse(self.definition(function)).body[0]
-            ):
-                raise NoMatch(f"expected {name} as this fix has it, or none; found another one")
-        return {name: self._defines(name) for name in there}
 
     # Edits
 
@@ -378,10 +363,13 @@ class Source:
 
     def insert_method_before(self, method: ast.stmt, function: Callable[..., Any]) -> None:
         """Insert the source text of a method in a fix's file before an upstream method."""
+        owner = next(node for node in self.all_of(ast.ClassDef) if method in node.body)
+        self._check_undefined(function, owner.body)
         self._insert_definition_before(method, function, blank_lines=1)
 
     def insert_function_before(self, statement: ast.stmt, function: Callable[..., Any]) -> None:
         """Insert the source text of a function in a fix's file before a function or class of a module."""
+        self._check_undefined(function, self.tree.body)
         self._insert_definition_before(statement, function, blank_lines=2)
 
     def _insert_definition_before(self, other: ast.stmt, function: Callable[..., Any], blank_lines: int) -> None:
@@ -391,6 +379,12 @@ class Source:
         text = indent + self._indented(self.definition(function, len(indent)), indent)
         text += self._newline * (1 + blank_lines)
         self._edit(line_start, line_start, text)
+
+    def _check_undefined(self, function: Callable[..., Any], body: Sequence[ast.stmt]) -> None:
+        """Raise NoMatch if a module or class has a function of that name, perhaps of another version of the fix."""
+        name = function.__name__
+        if any(isinstance(node, ast.FunctionDef) and node.name == name for node in body):
+            raise NoMatch(f"expected no {name} yet, found one without what calls it in this fix")
 
     def definition(self, function: Callable[..., Any], indent: int = 0) -> str:
         """The text of a function in a fix's file, unindented, in the form for this module at that indentation."""
@@ -493,7 +487,8 @@ class Source:
     def _edit(self, start: int, stop: int, text: str) -> None:
         for other in self.edits:
             if start < other.stop and other.start < stop:
-                raise NoMatch(f"another fix edits the same place: {other.text.decode()!r} and {text!r}")
+                ours, theirs = _short(text), _short(other.text.decode())
+                raise NoMatch(f"another fix edits the same place: `{theirs}` and `{ours}`")
         self.edits.append(TextEdit(start, stop, text.encode()))
 
 
@@ -508,12 +503,21 @@ def _definitions(body: Sequence[ast.stmt]) -> Iterator[ast.FunctionDef | ast.Asy
                 yield from _definitions(inner)
 
 
-def _logic(function: ast.stmt) -> str:
-    """A function's syntax, without its docstring."""
-    assert isinstance(function, ast.FunctionDef)
-    documented = ast.get_docstring(function, clean=False) is not None
-    nodes: list[ast.AST] = [*function.decorator_list, function.args, *function.body[documented:]]
-    return "\n".join(map(ast.dump, nodes))
+def _shown(part: Part) -> str:
+    """A part of a fix in a message."""
+    if isinstance(part, bool):
+        return "another part"
+    if callable(part):
+        return f"`{part.__name__}`"
+    return (
+        f"`{_short(part)}`" if isinstance(part, str) else f"`{_short(part[0])}` in line {getattr(part[1], 'lineno', 1)}"
+    )
+
+
+def _short(text: str) -> str:
+    """The first line of a text, for a message."""
+    first, *rest = text.strip().splitlines() or [""]
+    return f"{first[:SHOWN]}…" if rest or len(first) > SHOWN else first
 
 
 def imported_names(nodes: Iterable[ast.AST]) -> Iterator[str]:

@@ -75,12 +75,11 @@ def raise_at_the_end_of_a_worker(source: Source) -> None:
     """Insert an error for a worker that dies before its save is done; upstream waits forever or considers it done.
 
     Raises:
-        AlreadyThere: the source has all of the change.
-        NoMatch: the source has a part of it, or the code is unknown.
-        NotConcerned: the release has no persistent workers.
+        NotNeeded: the source has the change.
+        NoMatch: the code is unknown.
     """
     schedule, done, close = (
-        source.function_of_release(f"PersistentAsyncCaller.{name}")
+        source.function(f"PersistentAsyncCaller.{name}")
         for name in ("schedule_async_call", "is_current_async_call_done", "close")
     )
     forked, together = (
@@ -88,19 +87,18 @@ def raise_at_the_end_of_a_worker(source: Source) -> None:
         for name in ("TemporalAsyncCaller.is_current_async_call_done", "AsyncCaller.sync_all_async_calls")
     )
     of_all: tuple[Callable[..., object], ...] = (AsyncCaller._worker_ended, AsyncCaller._raise_as_worker_ended)
-    source.check_parts(
-        {
-            **source.functions_there("AsyncCaller.", *of_all),
-            **source.functions_there("PersistentAsyncCaller.", PersistentAsyncCaller._join_or_worker_ends),
-            "import threading": source.imports("threading"),
-            "scheduling": source.has("self._join_or_worker_ends(...)", within=schedule),
-            "closing": source.has("self._join_or_worker_ends(...)", within=close),
-            "a persistent worker's end is detected": source.has("worker_ended = ...", within=done),
-            "and counts": source.has("self._worker_ended(no_dist)", within=done),
-            "a forked worker's end is waited for": source.has("self.process.join()", within=forked),
-            "and counts, too": source.has("self._worker_ended(no_dist)", within=forked),
-            "on all ranks": source.has("self._raise_as_worker_ended()", within=together),
-        }
+    source.skip_if(
+        ("self._join_or_worker_ends(...)", schedule),
+        ("self._join_or_worker_ends(...)", close),
+        ("worker_ended = ...", done),
+        ("self._worker_ended(no_dist)", done),
+        "self.process.join()",
+        "self._worker_ended(no_dist)",
+        ("self._raise_as_worker_ended()", together),
+        *of_all,
+        PersistentAsyncCaller._join_or_worker_ends,
+        source.imports("threading"),
+        within=forked,
     )
     last = next(name for name in ("subprocess", "shutil", "os", "logging") if source.imports(name))
     source.insert_after(source.one(f"import {last}"), "import threading")

@@ -20,7 +20,7 @@ def lines(switches: "Switches") -> Iterator[str]:
         yield log_lines.upstream(plan)
         applied = in_place.fixes(plan.root, plan.package)
         for result in plan.results:
-            if result.outcome in SHOWN or (result.outcome is Outcome.ALREADY_THERE and result.name in applied):
+            if result.outcome in SHOWN or (result.outcome is Outcome.NOT_NEEDED and result.name in applied):
                 mine = [change for change in changes if result.name in change.fixes]
                 yield f"  {result.name}: {_state(result, mine)}"
     if not plans:

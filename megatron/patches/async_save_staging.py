@@ -5,7 +5,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/2288
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,21 +37,15 @@ def _own_tensors(staged: object) -> object:
     return staged
 
 
-@fix.edit(ASYNC_UTILS, independent=True)
+@fix.edit(ASYNC_UTILS, independent=True, releases=(("0.12.0", "0.16.1"),))
 def hold_staged_tensors(source: Source) -> None:
     """A forked writer shares pinned memory with the trainer; without a reference, torch reuses it."""
-    schedule = source.function_of_release("TemporalAsyncCaller.schedule_async_call")
-    close = source.function_of_release("TemporalAsyncCaller.close")
+    schedule = source.function("TemporalAsyncCaller.schedule_async_call")
+    close = source.function("TemporalAsyncCaller.close")
     stage = "async_fn_args[1] = async_req.preload_fn()"
-    if source.has("self.preloaded_holder = async_fn_args[1]", within=schedule):
-        raise AlreadyThere  # since 0.17
-    source.check_parts(
-        {
-            "the staged tensors are held": source.has(
-                "self._staged = async_fn_args[1]", within=schedule
-            ),
-            "and let go": source.has("self._staged = None", within=close),
-        }
+    source.skip_if("self.preloaded_holder = async_fn_args[1]", within=schedule)  # since 0.17
+    source.skip_if(
+        "self._staged = async_fn_args[1]", ("self._staged = None", close), within=schedule
     )
     source.insert_after(
         source.one(stage, within=schedule),
@@ -63,9 +57,8 @@ def hold_staged_tensors(source: Source) -> None:
 @fix.edit(ASYNC_UTILS, independent=True)
 def own_shared_tensors(source: Source) -> None:
     """The trainer waits only until a persistent worker has staged; steps change tensors during the write."""
-    loop = source.function_of_release("PersistentAsyncCaller.async_loop")
-    called = source.has("_own_tensors(item.preload_fn())", within=loop)
-    source.check_parts({**source.functions_there("", _own_tensors), "it is called": called})
+    loop = source.function("PersistentAsyncCaller.async_loop")
+    source.skip_if("_own_tensors(item.preload_fn())", _own_tensors, within=loop)
     stage = source.one("async_fn_args[1] = item.preload_fn()", within=loop)
     source.replace(stage.value, "_own_tensors(item.preload_fn())")
     source.insert_function_before(source.class_named("PersistentAsyncCaller"), _own_tensors)

@@ -7,7 +7,7 @@ import ast
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source
+from ckpt_patches.engine.source import NoMatch, Source
 
 fix = Fix(
     __name__,
@@ -31,13 +31,12 @@ async_strategy = "mcore"
 @fix.edit("megatron.core.dist_checkpointing.strategies.torch")
 def fall_back_to_mcore(source: Source) -> None:
     """Upstream first imports it when the first save starts, hours after the start of training."""
-    choose = source.function_of_release("get_async_strategy")  # since 0.17
+    choose = source.function("get_async_strategy")  # since 0.17
     tries = source.all_of(ast.Try, choose)
     if len(tries) != 1 or len(tries[0].handlers) != 1:
         raise NoMatch(f"expected one `try` with one handler in {choose.name}")
     (handler,) = tries[0].handlers
-    if source.has("_import_mcore_async()", within=handler):
-        raise AlreadyThere
+    source.skip_if("_import_mcore_async()", within=handler)
     if len(handler.body) != 1 or not isinstance(handler.body[0], ast.Raise):
         raise NoMatch(f"expected one `raise` in the handler of {choose.name}")
     source.replace(handler.body[0], FALL_BACK.rstrip())

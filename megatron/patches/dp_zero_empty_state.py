@@ -150,16 +150,20 @@ def complete_saved_states(source: Source) -> None:
             f"expected one of {', '.join((LOOK_UP, *OLDER_LOOK_UPS))} in {CLASS}, found none"
         )
     methods = methods_for(source)
-    source.check_parts(
-        {
-            **source.functions_there(f"{CLASS}.", *methods),
-            **keys_there(source),
-            **calls_there(source, SAVED_STATE, look_ups),
-            **look_ups_gone(source, look_ups),
-            **(calls_there(source, SAVED_SHARD, [LOOK_UP]) if has_look_up else {}),
-            **(calls_there(source, STATE_OF_SHARD, [LOOK_UP]) if has_look_up else {}),
-            **(steps_there(source) if needs_step(source) else {}),
-        }
+    calls = [(SAVED_STATE, name) for name in look_ups]
+    if has_look_up:
+        calls += [(SAVED_SHARD, LOOK_UP), (STATE_OF_SHARD, LOOK_UP)]
+    if needs_step(source):
+        calls += [
+            (STEPS, "state_dict"),
+            (STEP_LOADED, "load_state_dict"),
+            (STEP_TAKEN, "step_with_ready_grads"),
+        ]
+    places = [(call, source.function(f"{CLASS}.{name}")) for call, name in calls]
+    found = (source.has(LOOKED_UP, source.function(f"{CLASS}.{name}")) for name in look_ups)
+    has_keys = source.has_function(f"{CLASS}.optimizer_state_keys")
+    source.skip_if(
+        *places, *methods, *([not any(found), has_keys] if source.has(*places[0]) else [])
     )
     for name in look_ups:
         function = source.function(f"{CLASS}.{name}")
@@ -187,22 +191,6 @@ def methods_for(source: Source) -> list[Callable[..., Any]]:
     ]
 
 
-def calls_there(source: Source, call: str, methods: list[str]) -> dict[str, bool]:
-    """For `check_parts`: which of these methods contain the call."""
-    return {
-        f"{call} in {name}": source.has(call, source.function(f"{CLASS}.{name}"))
-        for name in methods
-    }
-
-
-def look_ups_gone(source: Source, methods: list[str]) -> dict[str, bool]:
-    """For `check_parts`: which of these methods no longer look up a state directly; some do so twice."""
-    return {
-        f"no other look-up in {name}": not source.has(LOOKED_UP, source.function(f"{CLASS}.{name}"))
-        for name in methods
-    }
-
-
 def needs_step(source: Source) -> bool:
     """Whether the release supports torch's Adam: Apex and Transformer Engine keep the step in the param group."""
     return "HAVE_APEX_OR_TE" in source.text(source.function(f"{CLASS}.state_dict"))
@@ -214,23 +202,6 @@ def keys_of_adam() -> Callable[..., Any]:
     assert isinstance(prop, property)
     assert prop.fget is not None
     return prop.fget
-
-
-def keys_there(source: Source) -> dict[str, bool]:
-    """For `check_parts`: whether the property is there; empty if upstream has its own."""
-    try:
-        return source.functions_there(f"{CLASS}.", keys_of_adam())
-    except NoMatch:
-        return {}
-
-
-def steps_there(source: Source) -> dict[str, bool]:
-    """For `check_parts`: which of the edits for torch's Adam are there."""
-    return {
-        **calls_there(source, STEPS, ["state_dict"]),
-        **calls_there(source, STEP_LOADED, ["load_state_dict"]),
-        **calls_there(source, STEP_TAKEN, ["step_with_ready_grads"]),
-    }
 
 
 def complete_precision_aware_state(source: Source, look_up: Function) -> None:

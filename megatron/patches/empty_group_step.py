@@ -68,8 +68,7 @@ def align_the_groups(source: Source) -> None:
         for name in ("load_state_dict", "state_dict")
     )
     functions = [load] if source.has(UPSTREAM, within=save) else [load, save]
-    there = {function.name: source.has(CALL, within=function) for function in functions}
-    source.check_parts({**source.functions_there("", _align_group_steps), **there})
+    source.skip_if(*((CALL, function) for function in functions), _align_group_steps)
     source.insert_before(_first_use(source, load), CALL)
     if save in functions:
         source.insert_before(source.loop("param_group", within=save), CALL)

@@ -4,7 +4,7 @@ https://github.com/NVIDIA/Megatron-LM/pull/3676
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import Source
 
 fix = Fix(
     __name__,
@@ -20,20 +20,17 @@ fix = Fix(
 @fix.edit("megatron.core.optimizer.optimizer")
 def follow_chunks(source: Source) -> None:
     """Dense and expert optimizers share model chunks; upstream gives each chunk to only one of them."""
-    split = source.function_of_release("ChainedOptimizer._split_state_dict")
+    split = source.function("ChainedOptimizer._split_state_dict")
     number = "number_of[chunk]"
     to_each = "state_dicts = [state_dict] * len(self.chained_optimizers)"
-    if source.has(to_each, within=split) and not source.has("offset", within=split):
-        raise AlreadyThere  # by upstream, since 0.18
-    source.check_parts(
-        {
-            "the state dict for each optimizer": source.has(to_each, within=split),
-            "the number of each chunk": source.has("number_of = ...", within=split),
-            "is looked up": source.has(f"offset = {number}", within=split),
-            "of each chunk": source.has("(chunk_idx, chunk)", within=split),
-            "in its order": source.has("enumerate(optimizer.model_chunks)", within=split),
-            "and is not counted": not source.has("offset += 1", within=split),
-        }
+    source.skip_if(
+        to_each,
+        "number_of = ...",
+        f"offset = {number}",
+        "(chunk_idx, chunk)",
+        "enumerate(optimizer.model_chunks)",
+        not source.has("offset += 1", within=split),
+        within=split,
     )
     source.replace(source.one("state_dicts[0] = state_dict", within=split), to_each)
     source.replace(

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Function, NoMatch, Source
+from ckpt_patches.engine.source import Function, NoMatch, Part, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -339,27 +339,20 @@ def save_each_rank(source: Source) -> None:
     needs_groups = has_fsdp and source.has(  # since 0.19, where they are None
         "tp_rank = get_pg_rank(tp_group)", source.branch(OF_FORMAT, get)
     )
-    parts = {
-        **source.functions_there("", *FOR_SAVE, *FOR_LOAD),
-        "a shard of each data-parallel rank": source.has(BY_RANK.format(arguments="..."), get),
-        "one for a local checkpoint": source.has(LOCAL, save),
-        "the RNG state to load": source.has(LOADED, load),
-        "whether it is ignored": source.has(IGNORED, load),
-        "whether the experts' is kept": source.has(KEEP_NONE, load),
-        "the experts' that is kept": source.has(KEPT, load),
-    }
+    parts: list[Part] = [
+        (BY_RANK.format(arguments="..."), get),
+        (LOCAL, save),
+        *FOR_SAVE,
+        *FOR_LOAD,
+    ]
+    parts += [(part, load) for part in (LOADED, IGNORED, KEEP_NONE, KEPT)]
     if has_fsdp:
-        parts |= {
-            **source.functions_there("", *OF_FSDP),
-            "a key of each data-parallel rank": source.has(BY_KEY.format(arguments="..."), get),
-            "the key to load": source.has(KEYED_TO_LOAD.format(arguments="..."), load),
-            "the key that is loaded": source.has(BY_SHARED_KEY, load),
-        }
-        if needs_groups:
-            parts["the groups of the key to load"] = source.has(GROUPS, if_loaded(source, load))
-    if not any(parts.values()) and source.has(UPSTREAMS, within=get):
-        raise AlreadyThere
-    source.check_parts(parts)
+        parts += [(BY_KEY.format(arguments="..."), get), (BY_SHARED_KEY, load), *OF_FSDP]
+        parts.append((KEYED_TO_LOAD.format(arguments="..."), load))
+    if needs_groups:
+        parts.append((GROUPS, if_loaded(source, load)))
+    source.skip_if(*parts)
+    source.skip_if(UPSTREAMS, within=get)
     groups = [name for name in ("dp_cp_group", "dp_group") if has_parameter(get, name)]
     listed = ", ".join(["rng_state_list", *groups])
     made = source.one("rng_state_list = ShardedObject(...)", within=get)

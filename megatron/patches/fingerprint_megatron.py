@@ -4,7 +4,8 @@ Not a fix, and not meant for upstream: it calls `ckpt_patches.fingerprint.run_me
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.releases import newest
+from ckpt_patches.engine.source import NotNeeded, Source
 
 fix = Fix(__name__, upstream=(), test="", switch="fingerprint")
 
@@ -33,7 +34,11 @@ def distributed_optimizer(source: Source) -> None:
     decorate(source, "DistributedOptimizer.load_parameter_state_from_dp_zero", "verified_apart")
 
 
-@fix.edit("megatron.core.optimizer.layer_wise_optimizer", optional=True, ours_alone=True)
+@fix.edit(
+    "megatron.core.optimizer.layer_wise_optimizer",
+    releases=(("0.16.0", newest("megatron-core")),),
+    ours_alone=True,
+)
 def layer_wise_optimizer(source: Source) -> None:
     """A chain with its own methods around those of `ChainedOptimizer`. Since 0.16.
 
@@ -64,7 +69,7 @@ def checkpoints(source: Source) -> None:
 def begin(source: Source) -> None:
     """Import the module to call."""
     if source.imports(MODULE):
-        raise AlreadyThere
+        raise NotNeeded
     source.insert_import(IMPORT)
 
 

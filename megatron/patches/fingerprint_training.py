@@ -4,7 +4,7 @@ Not a fix, and not meant for upstream: it calls `ckpt_patches.fingerprint.run_me
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import NotNeeded, Source
 
 fix = Fix(__name__, upstream=(), test="", switch="fingerprint")
 
@@ -15,6 +15,6 @@ MODULE = "run_megatron"
 def loads(source: Source) -> None:
     """When it returns, a resume is complete."""
     if source.imports(MODULE):
-        raise AlreadyThere
+        raise NotNeeded
     source.insert_import(f"from ckpt_patches.fingerprint import {MODULE}")
     source.decorate(source.function("load_checkpoint"), f"@{MODULE}.run_verified")

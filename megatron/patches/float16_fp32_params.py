@@ -4,7 +4,7 @@ https://github.com/NVIDIA/Megatron-LM/pull/5929
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,22 +35,19 @@ def _params_by_state_id(self: "Any") -> "Any":
 def map_all_params(source: Source) -> None:
     """State ids number all parameters, but upstream assigns them only to the 16-bit ones."""
     state = source.function("Float16OptimizerWithFloat16Params.sharded_state_dict")
-    if source.has("main_param_id_to_model_param", within=state):
-        raise AlreadyThere  # upstream's own fix; not in any release up to 0.19.2
+    # Upstream's own fix; not in any release up to 0.19.2.
+    source.skip_if("main_param_id_to_model_param", within=state)
     ids = "(i for i in state_group['params'] if i in copied)"
     backfills = source.all(
         "_backfill_gtp_sharded_param_map(...)", within=state
     )  # also uses the ids, since 0.19
-    source.check_parts(
-        {
-            **source.functions_there("Float16OptimizerWithFloat16Params.", _params_by_state_id),
-            "it is called": source.has("params, copied = self._params_by_state_id()", within=state),
-            "all parameters are mapped": source.has(
-                "get_param_id_to_sharded_param_map(..., params)", within=state
-            ),
-            **({"filled up": source.has("[params]", within=state)} if backfills else {}),
-            "copies have their ids": source.has(ids, within=state),
-        }
+    source.skip_if(
+        "params, copied = self._params_by_state_id()",
+        "get_param_id_to_sharded_param_map(..., params)",
+        ids,
+        *(["[params]"] if backfills else []),
+        _params_by_state_id,
+        within=state,
     )
     mapped = source.one("id_to_sharded_param_map = ...", within=state)
     source.insert_before(mapped, "params, copied = self._params_by_state_id()")

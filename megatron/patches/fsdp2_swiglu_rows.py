@@ -5,7 +5,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/5714
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import Repaired, Source
+from ckpt_patches.engine.source import Part, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -223,20 +223,12 @@ def with_swiglu_rows_as_saved(sharded_state_dict: "Any", checkpoint_dir: "Any") 
     return dict_list_map_outplace(as_saved, sharded_state_dict)
 
 
-@fix.edit(UTILS)
+@fix.edit(UTILS, releases=(("0.12.0", "0.18.2"),))
 def note_size(source: Source) -> None:
     """Upstream marks sharded tensors of FSDP2 parameters since 0.19, and gets the size from their group."""
     make = source.function("make_tp_sharded_tensor_for_checkpoint")
-    if source.has("sharded_tensor.is_torch_fsdp2_param = is_torch_fsdp2_param", within=make):
-        raise Repaired
     kept = f"sharded_tensor.{SIZE} = {SIZE}"
-    source.check_parts(
-        {
-            "the size is None at first": source.has(f"{SIZE} = None", within=make),
-            "the size is known": source.has(f"{SIZE} = dp_size", within=make),
-            "and kept": source.has(kept, within=make),
-        }
-    )
+    source.skip_if(f"{SIZE} = None", f"{SIZE} = dp_size", kept, within=make)
     of_dtensor = source.branch("HAVE_DTENSOR and isinstance(tensor, DTensor)", within=make)
     source.insert_before(of_dtensor, f"{SIZE} = None")
     source.insert_before(of_dtensor.body[0], f"{SIZE} = dp_size")
@@ -257,15 +249,11 @@ def place_rows(source: Source) -> None:
     make = source.function("apply_swiglu_sharded_factory")
     upstreams = source.has("dp_sh_ten_build_fn if is_dp_sharded else sh_ten_build_fn", within=make)
     build = "sh_ten_factory_build_function" if upstreams else "build_fn"
-    parts = {
-        "the build function knows the sizes": source.has(f"{build}.{GRID} = ...", within=make),
-        "and how rows were filed": source.has(f"{build}.{HALVES} = sh_ten_build_fn", within=make),
-    }
     made = source.one("return ShardedTensorFactory(...)", within=make)
+    parts: list[Part] = [f"{build}.{GRID} = ...", f"{build}.{HALVES} = sh_ten_build_fn"]
     if not upstreams:
-        parts |= source.functions_there("", _fsdp2_swiglu_build_fn)
-        parts["it is handed on"] = source.has(build, within=made)
-    source.check_parts(parts)
+        parts += [(build, made), _fsdp2_swiglu_build_fn]
+    source.skip_if(*parts, within=make)
     if upstreams:
         text = f"""if is_torch_fsdp2_param:
     {build}.{GRID} = (axis_frag // dp_size, dp_size)
@@ -286,12 +274,7 @@ if dp_size is not None:
 def ask_for_rows_as_saved(source: Source) -> None:
     load = source.function("load")
     asked = f"sharded_state_dict = {with_swiglu_rows_as_saved.__name__}(...)"
-    source.check_parts(
-        {
-            **source.functions_there("", with_swiglu_rows_as_saved),
-            "it is called": source.has(asked, within=load),
-        }
-    )
+    source.skip_if(asked, with_swiglu_rows_as_saved, within=load)
     before = source.one(
         "sharded_state_dict, nonpersistent_state_dict, sh_ten_factories = load_preprocess(...)",
         within=load,
@@ -306,12 +289,7 @@ def refuse_mixed_rows(source: Source) -> None:
     plan = source.function("MCoreLoadPlanner.create_local_plan")
     planner = source.class_named("MCoreLoadPlanner")
     functions = (mixed_swiglu_grid, mixed_swiglu_rows_error, check_swiglu_rows)
-    source.check_parts(
-        {
-            **source.functions_there("", *functions),
-            "rows are checked": source.has(f"{check_swiglu_rows.__name__}(...)", within=plan),
-        }
-    )
+    source.skip_if(f"{check_swiglu_rows.__name__}(...)", *functions, within=plan)
     metadata_and_tensors = "(self.metadata, self.shapes_validation_sharded_tensors)"
     shapes = source.one(f"self._validate_global_shapes{metadata_and_tensors}", within=plan)
     source.insert_after(shapes, f"{check_swiglu_rows.__name__}{metadata_and_tensors}")

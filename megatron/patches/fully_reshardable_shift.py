@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import NoMatch, NotNeeded, Source
 
 fix = Fix(
     __name__,
@@ -53,29 +53,20 @@ def _end_padding_before_buckets(buffer: Any) -> "list[int]":
 def cut_without_end_padding(source: Source) -> None:
     """Upstream slices states without end padding by ranges that include it, and fills the gaps with zeros."""
     name = "DistributedOptimizer.sharded_param_state_fully_reshardable"
-    if not source.has_function(name):
-        raise NotConcerned  # up to 0.14 the format does not exist
     save = source.function(name)
     if all(source.has(part, within=save) for part in REPAIR):
-        raise AlreadyThere
-    if not source.has(
+        raise NotNeeded
+    source.one(
         "state_ten = world_tensors[state_key][param_world_start:param_world_end]", within=save
-    ):
-        raise NoBug
+    )
     loop = source.loop(f"model_param, ({', '.join(ENDS)}, ...)", within=save)
     bucket = _bucket(source, loop)
     lines = (
         "end_padding = _end_padding_before_buckets(buffer)",
         *(f"{end} -= {PADDING}" for end in ENDS),
     )
-    source.check_parts(
-        {
-            **source.functions_there("", _end_padding_before_buckets),
-            **{line: source.has(line, within=save) for line in lines},
-            BUCKET: source.text(bucket) == BUCKET,
-            ALL_THERE.splitlines()[0]: source.has(ALL_THERE, within=save),
-        }
-    )
+    is_named = source.text(bucket) == BUCKET
+    source.skip_if(ALL_THERE, *lines, is_named, _end_padding_before_buckets, within=save)
     source.replace(bucket, BUCKET)
     source.insert_before(loop, lines[0])
     comment = "# What is gathered has no end padding of buckets, which these ranges include."

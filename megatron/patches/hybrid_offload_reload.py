@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import NotNeeded, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ fix = Fix(
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="optimizer CPU offload",
     silent=True,
-    concerns="megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
     test="tests/unit_tests/test_hybrid_offload_reload.py",
 )
 
@@ -100,7 +99,7 @@ class DistributedOptimizer:
 def add_reload_param(source: Source) -> None:
     """Upstream refreshes only the fp32 working copies, and in 0.12 nothing."""
     if source.has_function("HybridDeviceOptimizer.reload_param"):
-        raise AlreadyThere
+        raise NotNeeded
     zero_grad = source.function("HybridDeviceOptimizer.zero_grad")
     source.insert_method_before(zero_grad, HybridDeviceOptimizer.reload_param)
 
@@ -110,13 +109,7 @@ def reload_hybrid_optimizer(source: Source) -> None:
     """For the hybrid optimizer, upstream returns before it copies any main parameter."""
     method = DistributedOptimizer._copy_model_params_to_hybrid_optimizer
     reload = source.function("DistributedOptimizer._copy_model_params_to_main_params")
-    called = source.has(f"self.{method.__name__}", within=reload)
-    source.check_parts(
-        {
-            **source.functions_there("DistributedOptimizer.", method),
-            f"a call in {reload.name}": called,
-        }
-    )
+    source.skip_if(f"self.{method.__name__}", method, within=reload)
     branch = source.branch("isinstance(self.optimizer, HybridDeviceOptimizer)", within=reload)
     has_state_dict = any(argument.arg == "state_dict" for argument in reload.args.args)
     call = f"self.{method.__name__}({'state_dict' if has_state_dict else ''})"

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NoBug, NoMatch, Source
+from ckpt_patches.engine.source import NoMatch, NotNeeded, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ fix = Fix(
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="optimizer CPU offload",
     silent=True,
-    concerns=HYBRID_OPTIMIZER,
     depends_on=("torch_adam_step",),
     test="tests/unit_tests/test_hybrid_offload_resume.py",
 )
@@ -118,15 +117,8 @@ class DistributedOptimizer:
 def copy_loaded_main_params(source: Source) -> None:
     """Upstream expects an fp32 copy of every parameter; only 16-bit ones have it, others have a CPU clone."""
     update = source.function("HybridDeviceOptimizer._update_fp32_params_by_new_state")
-    source.check_parts(
-        {
-            "self.param_to_inner_param[param]": source.has(
-                "self.param_to_inner_param[param]", within=update
-            ),
-            "param.data.copy_(fp32_param)": source.has(
-                "param.data.copy_(fp32_param)", within=update
-            ),
-        }
+    source.skip_if(
+        "self.param_to_inner_param[param]", "param.data.copy_(fp32_param)", within=update
     )
     # Newer code uses `get` and skips fp32 parameters, although they have a CPU clone, too.
     asked = source.all("self.param_to_fp32_param.get(param)", within=update)
@@ -141,8 +133,7 @@ def copy_loaded_main_params(source: Source) -> None:
 def keep_sub_optimizers_steps(source: Source) -> None:
     """After a load the groups hold the loaded step; upstream resets the sub-optimizers to it at every step."""
     sync = source.function("HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers")
-    if source.all("update_group_attrs.pop('step', None)", within=sync):
-        raise AlreadyThere
+    source.skip_if("update_group_attrs.pop('step', None)", within=sync)
     source.insert_after(
         source.one("del update_group_attrs['params']", within=sync),
         'update_group_attrs.pop("step", None)',
@@ -158,12 +149,7 @@ def allow_optimizer_classes(source: Source) -> None:
         HybridDeviceOptimizer._allow_optimizer_classes_in_checkpoints,
         HybridDeviceOptimizer._step_of_param_groups,
     )
-    source.check_parts(
-        {
-            **source.functions_there("HybridDeviceOptimizer.", *methods),
-            f"{call} in __init__": source.has(call, init),
-        }
-    )
+    source.skip_if(call, *methods, within=init)
     source.insert_before(source.one("self._init_sub_optimizers()", within=init), call)
     zero_grad = source.function("HybridDeviceOptimizer.zero_grad")
     for method in methods:
@@ -179,8 +165,8 @@ def sync_after_every_load(source: Source) -> None:
         if source.has_function(name)
     ]
     missing = [function for function in functions if not source.all(SYNC, within=function)]
-    if not missing:
-        raise AlreadyThere if functions else NoBug
+    if functions and not missing:
+        raise NotNeeded
     for function in missing:
         last = function.body[-1]
         if not isinstance(last, ast.For):
@@ -196,14 +182,11 @@ def load_into_state(source: Source) -> None:
     load = source.function("DistributedOptimizer._set_main_param_and_optimizer_states")
     groups_load = source.function("DistributedOptimizer.load_state_dict")
     methods = (DistributedOptimizer._look_for_step, DistributedOptimizer._state_of_hybrid_optimizer)
-    source.check_parts(
-        {
-            **source.functions_there("DistributedOptimizer.", *methods),
-            "the step is looked for": source.has("self._look_for_step(...)", within=groups_load),
-            "the state is completed": source.has(
-                "self._state_of_hybrid_optimizer(tensors)", within=load
-            ),
-        }
+    source.skip_if(
+        "self._look_for_step(...)",
+        ("self._state_of_hybrid_optimizer(tensors)", load),
+        *methods,
+        within=groups_load,
     )
     source.insert_at_start(groups_load, LOOK_FOR_STEP)
     look_up = source.one(
@@ -227,9 +210,7 @@ def save_and_load_step(source: Source) -> None:
     )
     step = "self.optimizer._step_of_param_groups()"
     steps = 'list(set([g["step"] for g in state_dict["optimizer"]["param_groups"] if "step" in g]))'
-    source.check_parts(
-        {step: source.has(step, save), f"{steps} or [0]": source.has(f"{steps} or [0]", load)}
-    )
+    source.skip_if(step, (f"{steps} or [0]", load), within=save)
     of_hybrid = source.branch("isinstance(self.optimizer, HybridDeviceOptimizer)", within=save)
     source.replace(source.one("step = None", within=of_hybrid).value, step)
     source.insert_at(source.one(steps, within=load), " or [0]", end=True)

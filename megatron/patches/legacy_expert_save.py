@@ -115,20 +115,14 @@ def write_each_file_once(source: Source) -> None:
     layer_wise = [
         function for function in (save, load) if LAYER_WISE in ast.unparse(function)
     ]  # since 0.16
-    source.check_parts(
-        {
-            **source.functions_there("", *FUNCTIONS),
-            **dict.fromkeys((f"no {rank}" for rank in ranks), False),
-            "the first rank of a file writes it": source.has(FIRST.format(arguments="..."), save),
-            "a save is checked": source.has(CHECK.format(args="args"), save),
-            "a load is checked": source.has(CHECK.format(args=SAVED), load),
-            **{
-                f"the layer-wise optimizer's file in {function.name}": source.has(
-                    f"dp_rank = {OF_ALL}", function
-                )
-                for function in layer_wise
-            },
-        }
+    source.skip_if(
+        FIRST.format(arguments="..."),
+        CHECK.format(args="args"),
+        (CHECK.format(args=SAVED), load),
+        *FUNCTIONS,
+        *((f"dp_rank = {OF_ALL}", function) for function in layer_wise),
+        *(False for _ in ranks),
+        within=save,
     )
     for own in layer_wise:
         rank = source.one(f"dp_rank = {OF_LAYER_WISE}", within=own)

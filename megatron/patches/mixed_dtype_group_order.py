@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -173,20 +173,17 @@ def follow_groups(source: Source) -> None:
     from_file = source.function("DistributedOptimizer.load_parameter_state")
     get_states = source.function("DistributedOptimizer._get_main_param_and_optimizer_states")
     set_states = source.function(f"DistributedOptimizer.{SET}")
-    if source.has(REPAIR, within=init):
-        raise AlreadyThere
-    without_grad = any(source.text(node) == "torch.no_grad()" for node in set_states.decorator_list)
-    source.check_parts(
-        {
-            **source.functions_there("DistributedOptimizer.", *METHODS),
-            "the groups are looked at": source.has(MIXED, within=init),
-            "the map is rebuilt": source.has(REBUILT.splitlines()[1], within=init),
-            "weights before load_state_dict": source.has(BEFORE, within=load),
-            "weights before load_parameter_state": source.has(BEFORE_FILE, within=from_file),
-            "check after load_state_dict": source.has(AFTER, within=load),
-            "check after load_parameter_state": source.has(AFTER, within=from_file),
-            "views of fp32 parameters are written without gradients": without_grad,
-        }
+    source.skip_if(REPAIR, within=init)
+    source.skip_if(
+        (MIXED, init),
+        (REBUILT.splitlines()[1], init),
+        (BEFORE, load),
+        BEFORE_FILE,
+        (AFTER, load),
+        AFTER,
+        *METHODS,
+        any(source.text(node) == "torch.no_grad()" for node in set_states.decorator_list),
+        within=from_file,
     )
     ranges = source.one(
         "self.model_param_group_index_map, self.opt_group_ranges = ...", within=init

@@ -4,7 +4,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/1563
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NoBug, Source
+from ckpt_patches.engine.source import NotNeeded, Source
 
 fix = Fix(
     __name__,
@@ -21,16 +21,12 @@ fix = Fix(
 @fix.edit(
     "megatron.core.dist_checkpointing.exchange_utils",
     "megatron.core.dist_checkpointing.mapping",
-    "megatron.core.dist_checkpointing.serialization",
-    "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.core.dist_checkpointing.validation",
-    optional=True,
     independent=True,
 )
 def call_prod(source: Source) -> None:
     """Both names are the same function in NumPy 1."""
-    calls = source.all("np.product") if b"np.product" in source.data else []
-    if not calls:
-        raise AlreadyThere if b"np.prod(" in source.data else NoBug
-    for name in calls:
+    if b"np.product" not in source.data:
+        raise NotNeeded
+    for name in source.all("np.product"):
         source.replace(name, "np.prod")

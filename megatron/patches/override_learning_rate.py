@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source
+from ckpt_patches.engine.source import NoMatch, NotNeeded, Source
 
 TYPE_CHECKING = False
 
@@ -76,18 +76,17 @@ RESTORE = """if self.restores_left > 0:
 def keep_own_bounds(source: Source) -> None:
     """Restored at the load and at the next step: an optimizer load or global bounds may replace them in between."""
     if source.has_function(f"{CLASS}.{UPSTREAMS}"):
-        raise AlreadyThere
+        raise NotNeeded
     init, step, load = (
         source.function(f"{CLASS}.{name}") for name in ("__init__", "step", "load_state_dict")
     )
-    source.check_parts(
-        {
-            **source.functions_there("", _bounds_of_param_group),
-            **source.functions_there(f"{CLASS}.", OptimizerParamScheduler._restore_own_bounds),
-            "own_bounds in __init__": source.has("self.own_bounds = ...", within=init),
-            "restores_left in load_state_dict": source.has("self.restores_left = ...", within=load),
-            "_restore_own_bounds in step": source.has("self._restore_own_bounds()", within=step),
-        }
+    source.skip_if(
+        ("self.own_bounds = ...", init),
+        ("self.restores_left = ...", load),
+        "self._restore_own_bounds()",
+        _bounds_of_param_group,
+        OptimizerParamScheduler._restore_own_bounds,
+        within=step,
     )
     source.insert_after(source.one("self.optimizer = optimizer", within=init), REMEMBER)
     source.insert_after(source.one("self.num_steps += increment", within=step), RESTORE)
@@ -106,7 +105,7 @@ def step_with_loaded_weight_decay(source: Source) -> None:
         node for node in load.body if node is weight_decay or getattr(node, "value", None) is step
     ]
     if both[:1] == [weight_decay] and len(both) == 2:
-        raise AlreadyThere
+        raise NotNeeded
     if load.body[-2:] != both:
         raise NoMatch(f"expected {load.name} to end with `{STEP}` and the weight decay")
     source.remove(both[0])

@@ -4,7 +4,7 @@ https://github.com/NVIDIA/Megatron-LM/pull/4448
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import NotConcerned, Source
+from ckpt_patches.engine.source import Source
 
 fix = Fix(
     __name__,
@@ -29,14 +29,7 @@ def save_state_of_idle_machine(source: Source) -> None:
     state = source.function("RerunStateMachine.state_dict")
     is_disabled = "self.mode == RerunMode.DISABLED"
     has_data = source.has("data_iterator_checkpoints = None", within=state)
-    source.check_parts(
-        {
-            "a disabled machine saves nothing": source.has(is_disabled, within=state),
-            "an idle one saves no data iterators": has_data
-            or source.has(WITHOUT_DATA, within=state),
-        }
-    )
-    if not source.has("force", within=state):
-        raise NotConcerned  # up to 0.13 it is always saved
+    source.skip_if(is_disabled, has_data or source.has(WITHOUT_DATA, within=state), within=state)
+    source.some("force", within=state)  # up to 0.13 it is always saved
     source.replace(source.branch(IDLE, within=state).test, is_disabled)
     source.insert_before(source.one(SANITIZED, within=state), WITHOUT_DATA)

@@ -4,7 +4,7 @@ https://github.com/NVIDIA/Megatron-LM/pull/2576
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source
+from ckpt_patches.engine.source import NoMatch, Source
 
 fix = Fix(
     __name__,
@@ -32,11 +32,10 @@ def drop_padding_flag(source: Source) -> None:
     if not affected:
         raise NoMatch(f"expected `{pattern}` in one of {', '.join(methods)}, found none")
     states = source.function("DistributedOptimizer._set_main_param_and_optimizer_states")
-    if source.has("if not isinstance(v, torch.Tensor):\n    continue", within=states):
-        raise AlreadyThere  # it skips all values that are not tensors
+    source.skip_if(
+        "if not isinstance(v, torch.Tensor):\n    continue", within=states
+    )  # it skips all values that are not tensors
     drop = 'src_tensors.pop("padding", None)'
-    source.check_parts(
-        {f"{drop} in {function.name}": source.has(drop, function) for function in affected}
-    )
+    source.skip_if(*((drop, function) for function in affected))
     for function in affected:
         source.insert_before(source.one(pattern, within=function), drop)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import Function, NoMatch, NotConcerned, Source
+from ckpt_patches.engine.source import Function, NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -130,14 +130,7 @@ def save_shards_of_padding(source: Source) -> None:
     unpadded = source.has("gbuf_world_numel_unpadded", within=save)
     call = UNPADDED if unpadded else ALL
     methods = (DistributedOptimizer._states_of_padding, DistributedOptimizer._padding_of_shard)
-    parts = {
-        **source.functions_there("DistributedOptimizer.", *methods),
-        "it is called": source.has(call, within=save),
-        "its states are found": source.has(OF_PADDING, within=save),
-    }
-    if unpadded:
-        parts["the last gap is clipped"] = source.has(CLIPPED, within=save)
-    source.check_parts(parts)
+    source.skip_if(call, OF_PADDING, *([CLIPPED] if unpadded else []), *methods, within=save)
     empty = source.one("assert bucket_state, 'empty bucket encountered'", within=save)
     padding = "    " + call.replace("\n", "\n    ")
     source.replace(empty, f"if not bucket_state:\n{padding}\nif not bucket_state:\n    continue")
@@ -150,21 +143,16 @@ def save_shards_of_padding(source: Source) -> None:
         source.insert_method_before(save, method)
 
 
-@fix.edit("megatron.core.optimizer.distrib_optimizer")
+@fix.edit(
+    "megatron.core.optimizer.distrib_optimizer", releases=(("0.15.0", newest("megatron-core")),)
+)
 def load_with_empty_shards(source: Source) -> None:
     """Without the empty lists, all lists that follow a missing one would move to the wrong bucket."""
     save, load = _methods(source)
-    if not source.has("gbuf_world_numel_unpadded", within=save):
-        raise NotConcerned  # padding is saved, so no list is empty
+    source.one("next_param_start = gbuf_local_numel", within=save)
     method = DistributedOptimizer._with_empty_shards
-    source.check_parts(
-        {
-            **source.functions_there("DistributedOptimizer.", method),
-            "it is called": source.has(WITH_EMPTY_SHARDS, within=load),
-            "its result is loaded": source.has(
-                "bucket_state = buckets_state[bucket_idx]", within=load
-            ),
-        }
+    source.skip_if(
+        WITH_EMPTY_SHARDS, "bucket_state = buckets_state[bucket_idx]", method, within=load
     )
     buckets = source.loop("bucket_idx, gbuf_range_map", within=load)
     source.insert_before(buckets, WITH_EMPTY_SHARDS)

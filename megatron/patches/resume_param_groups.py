@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 PARAM_GROUPS = "megatron.core.optimizer.__init__"
 
 
-def groups_may_look_alike(source: Source) -> bool:
-    """Whether groups can look alike: in 0.14.0 to 0.15.3 all ranks have the same groups, with unique keys."""
-    keys_tell_all_apart = (
-        "assert set(param_group.keys()) - set(param_group_identifier_keys) == {'params'}"
-    )
-    same_on_all_ranks = "torch.distributed.all_gather_object(gathered_params_key, params_key)"
-    return not (source.has(keys_tell_all_apart) and source.has(same_on_all_ranks))
-
-
 fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/pull/4705",),
@@ -37,8 +28,6 @@ fix = Fix(
     releases=(("0.12.0", "0.13.1"), ("0.16.0", newest("megatron-core"))),
     stacks="pipeline stages; `--decoupled-lr` or muP; from 0.19.0 a new `--lr`",
     silent=True,
-    concerns=PARAM_GROUPS,
-    where=groups_may_look_alike,
     test="tests/unit_tests/dist_checkpointing/test_resume_param_groups.py",
 )
 
@@ -197,6 +186,17 @@ LOADS = {
 }
 
 
+@fix.edit(PARAM_GROUPS)
+def groups_may_look_alike(source: Source) -> None:
+    """In 0.14.0 to 0.15.3 all ranks have the same groups, with unique keys."""
+    keys_tell_all_apart = (
+        "assert set(param_group.keys()) - set(param_group_identifier_keys) == {'params'}"
+    )
+    same_on_all_ranks = "torch.distributed.all_gather_object(gathered_params_key, params_key)"
+    if source.has(keys_tell_all_apart) and source.has(same_on_all_ranks):
+        raise NoMatch("expected groups whose keys can be the same, found unique ones")
+
+
 @fix.edit(OPTIMIZER)
 def pair_groups(source: Source) -> None:
     """Since 0.14 upstream uses the last of several similar groups; before, the group at the same index."""
@@ -204,17 +204,9 @@ def pair_groups(source: Source) -> None:
     by_key = source.has_function(filtered)
     loads = [filtered] if by_key else [f"{name}.load_state_dict" for name in LOADS]
     functions = [source.function(name) for name in loads]
-    parts = {
-        **source.functions_there("", *FUNCTIONS),
-        **{
-            f"{CALL} in {name}": source.has(f"{CALL}(...)", where)
-            for name, where in zip(loads, functions, strict=True)
-        },
-    }
     has_keys = source.has(f"{KEYS} = ...")
-    if any(parts.values()):
-        parts[KEYS] = has_keys  # most releases have it without the fix
-    source.check_parts(parts)
+    called = [source.has(f"{CALL}(...)", function) for function in functions]
+    source.skip_if(*called, *FUNCTIONS, *([has_keys] if any(called) else []))
     if by_key:
         body = functions[0].body[1 if ast.get_docstring(functions[0]) else 0 :]
         source.one("loaded_groups_map = ...", within=functions[0])
@@ -257,12 +249,7 @@ def pair_groups_of_distributed_optimizer(source: Source) -> None:
             f"expected plain names in `from .optimizer import ...`, found `{source.text(imported[0])}`"
         )
     names = [alias.name for alias in imported[0].names]
-    source.check_parts(
-        {
-            f"{CALL} is imported": CALL in names,
-            f"{CALL} is called": source.has(f"{CALL}(...)", load),
-        }
-    )
+    source.skip_if(f"{CALL}(...)", CALL in names, within=load)
     first, last = matching_by_key(source, load) if KEYS in names else (None, None)
     if first and last:
         check_keys_are_used_between(source, first, last)

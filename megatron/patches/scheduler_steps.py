@@ -5,7 +5,7 @@ https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.2/megatron/core/optimizer_
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import Source
 
 fix = Fix(
     __name__,
@@ -24,8 +24,7 @@ fix = Fix(
 def begin_with_no_steps(source: Source) -> None:
     """The load ends with `self.step(increment=num_steps)`, which adds to the current steps."""
     load = source.function("OptimizerParamScheduler.load_state_dict")
-    if source.has("self.num_steps = ...", within=load):
-        raise AlreadyThere
+    source.skip_if("self.num_steps = ...", within=load)
     source.insert_before(
         source.branch("'num_iters' in state_dict", within=load),
         "self.num_steps = 0  # step() adds those of the checkpoint",

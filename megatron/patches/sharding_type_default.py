@@ -7,19 +7,9 @@ import ast
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import NoMatch, Source
 
 MAPPING = "megatron.core.dist_checkpointing.mapping"
-
-
-def refuses_flattened_ranges(source: Source) -> bool:
-    """Whether flattened ranges, which the default format uses, raise an error (since 0.16)."""
-    tests = [
-        test
-        for test in source.all_of(ast.If)
-        if source.text(test.test) == "self.flattened_range is not None"
-    ]
-    return any(isinstance(test.body[0], ast.Raise) for test in tests)
 
 
 fix = Fix(
@@ -29,10 +19,20 @@ fix = Fix(
     releases=(("0.16.0", newest("megatron-core")),),
     stacks="direct calls of `sharded_state_dict` without a format",
     silent=False,
-    concerns=MAPPING,
-    where=refuses_flattened_ranges,
     test="tests/unit_tests/dist_checkpointing/test_sharding_type_default.py",
 )
+
+
+@fix.edit(MAPPING)
+def flattened_ranges_are_refused(source: Source) -> None:
+    """Up to 0.15, upstream's default, which uses flattened ranges, can be saved."""
+    tests = [
+        test
+        for test in source.all_of(ast.If)
+        if source.text(test.test) == "self.flattened_range is not None"
+    ]
+    if not any(isinstance(test.body[0], ast.Raise) for test in tests):
+        raise NoMatch("expected `if self.flattened_range is not None` with a `raise`, found none")
 
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
@@ -40,8 +40,7 @@ def default_to_what_can_be_saved(source: Source) -> None:
     """Use Megatron-LM's own default. Upstream's default here fails a few calls later."""
     method = source.function("DistributedOptimizer.sharded_state_dict")
     default = "(metadata or {}).get('distrib_optim_sharding_type', 'dp_reshardable')"
-    if source.has(default, within=method):
-        raise AlreadyThere
+    source.skip_if(default, within=method)
     call = source.one(
         "(metadata or {}).get('distrib_optim_sharding_type', 'fully_sharded_model_space')",
         within=method,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import AlreadyThere, Function, NoBug, NoMatch, Source
+from ckpt_patches.engine.source import Function, NoMatch, NotNeeded, Source
 
 fix = Fix(
     __name__,
@@ -51,9 +51,7 @@ def load_without_step(source: Source) -> None:
     ]
     if not loops:
         raise NoMatch("expected `for key in dst_tensors`, found none")
-    source.check_parts(
-        {f"the step, line {loop.lineno}": source.has(SKIP_STEP, loop) for loop in loops}
-    )
+    source.skip_if(*((SKIP_STEP, loop) for loop in loops))
     for loop in loops:
         source.insert_before(loop.body[0], SKIP_STEP)
 
@@ -62,12 +60,11 @@ def load_without_step(source: Source) -> None:
 def one_step_each(source: Source) -> None:
     """torch adds 1 in place per parameter: with one shared tensor, each step counts once per parameter."""
     load = source.function("DistributedOptimizer.load_state_dict")
-    if source.all("s['step'] = step.clone()", within=load):
-        raise AlreadyThere
+    source.skip_if("s['step'] = step.clone()", within=load)
     source.replace(source.one("s['step'] = step", within=load).value, "step.clone()")
 
 
-@fix.edit(DISTRIB_OPTIMIZER, independent=True)
+@fix.edit(DISTRIB_OPTIMIZER, independent=True, releases=(("0.12.0", "0.15.3"),))
 def save_without_step(source: Source) -> None:
     """These sharded formats treat every key of the state as a tensor of the parameter's size."""
     pairs = [methods(source, pair) for pair in SAVES.items()]
@@ -76,8 +73,8 @@ def save_without_step(source: Source) -> None:
         for pair in pairs
         if pair and not any(source.all("'step'", within=method) for method in pair)
     ]
-    if not affected:
-        raise AlreadyThere if any(pairs) else NoBug
+    if any(pairs) and not affected:
+        raise NotNeeded
     for function in affected:
         assignments = [
             node

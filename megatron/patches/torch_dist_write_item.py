@@ -4,7 +4,7 @@ https://github.com/ROCm/Megatron-LM/pull/83
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source
+from ckpt_patches.engine.source import NoMatch, NotNeeded, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,12 +49,13 @@ def give_torch_what_it_asks_for(source: Source) -> None:
     """Upstream passes them since 0.13."""
     calls = source.all("local_results.append(_write_item(...))")
     called = source.all("local_results.append(_write_one(...))")
-    there = source.functions_there("", _write_one)
-    if b"serialization_format" in source.data and not called and not any(there.values()):
-        raise AlreadyThere
-    source.check_parts(
-        {**there, "it is called": bool(called), "always": bool(called) and not calls}
-    )
+    if (
+        b"serialization_format" in source.data
+        and not called
+        and not source.has_function("_write_one")
+    ):
+        raise NotNeeded
+    source.skip_if(_write_one, bool(called), bool(called) and not calls)
     if len(calls) != 2:
         raise NoMatch(f"expected two calls of _write_item, found {len(calls)}")
     for call in calls:

@@ -4,7 +4,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/1053
 """
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, NoMatch, Source
+from ckpt_patches.engine.source import NoMatch, NotNeeded, Source
 
 ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
 
@@ -25,7 +25,7 @@ def synchronize_creation(source: Source) -> None:
     create = source.one("zarr.create(...)", within=source.function("_create_zarr_array"))
     given = [keyword.value for keyword in create.keywords if keyword.arg == "synchronizer"]
     if any(source.text(value) != "None" for value in given):
-        raise AlreadyThere
+        raise NotNeeded
     if given:
         raise NoMatch(
             "expected zarr.create to get a synchronizer or none at all, found synchronizer=None"
@@ -42,7 +42,6 @@ def synchronize_creation(source: Source) -> None:
 def skip_lock_directories(source: Source) -> None:
     """The lock for `.zarray` is a file with the same name, so a lock directory looks like an array."""
     listing = source.function("load_zarr_based_sharded_metadata")
-    if source.all("'.sync'", within=listing):
-        raise AlreadyThere
+    source.skip_if("'.sync'", within=listing)
     not_an_array = source.one("not (subdir / '.zarray').exists()", within=listing)
     source.insert_at(not_an_array, ' or subdir.suffix == ".sync"', end=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ckpt_patches.engine.agreement import insert_agreement
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import AlreadyThere, Source
+from ckpt_patches.engine.source import NotNeeded, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -210,17 +210,14 @@ def write_byte_ranges(source: Source) -> None:
     create_or_open = source.function("_create_or_open_zarr_arrays")
     save = source.function("_save_to_existing_array")
     create = source.function("_create_zarr_array")
-    open_flattened = "_attempt(failures, _open_flattened_array, ten, checkpoint_dir)"
-    open_other = "_attempt(failures, _open_zarr_array_verbose, checkpoint_dir / ten.key, 'r+')"
-    source.check_parts(
-        {
-            **source.functions_there("", *RANGE_WRITERS),
-            "_create_flattened_array is called": source.has("_create_flattened_array(...)", create),
-            "_write_byte_range is called": source.has("_write_byte_range(...)", save),
-            open_flattened: source.has(open_flattened, create_or_open),
-            open_other: source.has(open_other, create_or_open),
-            "no open_kwargs": not source.has("open_kwargs", create_or_open),
-        }
+    source.skip_if(
+        ("_create_flattened_array(...)", create),
+        ("_write_byte_range(...)", save),
+        "_attempt(failures, _open_flattened_array, ten, checkpoint_dir)",
+        "_attempt(failures, _open_zarr_array_verbose, checkpoint_dir / ten.key, 'r+')",
+        *RANGE_WRITERS,
+        not source.has("open_kwargs", create_or_open),
+        within=create_or_open,
     )
     source.insert_at_start(
         create,
@@ -262,23 +259,17 @@ def fail_on_all_ranks(source: Source) -> None:
     calls = source.all("_create_or_open_zarr_arrays(...)", within=save)
     create_attempt = "_attempt(failures, _create_zarr_array, ten, checkpoint_dir)"
     save_attempt = "_attempt(failures, _save_to_existing_array, ten, arr)"
-    source.check_parts(
-        {
-            **source.functions_there("", *FAILURE_HELPERS),
-            create_attempt: source.has(create_attempt, create_or_open),
-            save_attempt: source.has(save_attempt, save),
-            "_raise_failures after creating": source.has(
-                "_raise_failures(failures)", create_or_open
-            ),
-            "_raise_failures after saving": source.has("_raise_failures(failures)", save),
-            "parameter failures": "failures"
-            in [argument.arg for argument in create_or_open.args.args],
-            "failures": source.has("failures: List[Exception] = []", save),
-            "failures is passed": any(source.text(call.args[-1]) == "failures" for call in calls),
-            "_remove_lock_directories is called": source.has(
-                "_remove_lock_directories(checkpoint_dir)", save
-            ),
-        }
+    source.skip_if(
+        (create_attempt, create_or_open),
+        save_attempt,
+        ("_raise_failures(failures)", create_or_open),
+        "_raise_failures(failures)",
+        "failures: List[Exception] = []",
+        "_remove_lock_directories(checkpoint_dir)",
+        *FAILURE_HELPERS,
+        "failures" in [argument.arg for argument in create_or_open.args.args],
+        any(source.text(call.args[-1]) == "failures" for call in calls),
+        within=save,
     )
     source.one("_create_zarr_array(ten, checkpoint_dir)", within=create_or_open)
     source.replace(source.one(CREATED, within=create_or_open), CREATED_OR_FAILED)
@@ -302,7 +293,7 @@ def fail_on_all_ranks(source: Source) -> None:
 def import_modules(source: Source) -> None:
     """Import the modules that the inserted functions need and upstream does not import."""
     if all(source.imports(name) for name in ("math", "shutil", "replace")):
-        raise AlreadyThere
+        raise NotNeeded
     if not source.imports("math"):
         source.insert_after(source.one("import logging"), "import math")
     if not source.imports("shutil"):

@@ -22,7 +22,8 @@ from ckpt_patches.engine import plan
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, EVERYTHING, FIXES, FOLDERS, SWITCHED, TARGETS, folder
-from ckpt_patches.engine.releases import RECORDED
+from ckpt_patches.engine.releases import RECORDED, have_code
+from ckpt_patches.engine.source import Source
 from ckpt_patches.inplace import rewrite
 from demo import SHOWN
 from upstream import (
@@ -74,8 +75,8 @@ def test_the_index_has_what_the_fix_states(name: str) -> None:
     fix = fixes.load(name)
     assert fix.name == name
     # No import names a package's `__init__`: the hook does not look it up.
-    concerned = [module for module in [fix.concerns] if module and not module.endswith(".__init__")]
-    assert EVERYTHING[name] == tuple(dict.fromkeys([*(edit.module for edit in fix.edits), *concerned]))
+    edited = [edit.module for edit in fix.edits if not edit.module.endswith(".__init__")]
+    assert EVERYTHING[name] == tuple(dict.fromkeys(edited))
     assert {TARGETS[module] for module in EVERYTHING[name]} == {fix.package}
     assert all(module.startswith(PREFIXES) for module in EVERYTHING[name])  # which the import hook checks first
     assert name in (SWITCHED[fix.switch] if fix.switch else FIXES)
@@ -160,8 +161,65 @@ def test_a_fix_applies_where_the_bug_is_and_changes_nothing_elsewhere(name: str,
         assert result.outcome is Outcome.APPLIES, result
         return
     applies = {Outcome.APPLIES} if version == MAIN else set()
-    assert result.outcome in {Outcome.ALREADY_THERE, Outcome.NOT_PRESENT, *applies}, result
+    assert result.outcome in {Outcome.NOT_NEEDED, *applies}, result
     assert version == MAIN or made.files == {}
+
+
+# Code that moves. In a release of its range, a fix that no longer finds its code must say so.
+
+
+def in_the_newest() -> list[Any]:
+    """The fixes of bugs that the newest release of their package still has."""
+    found = [(name, newest(DISTRIBUTIONS[fixes.package_of(name)])) for name in NAMES]
+    return [pytest.param(*one, id=one[0]) for one in found if fixes.load(one[0]).affects(one[1])]
+
+
+@pytest.mark.parametrize(("name", "version"), in_the_newest())
+def test_a_moved_file_is_no_match(name: str, version: str, tmp_path: Path) -> None:
+    copy = edits.copy_of(tree_for(name, version), name, tmp_path)
+    for module in {edit.module for edit in fixes.load(name).edits if is_of(edit, fixes.load(name), version)}:
+        path = Path(plan.module_path(str(copy), module))
+        path.rename(path.with_suffix(".moved"))
+        result, made = edits.plan(copy, name)
+        assert (result.outcome, made.files) == (Outcome.NO_MATCH, {}), module
+        assert f"{path}: there is no such file" in result.reason
+        path.with_suffix(".moved").rename(path)
+
+
+@pytest.mark.parametrize(("name", "version"), in_the_newest())
+def test_a_renamed_function_is_no_match_in_two_lines(
+    name: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each function and class of the release that the fix looks for by name."""
+    copy = edits.copy_of(tree_for(name, version), name, tmp_path)
+    looked_for: set[tuple[str, str]] = set()
+    look, look_for_class = Source.function, Source.class_named
+
+    def function(source: Source, wanted: str) -> Any:
+        found = look(source, wanted)
+        looked_for.add((source.path, wanted))
+        return found
+
+    def class_named(source: Source, wanted: str) -> Any:
+        looked_for.add((source.path, wanted))
+        return look_for_class(source, wanted)
+
+    monkeypatch.setattr(Source, "function", function)
+    monkeypatch.setattr(Source, "class_named", class_named)
+    assert edits.plan(copy, name)[0].outcome is Outcome.APPLIES
+    monkeypatch.undo()
+    for path, wanted in sorted(looked_for):
+        text, last = Path(path).read_text(), wanted.rpartition(".")[2]
+        Path(path).write_text(re.sub(rf"\b{last}\b", f"renamed_{last}", text))
+        result, made = edits.plan(copy, name)
+        assert (result.outcome, made.files) == (Outcome.NO_MATCH, {}), wanted
+        assert len(result.reason.replace(f"{copy}/", "")) <= 2 * 160, result.reason
+        assert "\n" not in result.reason
+        Path(path).write_text(text)
+
+
+def is_of(edit: fixes.Edit, fix: fixes.Fix, version: str) -> bool:
+    return have_code(edit.releases or fix.releases, fix.package, version)
 
 
 # Edits
@@ -217,7 +275,7 @@ def test_apply_is_idempotent_and_revert_restores_every_byte(name: str, version: 
     applied = contents(copy)
     assert applied.keys() > before.keys()  # the originals are backed up
     result, made = edits.plan(copy, name)
-    assert (result.outcome, made.files) == (Outcome.ALREADY_THERE, {})
+    assert (result.outcome, made.files) == (Outcome.NOT_NEEDED, {})
     rewrite.apply(str(copy), package, [name])
     assert contents(copy) == applied
     assert rewrite.revert(str(copy), package, [name]) == [name]
@@ -259,7 +317,7 @@ def test_the_order_of_the_fixes_does_not_matter(package: str, version: str, tmp_
         for module, file in at_once.files.items():
             assert sorted(edits.text(copy, module).splitlines()) == sorted(file.patched.decode().splitlines())
         again = plan_tree(str(copy), package, applied)
-        assert (again.files, again.named(Outcome.ALREADY_THERE)) == ({}, applied)
+        assert (again.files, again.named(Outcome.NOT_NEEDED)) == ({}, applied)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.cli.status import ACTIVE, FIXED_UPSTREAM, NO_MATCH, NOT_PRESENT, FixStatus, collect
+from ckpt_patches.cli.status import ACTIVE, NO_MATCH, NOT_NEEDED, FixStatus, collect
 from ckpt_patches.demo.prove import prove, variables
 from ckpt_patches.demo.run import Demonstration, DemonstrationFailed, demonstrations, run
 from ckpt_patches.engine.installed import DISTRIBUTIONS
@@ -30,7 +30,7 @@ from upstream import numbers
 
 # The expected results of a fix. Any other text describes a failure.
 WORKS, NEEDS_NUMPY_2 = "works", "not run: needs NumPy 2"
-WORDS = (WORKS, FIXED_UPSTREAM, NOT_PRESENT, NEEDS_NUMPY_2)
+WORDS = (WORKS, NOT_NEEDED, NEEDS_NUMPY_2)
 MIGRATE = "megatron: migrate"
 FLATTENED = "0.15.3"  # the last release that saves torch_dist in flattened ranges
 TESTS = Path(__file__).resolve().parents[1]
