@@ -56,7 +56,8 @@ def agree_first(source: Source) -> None:
 
 def functions(source: Source) -> list[Function]:
     """The methods that write `latest`."""
-    return [source.function(name) for name in (SAVE, COMMIT_LATER) if name == SAVE or source.has_function(name)]
+    later = source.function_of(COMMIT_LATER, ("0.17.1", newest("deepspeed")))
+    return [source.function(SAVE), *([later] if later else [])]
 
 
 def statement_that_names(source: Source, function: Function) -> ast.If:

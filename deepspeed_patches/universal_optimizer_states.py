@@ -174,8 +174,7 @@ def extract_them_at_stage_3(source: Source) -> None:
 
 @fix.edit(CONVERTER)
 def merge_what_was_extracted(source: Source) -> None:
-    merges = [name for name in ("merge_tp_slices", "merge_zero3_slices") if source.has_function(name)]
-    functions = [source.function(name) for name in merges]
+    functions = [source.function(name) for name in ("merge_tp_slices", "merge_zero3_slices")]
     source.skip_if(*((FRAGMENTS, function) for function in functions), _states_of_fragments)
     for function in functions:
         loop = source.loop("state", within=function)

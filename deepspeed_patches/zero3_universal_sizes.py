@@ -23,6 +23,10 @@ LOADS = {
     "load_hp_checkpoint_state_from_checkpoint_dir_stage3": "key_layer_state_partition",
     "load_module_checkpoint_state_from_checkpoint_dir_stage3": "param_partition",
 }
+LOAD_OF_RELEASES = {
+    "key_layer_state_partition": ("0.15.0", newest("deepspeed")),
+    "param_partition": ("0.19.3", newest("deepspeed")),
+}
 CHECK = """
 found, expected = {part}.numel(), param.partition_numel()
 if found != expected:
@@ -37,7 +41,8 @@ def compare_sizes(source: Source) -> None:
     first = next(iter(LOADS))
     source.some(f"{LOADS[first]}.numel()", within=source.function(f"{CLASS}.{first}"))
     methods = {f"{CLASS}.{method}": part for method, part in LOADS.items()}
-    loads = {part: source.function(method) for method, part in methods.items() if source.has_function(method)}
+    found = {part: source.function_of(method, LOAD_OF_RELEASES[part]) for method, part in methods.items()}
+    loads = {part: load for part, load in found.items() if load is not None}
     source.skip_if(*(("found != expected", load) for load in loads.values()))
     for part, load in loads.items():
         loaded = source.one(f"{part} = self.load_hp_checkpoint_state(...)", within=load)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_patches.engine import plan
-from ckpt_patches.engine.fix import Fix, Ranges
+from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.plan import Outcome, TreePlan, plan_tree
 from ckpt_patches.engine.registry import CORE
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import NotNeeded, Source
+from ckpt_patches.engine.source import NotNeeded, Ranges, Source
 
 WITH_BUG: Ranges = (("0.12.0", newest("megatron-core")),)
 OTHERS: Ranges = (("0.12.0", "0.12.3"),)

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckpt_patches.engine.registry import EVERYTHING, TARGETS, folder
-from ckpt_patches.engine.source import Source
+from ckpt_patches.engine.source import Ranges, Source
 
 EditFunction = Callable[[Source], None]
-Ranges = tuple[tuple[str, str], ...]  # first and last release of each range
 
 
 def numbers(version: str) -> tuple[int, ...]:

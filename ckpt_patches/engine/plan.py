@@ -15,7 +15,7 @@ from ckpt_patches.engine.fix import Edit, Fix, load
 from ckpt_patches.engine.installed import contains, version_in
 from ckpt_patches.engine.registry import FIXES, SWITCHED, TARGETS, root_of
 from ckpt_patches.engine.releases import have_code, is_too_old
-from ckpt_patches.engine.source import NoMatch, NotNeeded, Source, UnreadableSource
+from ckpt_patches.engine.source import NoMatch, NotNeeded, Ranges, Source, UnreadableSource
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.pause import without_garbage_collection, without_syntax_warnings
 
@@ -141,7 +141,7 @@ class _Tree:
         if module not in self.sources:
             path = module_path(self.root, module)
             try:
-                self.sources[module] = Source(self._read(path), path)
+                self.sources[module] = Source(self._read(path), path, self.have_code)
             except FileNotFoundError:
                 if os.path.exists(path + "c"):
                     raise NoMatch("no source, only bytecode") from None
@@ -149,6 +149,10 @@ class _Tree:
             except OSError as error:
                 raise UnreadableSource(f"it cannot be read: {error.strerror}") from error
         return self.sources[module]
+
+    def have_code(self, releases: Ranges) -> bool:
+        """Whether this tree must have the code of these releases."""
+        return have_code(releases, self.package, self.version)
 
     def _read(self, path: str) -> bytes:
         if path in self.originals:
@@ -298,7 +302,7 @@ def _is_expected(fix: Fix, edit: Edit, tree: _Tree) -> bool:
     """Whether this tree must have the code of an edit, by the stated releases and the packages that it has."""
     if not contains(tree.root, root_of(edit.module)):  # megatron.core alone, or megatron.training from elsewhere
         return False
-    return have_code(edit.releases or fix.releases, tree.package, tree.version)
+    return tree.have_code(edit.releases or fix.releases)
 
 
 def _source(tree: _Tree, module: str) -> Source | None:

@@ -1,8 +1,9 @@
 """The upstream releases that the tests ran on. Statements about a bug hold for these releases only."""
 
-from ckpt_patches.engine.fix import Ranges, numbers
+from ckpt_patches.engine.fix import numbers
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, TORCH
+from ckpt_patches.engine.source import Ranges
 from ckpt_patches.errors import UserError
 
 _RECORDED = {

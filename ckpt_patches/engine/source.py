@@ -24,6 +24,7 @@ SHOWN = 80  # characters of a line in a message
 LIKE = 0.4  # difflib's ratio of a line that may have been an anchor
 Function = ast.FunctionDef
 # Of a fix's code: a pattern, a pattern and the node that it is in, an inserted function, or whether it is there.
+Ranges = tuple[tuple[str, str], ...]  # the first and the last release of each range
 Part = str | tuple[str, ast.AST] | Callable[..., Any] | bool
 NodeT = TypeVar("NodeT", bound=ast.AST)
 
@@ -93,11 +94,15 @@ def _parse_pattern(pattern: str) -> ast.AST:
 
 
 class Source:
-    """One upstream file and the edits that fixes have requested. `data` is the content of the file on disk."""
+    """One upstream file and the edits that fixes have requested.
 
-    def __init__(self, data: bytes, path: str) -> None:
+    `data` is the content of the file on disk. `is_expected` says whether code that these releases have must be there.
+    """
+
+    def __init__(self, data: bytes, path: str, is_expected: Callable[[Ranges], bool] = bool) -> None:
         self.data = data
         self.path = path
+        self.is_expected = is_expected
         self.edits: list[TextEdit] = []
         self._tree: ast.Module | None = None
         self._nodes: dict[ast.AST, dict[type[ast.AST], list[Any]]] = {}
@@ -141,6 +146,14 @@ class Source:
         if not isinstance(found, ast.FunctionDef):
             raise NoMatch(f"expected {name} to be a function, found a class")
         return found
+
+    def function_of(self, name: str, *releases: tuple[str, str]) -> Function | None:
+        """The function that these releases have; None in others that lack it.
+
+        Raises:
+            NoMatch: it is absent in one of them.
+        """
+        return self.function(name) if self.has_function(name) or self.is_expected(releases) else None
 
     def class_named(self, name: str) -> ast.ClassDef:
         """The only top-level class of that name. Raises NoMatch."""

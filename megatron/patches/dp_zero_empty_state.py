@@ -161,7 +161,8 @@ def complete_saved_states(source: Source) -> None:
         ]
     places = [(call, source.function(f"{CLASS}.{name}")) for call, name in calls]
     found = (source.has(LOOKED_UP, source.function(f"{CLASS}.{name}")) for name in look_ups)
-    has_keys = source.has_function(f"{CLASS}.optimizer_state_keys")
+    keys = source.function_of(f"{CLASS}.optimizer_state_keys", ("0.19.0", newest("megatron-core")))
+    has_keys = keys is not None
     source.skip_if(
         *places, *methods, *([not any(found), has_keys] if source.has(*places[0]) else [])
     )
@@ -174,7 +175,7 @@ def complete_saved_states(source: Source) -> None:
     if needs_step(source):
         step_of_empty_state(source)
     first = source.function(f"{CLASS}.{look_ups[0]}")
-    if not source.has_function(f"{CLASS}.optimizer_state_keys"):
+    if not has_keys:
         source.insert_method_before(first, keys_of_adam())
     for method in methods:
         source.insert_method_before(first, method)

@@ -34,12 +34,17 @@ fix = Fix(
 )
 
 # Upstream's other load methods already sync.
-LOADS = (
-    "load_parameter_state_from_dp_zero",
-    "load_parameter_state_from_dp_zero_legacy",
-    "load_parameter_state_from_fs_bucket_space",
-    "load_parameter_state_from_dp_reshardable",
+ALWAYS, BEFORE, SINCE = (
+    ("0.12.0", newest("megatron-core")),
+    ("0.12.0", "0.14.0"),
+    ("0.15.0", newest("megatron-core")),
 )
+LOADS = {  # by method, the releases that have it
+    "load_parameter_state_from_dp_zero": ALWAYS,
+    "load_parameter_state_from_dp_zero_legacy": ALWAYS,
+    "load_parameter_state_from_fs_bucket_space": BEFORE,
+    "load_parameter_state_from_dp_reshardable": SINCE,
+}
 LOOK_FOR_STEP = """if isinstance(self.optimizer, HybridDeviceOptimizer) and "optimizer" in state_dict:
     self._look_for_step(state_dict["optimizer"]["param_groups"])"""
 SYNC = "self.optimizer._sync_hdo_state_to_sub_optimizers()"
@@ -159,11 +164,8 @@ def allow_optimizer_classes(source: Source) -> None:
 @fix.edit("megatron.core.optimizer.distrib_optimizer")
 def sync_after_every_load(source: Source) -> None:
     """Only two of upstream's load methods pass the state on to the sub-optimizers."""
-    functions = [
-        source.function(name)
-        for name in (f"DistributedOptimizer.{n}" for n in LOADS)
-        if source.has_function(name)
-    ]
+    found = (source.function_of(f"DistributedOptimizer.{name}", LOADS[name]) for name in LOADS)
+    functions = [function for function in found if function is not None]
     missing = [function for function in functions if not source.all(SYNC, within=function)]
     if functions and not missing:
         raise NotNeeded

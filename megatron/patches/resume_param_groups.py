@@ -201,7 +201,7 @@ def groups_may_look_alike(source: Source) -> None:
 def pair_groups(source: Source) -> None:
     """Since 0.14 upstream uses the last of several similar groups; before, the group at the same index."""
     filtered = "MegatronOptimizer._filter_and_reorder_param_groups"
-    by_key = source.has_function(filtered)
+    by_key = source.function_of(filtered, ("0.13.0", newest("megatron-core"))) is not None
     loads = [filtered] if by_key else [f"{name}.load_state_dict" for name in LOADS]
     functions = [source.function(name) for name in loads]
     has_keys = source.has(f"{KEYS} = ...")

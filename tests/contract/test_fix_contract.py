@@ -192,30 +192,40 @@ def test_a_renamed_function_is_no_match_in_two_lines(
 ) -> None:
     """Of each function and class of the release that the fix looks for by name."""
     copy = edits.copy_of(tree_for(name, version), name, tmp_path)
-    looked_for: set[tuple[str, str]] = set()
+    fix, package = fixes.load(name), fixes.package_of(name)
+    for edit in (edit for edit in fix.edits if is_of(edit, fix, version)):
+        path = Path(plan.module_path(str(copy), edit.module))
+        text = path.read_text()
+        source = Source(path.read_bytes(), str(path), lambda ranges: have_code(ranges, package, version))
+        for wanted in sorted(looked_for(edit, source, monkeypatch)):
+            last = wanted.rpartition(".")[2]
+            path.write_text(re.sub(rf"\b{last}\b", f"renamed_{last}", text))
+            result = plan_tree(str(copy), package, [name]).results[0]
+            assert result.outcome is Outcome.NO_MATCH, wanted
+            assert len(result.reason.replace(f"{copy}/", "")) <= 2 * 160, result.reason
+            assert "\n" not in result.reason
+        path.write_text(text)
+
+
+def looked_for(edit: fixes.Edit, in_source: Source, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The functions and classes of a file that an edit finds by name."""
+    found: set[str] = set()
     look, look_for_class = Source.function, Source.class_named
 
     def function(source: Source, wanted: str) -> Any:
-        found = look(source, wanted)
-        looked_for.add((source.path, wanted))
-        return found
+        there = look(source, wanted)
+        found.add(wanted)
+        return there
 
     def class_named(source: Source, wanted: str) -> Any:
-        looked_for.add((source.path, wanted))
+        found.add(wanted)
         return look_for_class(source, wanted)
 
-    monkeypatch.setattr(Source, "function", function)
-    monkeypatch.setattr(Source, "class_named", class_named)
-    assert edits.plan(copy, name)[0].outcome is Outcome.APPLIES
-    monkeypatch.undo()
-    for path, wanted in sorted(looked_for):
-        text, last = Path(path).read_text(), wanted.rpartition(".")[2]
-        Path(path).write_text(re.sub(rf"\b{last}\b", f"renamed_{last}", text))
-        result, made = edits.plan(copy, name)
-        assert (result.outcome, made.files) == (Outcome.NO_MATCH, {}), wanted
-        assert len(result.reason.replace(f"{copy}/", "")) <= 2 * 160, result.reason
-        assert "\n" not in result.reason
-        Path(path).write_text(text)
+    with monkeypatch.context() as patched:
+        patched.setattr(Source, "function", function)
+        patched.setattr(Source, "class_named", class_named)
+        edit.function(in_source)
+    return found
 
 
 def is_of(edit: fixes.Edit, fix: fixes.Fix, version: str) -> bool:
