@@ -6,7 +6,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/6751
 import ast
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import NoMatch, NotNeeded, Source
+from ckpt_patches.engine.source import NoMatch, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -123,11 +123,11 @@ def plain_loads(source: Source) -> list[ast.Call]:
         NoMatch: no such call, or one in another form.
     """
     name = load_checkpoint_file.__name__
-    if source.has(f"{name}(...)") and not any(
-        all(keyword.arg != "weights_only" for keyword in call.keywords) for call in source.all("torch.load(...)")
-    ):
-        raise NotNeeded
-    calls = [call for call in source.some("torch.load(...)") if all(k.arg != "weights_only" for k in call.keywords)]
+    own = source.all_of(ast.Call, source.function(name)) if source.has_function(name) else []
+    plain = [call for call in source.all("torch.load(...)") if all(k.arg != "weights_only" for k in call.keywords)]
+    calls = [call for call in plain if call not in own]
+    if source.has(f"{name}(...)"):
+        source.skip_if(bool(own) or source.imports(name), not calls)
     if not calls:
         raise NoMatch("expected `torch.load(...)` without weights_only, found none")
     for call in calls:

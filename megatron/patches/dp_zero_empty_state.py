@@ -161,8 +161,7 @@ def complete_saved_states(source: Source) -> None:
         ]
     places = [(call, source.function(f"{CLASS}.{name}")) for call, name in calls]
     found = (source.has(LOOKED_UP, source.function(f"{CLASS}.{name}")) for name in look_ups)
-    keys = source.function_of(f"{CLASS}.optimizer_state_keys", ("0.19.0", newest("megatron-core")))
-    has_keys = keys is not None
+    has_keys = source.has_function(f"{CLASS}.optimizer_state_keys")  # upstream's, since 0.19
     source.skip_if(
         *places, *methods, *([not any(found), has_keys] if source.has(*places[0]) else [])
     )

@@ -149,7 +149,9 @@ def save_shards_of_padding(source: Source) -> None:
 def load_with_empty_shards(source: Source) -> None:
     """Without the empty lists, all lists that follow a missing one would move to the wrong bucket."""
     save, load = _methods(source)
-    source.one("next_param_start = gbuf_local_numel", within=save)
+    source.some(
+        "gbuf_world_numel_unpadded", within=save
+    )  # else padding is saved, and no list is empty
     method = DistributedOptimizer._with_empty_shards
     source.skip_if(
         WITH_EMPTY_SHARDS, "bucket_state = buckets_state[bucket_idx]", method, within=load

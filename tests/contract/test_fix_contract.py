@@ -200,7 +200,10 @@ def test_a_renamed_function_is_no_match_in_two_lines(
         for wanted in sorted(looked_for(edit, source, monkeypatch)):
             last = wanted.rpartition(".")[2]
             path.write_text(re.sub(rf"\b{last}\b", f"renamed_{last}", text))
-            result = plan_tree(str(copy), package, [name]).results[0]
+            made = plan_tree(str(copy), package, [name])
+            result, brought = made.results[0], f"def {last}("
+            if edit.module in made.files and brought in made.files[edit.module].patched.decode():
+                continue  # upstream has it in some releases, and the fix brings it to the others
             assert result.outcome is Outcome.NO_MATCH, wanted
             assert len(result.reason.replace(f"{copy}/", "")) <= 2 * 160, result.reason
             assert "\n" not in result.reason
