@@ -31,7 +31,7 @@ SYNC = "fd.flush()\nos.fsync(fd.fileno())"
 @fix.edit(ENGINE)
 def write_a_temporary_file_and_rename_it(source: Source) -> None:
     """Upstream truncates and rewrites the file; since 0.17.1 also in a second place, for background writers."""
-    writes = [found for found in source.all_of(ast.With) if source.has(LATEST, found)]
+    writes = [found for found in source.all_of(ast.With, having=LATEST) if source.has(LATEST, found)]
     if not writes:
         raise NoMatch("expected a place that writes `latest`, found none")
     source.skip_if(*itertools.chain(*(parts_of(source, statement) for statement in writes)))

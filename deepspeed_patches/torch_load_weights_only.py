@@ -127,7 +127,8 @@ def plain_loads(source: Source) -> list[ast.Call]:
     plain = [call for call in source.all("torch.load(...)") if all(k.arg != "weights_only" for k in call.keywords)]
     calls = [call for call in plain if call not in own]
     if source.has(f"{name}(...)"):
-        source.skip_if(bool(own) or source.imports(name), not calls)
+        defines = (checkpoint_classes, load_checkpoint_file) if own else (source.imports(name),)
+        source.skip_if(*defines, not calls)
     if not calls:
         raise NoMatch("expected `torch.load(...)` without weights_only, found none")
     for call in calls:

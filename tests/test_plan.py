@@ -92,10 +92,10 @@ def test_no_garbage_is_looked_for_meanwhile_and_after_it_as_before(
 
 
 def test_one_unknown_module_leaves_both_alone(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tree / "megatron/core/second.py").write_text("value = other(1)\n")
+    (tree / "megatron/core/second.py").write_text("value = older(1)\n")
     found, reason, files = outcome(tree, monkeypatch, make())
     assert (found, files) == (Outcome.NO_MATCH, [])
-    assert "second.py: expected `old(1)` once, found it 0 times; most like it is line 1: `value = other(1)`" in reason
+    assert "second.py: expected `old(1)` once, found it 0 times; most like it is line 1: `value = older(1)`" in reason
 
 
 def test_half_there_is_unknown_code_that_says_what_is_missing(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_of_a_module_without_source_every_fix_is_told(tree: Path, monkeypatch: p
     """A module without source is reported for every fix, not only the first."""
     second = tree / "megatron/core/second.py"
     second.rename(f"{second}c")
-    results = planned(tree, monkeypatch, make("one"), make("two", of_second=OTHERS)).results
+    results = planned(tree, monkeypatch, make("one"), make("two")).results
     assert [result.outcome for result in results] == [Outcome.NO_MATCH, Outcome.NO_MATCH]
     assert all("no source, only bytecode" in result.reason for result in results)
 

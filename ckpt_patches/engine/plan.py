@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import CodeType
 
 from ckpt_patches.engine.fix import Edit, Fix, load
 from ckpt_patches.engine.installed import contains, version_in
 from ckpt_patches.engine.registry import FIXES, SWITCHED, TARGETS, root_of
 from ckpt_patches.engine.releases import have_code, is_too_old
-from ckpt_patches.engine.source import NoMatch, NotNeeded, Ranges, Source, UnreadableSource
+from ckpt_patches.engine.source import NoMatch, NotNeeded, Source, UnreadableSource
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.pause import without_garbage_collection, without_syntax_warnings
 
@@ -141,7 +142,8 @@ class _Tree:
         if module not in self.sources:
             path = module_path(self.root, module)
             try:
-                self.sources[module] = Source(self._read(path), path, self.have_code)
+                expected = partial(have_code, package=self.package, version=self.version)  # no cycle of references
+                self.sources[module] = Source(self._read(path), path, expected)
             except FileNotFoundError:
                 if os.path.exists(path + "c"):
                     raise NoMatch("no source, only bytecode") from None
@@ -149,10 +151,6 @@ class _Tree:
             except OSError as error:
                 raise UnreadableSource(f"it cannot be read: {error.strerror}") from error
         return self.sources[module]
-
-    def have_code(self, releases: Ranges) -> bool:
-        """Whether this tree must have the code of these releases."""
-        return have_code(releases, self.package, self.version)
 
     def _read(self, path: str) -> bytes:
         if path in self.originals:
@@ -302,7 +300,7 @@ def _is_expected(fix: Fix, edit: Edit, tree: _Tree) -> bool:
     """Whether this tree must have the code of an edit, by the stated releases and the packages that it has."""
     if not contains(tree.root, root_of(edit.module)):  # megatron.core alone, or megatron.training from elsewhere
         return False
-    return tree.have_code(edit.releases or fix.releases)
+    return have_code(edit.releases or fix.releases, tree.package, tree.version)
 
 
 def _source(tree: _Tree, module: str) -> Source | None:
@@ -332,4 +330,4 @@ def _said_of(path: str) -> Iterator[None]:
     try:
         yield
     except (NoMatch, UnreadableSource) as error:
-        raise type(error)(f"{path}: {error}") from error
+        raise type(error)(f"{path}: {error.text}", error.near) from error

@@ -6,6 +6,7 @@ of a release do not matter.
 """
 
 import ast
+import bisect
 import builtins
 import codecs
 import difflib
@@ -30,7 +31,18 @@ NodeT = TypeVar("NodeT", bound=ast.AST)
 
 
 class NoMatch(Exception):
-    """The code that a fix is for is not there, or is another one. The stated releases decide what that means."""
+    """The code that a fix is for is not there, or is another one. The stated releases decide what that means.
+
+    `near` adds to the message what may have been meant; it is called only if somebody reads the message.
+    """
+
+    def __init__(self, text: str, near: Callable[[], str] = str) -> None:
+        super().__init__(text)
+        self.text = text
+        self.near = near
+
+    def __str__(self) -> str:
+        return f"{self.text}{self.near()}"
 
 
 class NotNeeded(Exception):
@@ -74,23 +86,46 @@ def _is_wildcard(pattern: Any) -> bool:
     return isinstance(pattern, ast.Constant) and pattern.value is ...
 
 
-def _walk(root: ast.AST) -> list[ast.AST]:
-    """`ast.walk` without the `ctx` of variables, in half the time: it runs in every process of a job."""
+def _children(node: ast.AST) -> list[ast.AST]:
+    """As `ast.iter_child_nodes`, without the `ctx` of variables, in half the time."""
+    found: list[ast.AST] = []
+    for field in node._fields:
+        value = getattr(node, field, None)
+        if isinstance(value, list):
+            found += [item for item in value if isinstance(item, ast.AST)]
+        elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
+            found.append(value)
+    return found
+
+
+def _walk(root: ast.AST, kind: type[NodeT], lines: Sequence[int]) -> list[NodeT]:
+    """The nodes of a kind on any of these lines, which are in order.
+
+    What is on none of them is not walked: that would take longer than all else, in every process of a job.
+    """
     nodes = [root]
     for node in nodes:  # the list grows meanwhile
-        for field in node._fields:
-            value = getattr(node, field, None)
-            if isinstance(value, list):
-                nodes += [item for item in value if isinstance(item, ast.AST)]
-            elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
-                nodes.append(value)
-    return nodes
+        nodes += [child for child in _children(node) if not hasattr(child, "lineno") or _is_on(child, lines)]
+    return [node for node in nodes if isinstance(node, kind)]
+
+
+def _is_on(node: Any, lines: Sequence[int]) -> bool:
+    """Whether a node, or a decorator of it, is on one of these lines, which are in order."""
+    decorators = getattr(node, "decorator_list", None)
+    first = min(node.lineno, decorators[0].lineno) if decorators else node.lineno
+    at = bisect.bisect_left(lines, first)
+    return at < len(lines) and lines[at] <= node.end_lineno
 
 
 @functools.cache
-def _parse_pattern(pattern: str) -> ast.AST:
+def _parse_pattern(pattern: str) -> tuple[ast.AST, tuple[bytes, ...]]:
+    """The syntax of a pattern, and the names in it, without those in strings."""
     (statement,) = ast.parse(textwrap.dedent(pattern).strip()).body
-    return statement.value if isinstance(statement, ast.Expr) else statement
+    wanted = statement.value if isinstance(statement, ast.Expr) else statement
+    names = [getattr(node, field, None) for node in ast.walk(wanted) for field in ("id", "attr", "arg", "name")]
+    return wanted, tuple(
+        name.encode() for name in dict.fromkeys(names) if isinstance(name, str) and name.isidentifier()
+    )
 
 
 class Source:
@@ -136,6 +171,8 @@ class Source:
 
     def function(self, name: str) -> Function:
         """The only function of that name; a method is `Class.method`. Raises NoMatch."""
+        if not all(part.encode() in self.data for part in name.split(".")):  # before the file is parsed
+            raise NoMatch(f"expected one definition of {name}, found 0")
         found: ast.AST = self.tree
         for part in name.split("."):
             body: list[ast.stmt] = getattr(found, "body", [])
@@ -172,26 +209,29 @@ class Source:
 
     def all(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
         """Every node equal to the pattern, in text order. `...` is any expression, `f(...)` any call of f."""
-        wanted = _parse_pattern(pattern)
-        found = [node for node in self._nodes_of(type(wanted), within) if _same(wanted, node)]
+        wanted, names = _parse_pattern(pattern)
+        nodes = self.all_of(type(wanted), within, having=pattern if names else "")
+        found = [node for node in nodes if _same(wanted, node)]
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
 
-    def _nodes_of(self, kind: type[ast.AST], within: ast.AST | None) -> list[Any]:
-        """The nodes of a kind; a function is walked once for all anchors in it."""
-        root = within or self.tree
-        if root not in self._nodes:
-            self._nodes[root] = {}
-            for node in _walk(root):
-                self._nodes[root].setdefault(type(node), []).append(node)
-        return self._nodes[root].get(kind, [])
+    def _lines_with(self, names: Sequence[bytes], within: ast.AST | None) -> list[int]:
+        """The lines of a node that have the rarest of these names, in order; none if the node lacks one of them."""
+        start, stop = (0, len(self.data)) if within is None or within is self._tree else self._span(within)
+        counts = {name: self.data.count(name, start, stop) for name in names}
+        rarest = min(counts, key=counts.__getitem__)
+        lines, at = list[int](), start - 1
+        for _ in range(counts[rarest]):
+            at = self.data.index(rarest, at + 1, stop)
+            lines.append(bisect.bisect_right(self._lines, at))
+        return lines
 
     def one(self, pattern: str, within: ast.AST | None = None) -> Any:
         """The only node equal to the pattern. Raises NoMatch unless there is exactly one."""
         found = self.all(pattern, within)
         if len(found) != 1:
             where = f" in {within.name}" if isinstance(within, ast.FunctionDef | ast.ClassDef) else ""
-            times = f"found it {len(found)} times{self._near(pattern, within, found)}"
-            raise NoMatch(f"expected `{_short(pattern)}` once{where}, {times}")
+            near = functools.partial(self._near, pattern, within, found)
+            raise NoMatch(f"expected `{_short(pattern)}` once{where}, found it {len(found)} times", near)
         return found[0]
 
     def _near(self, pattern: str, within: ast.AST | None, found: Sequence[Any]) -> str:
@@ -206,9 +246,18 @@ class Source:
         near = difflib.get_close_matches(pattern.strip().splitlines()[0], lines, n=1, cutoff=LIKE)
         return f"; most like it is line {first + lines.index(near[0])}: `{_short(near[0])}`" if near else ""
 
-    def all_of(self, kind: type[NodeT], within: ast.AST | None = None) -> list[NodeT]:
-        """Every node of a kind, such as `ast.For`."""
-        return list(self._nodes_of(kind, within))
+    def all_of(self, kind: type[NodeT], within: ast.AST | None = None, *, having: str = "") -> list[NodeT]:
+        """Every node of a kind, such as `ast.For`; with `having`, of those that can have this pattern in them."""
+        root = within or self.tree
+        if having:
+            lines = self._lines_with(_parse_pattern(having)[1], within)
+            return _walk(root, kind, lines) if lines else []
+        if root not in self._nodes:
+            nodes, self._nodes[root] = [root], {}
+            for node in nodes:  # the list grows meanwhile
+                nodes += _children(node)
+                self._nodes[root].setdefault(type(node), []).append(node)
+        return list(self._nodes[root].get(kind, []))
 
     def some(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
         """Every node equal to the pattern, at least one. Raises NoMatch."""
@@ -220,7 +269,7 @@ class Source:
 
     def branch_around(self, pattern: str, within: ast.AST | None = None) -> ast.If:
         """The only `if` that has this code in its body, not just in its `else`. Raises NoMatch."""
-        branches = self.all_of(ast.If, within)
+        branches = self.all_of(ast.If, within, having=pattern)
         found = [branch for branch in branches if any(self.has(pattern, line) for line in branch.body)]
         if len(found) != 1:
             raise NoMatch(f"expected one `if` around `{pattern}`, found {len(found)}")
@@ -232,8 +281,9 @@ class Source:
 
     def _one_with(self, kind: type[NodeT], field: str, pattern: str, within: ast.AST | None, shown: str) -> NodeT:
         """The only node of a kind whose field equals the pattern."""
-        wanted = _parse_pattern(pattern)
-        found = [node for node in self.all_of(kind, within) if _same(wanted, getattr(node, field))]
+        wanted, names = _parse_pattern(pattern)
+        nodes = self.all_of(kind, within, having=pattern if names else "")
+        found = [node for node in nodes if _same(wanted, getattr(node, field))]
         if len(found) != 1:
             raise NoMatch(f"expected `{shown}` once, found it {len(found)} times")
         return found[0]
@@ -266,7 +316,8 @@ class Source:
         if isinstance(part, bool):
             return part
         if callable(part):
-            return any(node.name == part.__name__ for node in self.all_of(ast.FunctionDef))
+            named = self.all_of(ast.FunctionDef, having=part.__name__)
+            return any(node.name == part.__name__ for node in named)
         return self.has(part, within) if isinstance(part, str) else self.has(*part)
 
     def has(self, pattern: str, within: ast.AST | None = None) -> bool:
@@ -376,7 +427,7 @@ class Source:
 
     def insert_method_before(self, method: ast.stmt, function: Callable[..., Any]) -> None:
         """Insert the source text of a method in a fix's file before an upstream method."""
-        owner = next(node for node in self.all_of(ast.ClassDef) if method in node.body)
+        owner = next(node for node in self.tree.body if isinstance(node, ast.ClassDef) and method in node.body)
         self._check_undefined(function, owner.body)
         self._insert_definition_before(method, function, blank_lines=1)
 
@@ -401,8 +452,12 @@ class Source:
 
     def definition(self, function: Callable[..., Any], indent: int = 0) -> str:
         """The text of a function in a fix's file, unindented, in the form for this module at that indentation."""
-        names = {*dir(builtins), *imported_names(self.tree.body)}
-        return joined_headers(with_annotations(function_text(function), names), COLUMNS - indent)
+        return joined_headers(with_annotations(function_text(function), self._names), COLUMNS - indent)
+
+    @functools.cached_property
+    def _names(self) -> set[str]:
+        """The names that annotations of inserted functions can use."""
+        return {*dir(builtins), *imported_names(self.tree.body)}
 
     def add_keyword(self, call: ast.Call, name: str, value: str) -> None:
         """Add a keyword argument after a call's last argument, in the call's own layout."""
@@ -433,23 +488,27 @@ class Source:
         """The functions and methods (`Class.name`) of the module that contain these edits, or that the edits add."""
         found: dict[str, None] = {}
         for edit in edits:
+            inside = [name for start, stop, name in self._functions if start <= edit.start and edit.stop <= stop]
+            before = [(start, name) for start, _, name in self._functions if start == edit.start == edit.stop]
             brought = re.match(r"(?:@.*\s+)*def (\w+)", edit.text.decode().lstrip())
-            body, prefix = self.tree.body, ""
-            while definition := next((node for node in _definitions(body) if self._is_in(edit, node)), None):
-                if not isinstance(definition, ast.ClassDef):
-                    found[prefix + definition.name] = None
-                    break
-                body, prefix = definition.body, f"{prefix}{definition.name}."
-            else:
-                found |= {prefix + brought[1]: None} if brought and edit.start == edit.stop else {}
+            if brought and edit.start == edit.stop and (before or not inside):
+                owner = before[0][1].rpartition(".")[0] if before else ""
+                found[f"{owner}.{brought[1]}".lstrip(".")] = None
+            elif inside:
+                found[inside[0]] = None
         return list(found)
 
-    def _is_in(self, edit: TextEdit, node: "ast.stmt") -> bool:
-        """Whether an edit is inside a definition or adds a decorator to it, and is not only before it."""
-        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
-        start, stop = self._lines[first - 1], self._span(node)[1]
-        brings_another = edit.start == start and edit.start == edit.stop and not edit.text.lstrip().startswith(b"@")
-        return start <= edit.start and edit.stop <= stop + 1 and not brings_another
+    @functools.cached_property
+    def _functions(self) -> list[tuple[int, int, str]]:
+        """The start, with decorators, the end, with the line break, and the name of each function and method."""
+        found = []
+        for node in _definitions(self.tree.body):
+            is_class = isinstance(node, ast.ClassDef)
+            for each in _definitions(node.body) if is_class else (node,):
+                first = min([each.lineno, *(own.lineno for own in each.decorator_list)])
+                name = f"{node.name}.{each.name}" if is_class else each.name
+                found.append((self._lines[first - 1], self._span(each)[1] + 1, name))
+        return found
 
     # Positions
 

@@ -5,7 +5,7 @@ https://github.com/NVIDIA/Megatron-LM/issues/5714
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import Part, Source
+from ckpt_patches.engine.source import NoMatch, Part, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -226,6 +226,10 @@ def with_swiglu_rows_as_saved(sharded_state_dict: "Any", checkpoint_dir: "Any") 
 @fix.edit(UTILS, releases=(("0.12.0", "0.18.2"),))
 def note_size(source: Source) -> None:
     """Upstream marks sharded tensors of FSDP2 parameters since 0.19, and gets the size from their group."""
+    if b"is_torch_fsdp2_param" in source.data:
+        raise NoMatch(
+            "expected code that does not know parameters of FSDP2, found is_torch_fsdp2_param"
+        )
     make = source.function("make_tp_sharded_tensor_for_checkpoint")
     kept = f"sharded_tensor.{SIZE} = {SIZE}"
     source.skip_if(f"{SIZE} = None", f"{SIZE} = dp_size", kept, within=make)

@@ -113,7 +113,7 @@ def write_each_file_once(source: Source) -> None:
     save, load = map(source.function, ("save_checkpoint", "load_checkpoint"))
     ranks = [rank for rank in RANKS if source.has(rank, save)]  # since 0.19, with no other use
     layer_wise = [
-        function for function in (save, load) if LAYER_WISE in ast.unparse(function)
+        function for function in (save, load) if LAYER_WISE in source.text(function)
     ]  # since 0.16
     source.skip_if(
         FIRST.format(arguments="..."),

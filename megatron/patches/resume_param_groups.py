@@ -190,10 +190,10 @@ LOADS = {
 def groups_may_look_alike(source: Source) -> None:
     """In 0.14.0 to 0.15.3 all ranks have the same groups, with unique keys."""
     keys_tell_all_apart = (
-        "assert set(param_group.keys()) - set(param_group_identifier_keys) == {'params'}"
+        b"assert set(param_group.keys()) - set(param_group_identifier_keys) == {'params'}"
     )
-    same_on_all_ranks = "torch.distributed.all_gather_object(gathered_params_key, params_key)"
-    if source.has(keys_tell_all_apart) and source.has(same_on_all_ranks):
+    same_on_all_ranks = b"torch.distributed.all_gather_object(gathered_params_key, params_key)"
+    if keys_tell_all_apart in source.data and same_on_all_ranks in source.data:
         raise NoMatch("expected groups whose keys can be the same, found unique ones")
 
 
@@ -283,11 +283,7 @@ def matching_by_key(source: Source, load: Function) -> "tuple[ast.stmt, ast.stmt
 def check_keys_are_used_between(source: Source, first: "ast.stmt", last: "ast.stmt") -> None:
     """Raise NoMatch if other code uses the keys, whose import goes."""
     lines = range(first.lineno, (last.end_lineno or last.lineno) + 1)
-    others = [
-        node.lineno
-        for node in source.all_of(ast.Name)
-        if node.id == KEYS and node.lineno not in lines
-    ]
+    others = [node.lineno for node in source.all(KEYS) if node.lineno not in lines]
     if others:
         raise NoMatch(f"expected {KEYS} in the matching alone, found it in line {others[0]}, too")
 

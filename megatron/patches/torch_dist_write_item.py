@@ -47,14 +47,10 @@ def _write_one(stream: "Any", data: "Any", write_item: "Any", storage_key: str) 
 @fix.edit("megatron.core.dist_checkpointing.strategies.filesystem_async")
 def give_torch_what_it_asks_for(source: Source) -> None:
     """Upstream passes them since 0.13."""
+    if b"serialization_format" in source.data and b"_write_one" not in source.data:
+        raise NotNeeded
     calls = source.all("local_results.append(_write_item(...))")
     called = source.all("local_results.append(_write_one(...))")
-    if (
-        b"serialization_format" in source.data
-        and not called
-        and not source.has_function("_write_one")
-    ):
-        raise NotNeeded
     source.skip_if(_write_one, bool(called), bool(called) and not calls)
     if len(calls) != 2:
         raise NoMatch(f"expected two calls of _write_item, found {len(calls)}")
