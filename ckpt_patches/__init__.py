@@ -1,38 +1,34 @@
 """Checkpoint fixes for megatron-core, DeepSpeed, NVRx, apex and torch, and tools for their checkpoints.
 
-The .pth file runs this module at every start of the interpreter: it reads the switches and installs the finder. No
-other module of ours is loaded then, and it takes less than a millisecond: `os` and `sys` are already loaded, `atexit`
-is part of the interpreter. All other modules are imported at the first target module. This module never imports
-`megatron`: a script beside a regular package of that name must get its own. Programs call `ckpt_patches.startup`.
+The .pth file runs this module at every start of the interpreter: it reads the switches and installs the finder, in less
+than a millisecond, as all that it imports is part of the interpreter. Our other modules are imported at the first one
+of an upstream package. None imports `megatron`: a script beside a regular package of that name must get its own.
+
+Nothing here may stop Python, or in warn mode a program: whatever goes wrong is one line on stderr.
 """
 
 import atexit
 import os
 import sys
+from _frozen_importlib_external import SourceFileLoader
+from _thread import _local
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from types import CodeType, ModuleType
     from typing import Any
 
-    Hook = Any
+    from ckpt_patches.hook.running import Part
 
 __version__ = "0.3.0.dev0"
 
 MODES = ("off", "warn", "strict")
 FINGERPRINT_ON = ("1", "warn")
 SWITCHED_OFF = ("0", "off", "")
-# Switches of earlier versions: CHANGELOG.md, upgrade notes.
-REMOVED = (
-    "CKPT_PATCHES_LOST_HOST",
-    "CKPT_PATCHES_ANNOUNCED",
-    "CKPT_PATCHES_ENABLE",
-    "CKPT_PATCHES_OFFLOAD_STEP",
-)
-# The packages that fixes edit, and their distributions. The registry is read at the first import of a module of one.
-# If none of these is in sys.modules, no target has been loaded.
+REMOVED = ("CKPT_PATCHES_LOST_HOST", "CKPT_PATCHES_ANNOUNCED", "CKPT_PATCHES_ENABLE", "CKPT_PATCHES_OFFLOAD_STEP")
+# The packages that fixes edit, and their distributions.
 ROOTS = {
     "megatron.core": "megatron-core",
     "megatron.training": "megatron-lm",
@@ -41,25 +37,14 @@ ROOTS = {
     "apex": "apex",
     "torch.distributed.checkpoint": "torch",
 }
-# The prefixes of all target modules' names.
 PREFIXES = tuple(ROOTS)
 
 
-def _this_file() -> "tuple[int, int] | None":
-    """This file's mtime and size, which differ between versions; None if the file is gone."""
-    try:
-        found = os.stat(__file__)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size
+class StrictModeError(RuntimeError):
+    """With `CKPT_PATCHES=strict`, a needed fix does not run.
 
-
-_STARTED_WITH = _this_file()
-
-
-def is_replaced() -> bool:
-    """Whether this package was uninstalled or upgraded since the process started."""
-    return _this_file() != _STARTED_WITH
+    Not an ImportError: other code uses `try: import megatron.core … except ImportError` to test for Megatron.
+    """
 
 
 class Switches:
@@ -71,171 +56,222 @@ class Switches:
         self.mode = environ.get("CKPT_PATCHES") or "warn"
         if self.mode not in MODES:
             meant = "strict" if self.mode.strip().lower().startswith("strict") else "warn"
-            self.unknown_mode = f"CKPT_PATCHES={self.mode}: expected one of {', '.join(MODES)}; going on with {meant}"
+            found, expected = _shown(self.mode), ", ".join(MODES)
+            self.unknown_mode = f"CKPT_PATCHES={found}: expected one of {expected}; going on with {meant}"
             self.errors.append(self.unknown_mode)
             self.mode = meant
-        self.skip = self._read_skip(environ.get("CKPT_PATCHES_SKIP", ""))
+        # Unknown names are reported when a package is planned: to list the fixes takes longer than a start.
+        self.skip = frozenset(filter(None, map(str.strip, environ.get("CKPT_PATCHES_SKIP", "").split(","))))
         self.overlays: tuple[str, ...] = ()  # edits of upstream that are not fixes
-        if "CKPT_PATCHES_FINGERPRINT" in environ:
-            self._read_fingerprint(environ["CKPT_PATCHES_FINGERPRINT"])
+        fingerprint = environ.get("CKPT_PATCHES_FINGERPRINT", "")
+        if fingerprint not in SWITCHED_OFF:
+            self.overlays = ("fingerprint",)
+        if fingerprint not in (*FINGERPRINT_ON, *SWITCHED_OFF):
+            found, expected = _shown(fingerprint), ", ".join(filter(None, (*FINGERPRINT_ON, *SWITCHED_OFF)))
+            self.errors.append(f"CKPT_PATCHES_FINGERPRINT={found}: expected one of {expected}; going on with 1")
+        if self.overlays and self.mode == "off":
+            setting = f"CKPT_PATCHES_FINGERPRINT={_shown(fingerprint)}"
+            self.errors.append(f"{setting} does nothing with CKPT_PATCHES=off: no resume is verified")
         if removed := [name for name in REMOVED if name in environ]:
             self.errors.append(f"{', '.join(removed)}: removed, does nothing (CHANGELOG.md, upgrade notes)")
 
-    def _read_skip(self, value: str) -> frozenset[str]:
-        """The fixes to leave out."""
-        names = [name for name in map(str.strip, value.split(",")) if name]
-        if not names:
-            return frozenset()
-        from ckpt_patches.engine.registry import EVERYTHING, FIXES
 
-        unknown_names = [name for name in names if name not in EVERYTHING]
-        for wrong in unknown_names:
-            from ckpt_patches.errors import unknown
+def _shown(value: str) -> str:
+    """A value from outside: at most 100 characters, on one line."""
+    from ckpt_patches.runtime.shown import printable, shortened
 
-            self.errors.append(
-                f"CKPT_PATCHES_SKIP={wrong}: skips nothing: {unknown('fix', wrong, FIXES, 'ckpt-patches list')}"
-            )
-        return frozenset(names).difference(unknown_names)
+    return printable(shortened(value, 100))
 
-    def _read_fingerprint(self, value: str) -> None:
-        if value in SWITCHED_OFF:
-            return
-        if value not in FINGERPRINT_ON:
-            valid = ", ".join(filter(None, (*FINGERPRINT_ON, *SWITCHED_OFF)))
-            self.errors.append(f"CKPT_PATCHES_FINGERPRINT={value}: expected one of {valid}; going on with 1")
-        self.overlays = ("fingerprint",)
-        if self.mode == "off":
-            self.errors.append(
-                f"CKPT_PATCHES_FINGERPRINT={value} does nothing with CKPT_PATCHES=off: no resume is verified"
-            )
+
+class PatchedLoader(SourceFileLoader):
+    """Runs the edited text of one upstream module. Python calls it outside of the import lock.
+
+    Upstream's bytecode is neither read nor written: a `.pyc` may be stale (unchecked hash), and one with edited code
+    would outlive an uninstall. A module without an edit is handed back to its ordinary loader.
+    """
+
+    def __init__(self, name: str, path: str, switches: Switches) -> None:
+        super().__init__(name, path)
+        self.switches = switches
+        self.part: Part | None = None
+
+    def __reduce__(self) -> "tuple[Any, ...]":
+        return SourceFileLoader, (self.name, self.path)
+
+    def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
+        """Hand a module without an edit back: errors and bytecode are then as without our hook."""
+        if self._part() is None and spec.loader is self:
+            spec.loader = SourceFileLoader(self.name, self.path)
+        return None
+
+    def exec_module(self, module: "ModuleType") -> None:
+        """Run the edited code in a module, also if another hook's loader calls this one.
+
+        Raises:
+            StrictModeError: in strict mode, a fix of an imported package does not run.
+        """
+        part, run = self._part(), super().exec_module
+        run(module) if part is None else part.run(module, run)
+
+    def get_code(self, fullname: str) -> "CodeType | None":
+        """The edited code, for `exec_module` and `python -m`. Raises as `exec_module`."""
+        part = self._part()
+        return super().get_code(fullname) if part is None or part.file is None else part.code()
+
+    def get_data(self, path: "Any") -> bytes:
+        if self.part is None or self.part.file is None or path != self.path:
+            return super().get_data(path)
+        return self.part.file.patched
+
+    def _part(self) -> "Part | None":
+        """What is edited in the module; None if nothing is, or after an error of ours, with a warning."""
+        if self.part is None:
+            try:
+                from ckpt_patches.hook.running import part_of
+
+                self.part = part_of(self.name, self.path, self.switches)
+            except StrictModeError:
+                raise
+            except Exception as error:
+                complain(f"no fix is active in what is imported from now on: {_described(error)}", self.switches)
+        return self.part
 
 
 class PatchFinder:
-    """A meta path finder: it returns the ordinary finders' spec of a target module, with our loader in it."""
+    """A meta path finder: it returns the spec of the finders behind it, with our loader in it.
+
+    Python holds its import lock meanwhile: nothing is imported, read or logged here.
+    """
 
     def __init__(self, switches: Switches) -> None:
         self.switches = switches
-        self.may_be_bypassed = False  # a target may have been loaded without our loader
-        self.gone = False  # this package was replaced since the process started, and a warning was printed
+        self.asking = _local()
 
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """Find a module's spec. Python calls this for every import, with the import lock held."""
-        if self.gone:
-            return None
-        if fullname.startswith(PREFIXES):
-            if not _is_complete() and is_replaced():
-                self.give_up()
-                return None
-            from ckpt_patches.engine import registry
+        """The spec that the finders behind ours find; from all finders if another hook has replaced ours.
 
-            if fullname in registry.TARGETS:
-                found: ModuleSpec | None = load_hook().patched_spec(self, fullname, path, target)
-                return found
-        in_front = sys.meta_path and sys.meta_path[0] is self
-        if (in_front and not self.may_be_bypassed) or not any_loaded() or _is_needed_here(fullname):
-            return None
-        looked: ModuleSpec | None = load_hook().checked_spec(self, fullname, path, target)
-        return looked
-
-    def give_up(self) -> None:
-        """Warn once that nothing is patched from now on: the loaded modules of ours do not fit the files on disk.
-
-        Raises:
-            RuntimeError: in strict mode, at each target.
+        A finder that asks all others asks ours as well, which then leaves that one out. Raises what the others raise.
         """
-        message = (
-            f"{os.path.dirname(__file__)} was uninstalled or upgraded after this process had started: no fix is active "
-            "in modules of upstream that it imports from now on. Start it again"
-        )
-        if self.switches.mode == "strict":
-            raise RuntimeError(message)
-        self.gone = True
-        tell(f"WARNING: {message}")
-
-
-def _is_complete() -> bool:
-    """Whether everything that the hook needs is loaded; then the files on disk no longer matter."""
-    return "ckpt_patches.hook.functions" in sys.modules
-
-
-def load_hook() -> "Hook":
-    """Import the hook. A thread in `find_spec` holds the import lock and then takes the locks of the modules that it
-    imports; all others must take them in the same order.
-    """
-    import _imp
-
-    _imp.acquire_lock()
-    try:
-        from ckpt_patches.hook import finder
-    finally:
-        _imp.release_lock()
-    return finder
-
-
-def _is_needed_here(fullname: str) -> bool:
-    """Whether a check of the loaded code may need this module, which is about to be imported."""
-    top = fullname.partition(".")[0]
-    return top == "ckpt_patches" or top in sys.stdlib_module_names
-
-
-def any_loaded() -> bool:
-    return any(package in sys.modules for package in ROOTS)
+        if not fullname.startswith(PREFIXES):
+            return None
+        finders: list[object] = list(sys.meta_path)
+        place = next((index for index, other in enumerate(finders) if other is self), -1)
+        asked = self.asking.__dict__.setdefault("asked", set())
+        for other in finders[place + 1 :]:
+            find_spec, question = getattr(other, "find_spec", None), (fullname, id(other))
+            if find_spec is None or question in asked:
+                continue
+            asked.add(question)
+            try:
+                spec: ModuleSpec | None = find_spec(fullname, path, target)
+            finally:
+                asked.discard(question)
+            if spec is not None and type(spec.loader) is SourceFileLoader:
+                try:
+                    spec.loader = PatchedLoader(spec.loader.name, spec.loader.path, self.switches)
+                except Exception:  # another hook's kind of spec, which cannot be changed: `examine` names the module
+                    return spec
+            if spec is not None:
+                return spec
+        return None
 
 
 # Why `start` failed; empty if it did not.
 failure = ""
 # The installed finder, even if other code has removed it from sys.meta_path.
 installed: "PatchFinder | None" = None
+_told: set[str] = set()
+
+
+def installed_finder() -> "PatchFinder | None":
+    """The finder in sys.meta_path, or None."""
+    return next((finder for finder in sys.meta_path if isinstance(finder, PatchFinder)), None)
 
 
 def start() -> "PatchFinder | None":
     """Put the finder in front of the meta path, unless one is there, and return it; None with `CKPT_PATCHES=off`.
 
     Raises:
-        StrictModeError: in strict mode, a needed fix is not active in an imported target. The finder is installed.
+        StrictModeError: in strict mode, a fix of an imported package does not run. The finder is installed.
     """
     global installed
     switches = Switches(os.environ)
-    if switches.errors:
-        from ckpt_patches.runtime.ranks import is_rank_zero
-
-        for error in switches.errors:
-            if error == switches.unknown_mode or is_rank_zero(os.environ):
-                tell(error)
+    for error in switches.errors:
+        if error == switches.unknown_mode or speaks():
+            tell(error)
     if switches.mode == "off":
         return None
-    for finder in sys.meta_path:
-        if isinstance(finder, PatchFinder):
-            return finder
+    if found := installed_finder():
+        return found
     installed = PatchFinder(switches)
     sys.meta_path.insert(0, installed)
-    atexit.unregister(examine_at_exit)
-    atexit.register(examine_at_exit, switches, os.getpid())
-    if any_loaded():
-        load_hook().running.examine(switches)
+    atexit.register(examine, switches, exit_of=os.getpid())
+    examine(switches)
     return installed
 
 
-def examine_at_exit(switches: Switches, process: int) -> None:
-    """Check a last time, on rank 0 and not in forked children. The process ends anyway, so errors are printed."""
-    if not any_loaded() or os.getpid() != process or (is_replaced() and not _is_complete()):
-        return
-    from ckpt_patches.errors import StrictModeError
-    from ckpt_patches.runtime.ranks import is_rank_zero
+def examine(switches: Switches, *, exit_of: int = 0) -> None:
+    """Compare what runs in the imported packages with what was planned for them, and warn once on rank 0.
 
-    if not is_rank_zero(os.environ):
+    At the exit of a process, but not of its forks: `exit_of` is its number. What strict mode refuses is printed then.
+
+    Raises:
+        StrictModeError: in strict mode, at every call: a fix does not run.
+    """
+    is_wanted = exit_of in (0, os.getpid()) and any(package in sys.modules for package in ROOTS)
+    if not is_wanted or (switches.mode != "strict" and not speaks()):
         return
     try:
-        load_hook().running.examine(switches, at_exit=True)
+        from ckpt_patches.hook.running import examine_all
+
+        examine_all(switches, at_exit=bool(exit_of))
     except StrictModeError:
-        return  # already printed
+        raise
+    except Exception as error:
+        complain(f"could not find out which fixes run: {_described(error)}", switches)
 
 
-def tell(message: str) -> None:
-    if sys.stderr is not None:
-        print(f"ckpt-patches: {message}", file=sys.stderr)
+def complain(message: str, switches: Switches) -> None:
+    """Warn once on rank 0. Raises StrictModeError in strict mode, at every call."""
+    if switches.mode == "strict":
+        raise StrictModeError(message)
+    if switches.mode == "warn" and message not in _told and speaks():
+        _told.add(message)
+        tell(f"WARNING: {message}")
+
+
+def _described(error: Exception) -> str:
+    """An error of ours, such as after an uninstall under a running process."""
+    what = " ".join(str(error).split())[:500]
+    return f"{type(error).__name__}: {what}: start the program again, or install training-checkpoint-patches again"
+
+
+def speaks() -> bool:
+    """Whether this process prints: the first of its process group, or one that does not know."""
+    try:
+        from ckpt_patches.runtime.ranks import is_rank_zero
+
+        return is_rank_zero(os.environ)
+    except Exception:
+        return True
+
+
+def tell(message: str, name: str = "ckpt-patches:") -> None:
+    """Print a line on stderr. Never raises.
+
+    Python's own is written without its buffer: what a full disk refuses would stay there, and end the process with 120.
+    """
+    line = f"{name} {message}\n"
+    try:
+        if sys.stderr is not sys.__stderr__:
+            sys.stderr.write(line)
+        elif sys.stderr is not None:
+            sys.stderr.flush()
+            os.write(sys.stderr.fileno(), line.encode(sys.stderr.encoding, "backslashreplace"))
+    except Exception:
+        return
 
 
 def run() -> None:
@@ -244,6 +280,5 @@ def run() -> None:
     try:
         start()
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-        state = "active" if installed in sys.meta_path else "not active"
-        tell(f"the import hook is {state}: {failure}")
+        failure = _described(error)
+        tell(f"the import hook failed: {failure}")

@@ -3,6 +3,8 @@
 import os
 from collections.abc import Iterable
 
+from ckpt_patches import StrictModeError as StrictModeError
+
 TRUST = "--trust-checkpoint"  # named in messages about unknown classes
 
 
@@ -39,10 +41,3 @@ def one_line(error: Exception, unnamed: str = "") -> str:
         return str(error)
     where = error.filename or unnamed
     return f"{os.fsdecode(where)}: {error.strerror}" if where else error.strerror
-
-
-class StrictModeError(RuntimeError):
-    """With `CKPT_PATCHES=strict`, a needed fix does not run.
-
-    Not an ImportError: other code uses `try: import megatron.core … except ImportError` to test for Megatron.
-    """

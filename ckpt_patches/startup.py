@@ -9,7 +9,6 @@ import sys
 
 import ckpt_patches
 from ckpt_patches import PatchFinder
-from ckpt_patches.errors import StrictModeError
 
 
 class Handle:
@@ -19,25 +18,16 @@ class Handle:
         self.finder = finder
 
     def uninstall(self) -> None:
-        atexit.unregister(ckpt_patches.examine_at_exit)
+        atexit.unregister(ckpt_patches.examine)
         ckpt_patches.installed = None
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self.finder]
-
-
-def installed_finder() -> PatchFinder | None:
-    """The finder in sys.meta_path, or None."""
-    for finder in sys.meta_path:
-        if isinstance(finder, PatchFinder):
-            return finder
-    return None
 
 
 def install() -> Handle | None:
     """Put the finder in front of the meta path. Idempotent. Returns None with `CKPT_PATCHES=off`.
 
     For environments that read no .pth file (`pip install --target`, `python -S`): call it before the first import
-    of megatron or deepspeed. A fix is not active in any of its modules if one of them is already imported; a warning
-    names it.
+    of megatron or deepspeed. A fix is active in none of its modules if one of them is imported already, with a warning.
 
     Raises:
         StrictModeError: in strict mode, there is such a fix. The finder is installed.
@@ -47,28 +37,25 @@ def install() -> Handle | None:
 
 
 def verify() -> None:
-    """Check the loaded modules, and warn about needed fixes that do not run.
-
-    A program can call it before it trains, after all imports and after the set-up of code that may replace functions
-    of Megatron or DeepSpeed. The same check runs when a target is imported, when any module is imported while another
-    hook is in front of ours, and at exit; in strict mode also at each save and load.
+    """Warn on rank 0 about needed fixes that do not run, once. Call it after the imports, before a training starts.
 
     Raises:
         StrictModeError: in strict mode, such a fix exists or no hook is installed; at every call.
     """
-    if ckpt_patches.installed is None or ckpt_patches.installed.gone:
-        _miss_hook()
-    elif ckpt_patches.any_loaded():
-        ckpt_patches.load_hook().running.examine(ckpt_patches.installed.switches, again=True)
+    if ckpt_patches.installed is not None:
+        ckpt_patches.examine(ckpt_patches.installed.switches)
+    else:
+        ckpt_patches.complain(_why_no_hook(), ckpt_patches.Switches(os.environ))
 
 
 def report() -> str:
     """The state of the fixes of each imported package in this process, one line per fix, for people to read."""
-    if ckpt_patches.installed is None or ckpt_patches.installed.gone:
+    if ckpt_patches.installed is None:
         return _why_no_hook()
-    from ckpt_patches.hook.process_report import lines
+    from ckpt_patches.hook.running import trees
 
-    return "\n".join(lines(ckpt_patches.installed.switches))
+    lines = [line for tree in trees(ckpt_patches.installed.switches) for line in tree.report()]
+    return "\n".join(lines or ["no package that a fix edits is imported yet"])
 
 
 def _why_no_hook() -> str:
@@ -76,15 +63,4 @@ def _why_no_hook() -> str:
         "no .pth file of ours was read (python -S, --target, PYTHONPATH), or uninstall() was called: call "
         "ckpt_patches.startup.install() before the first import of megatron or deepspeed"
     )
-    if ckpt_patches.installed is not None:
-        reason = "this package was uninstalled or upgraded since this process has started: start it again"
     return f"no import hook is installed in this process, no fix is active by it: {reason}"
-
-
-def _miss_hook() -> None:
-    """Warn at every call, but not with `CKPT_PATCHES=off`. Raises StrictModeError in strict mode."""
-    mode = ckpt_patches.Switches(os.environ).mode
-    if mode == "strict":
-        raise StrictModeError(_why_no_hook())
-    if mode != "off":
-        ckpt_patches.tell(f"WARNING: {_why_no_hook()}")

@@ -239,19 +239,6 @@ def test_status_says_once_that_there_is_no_hook() -> None:
     assert off.count("CKPT_PATCHES=off") == 1
 
 
-def test_status_says_which_modules_another_import_hook_would_load(tmp_path: Path) -> None:
-    """`status` names modules that another import hook would load, such as a hook from sitecustomize."""
-    make(tmp_path)
-    (tmp_path / "sitecustomize.py").write_text(
-        "from typeguard import install_import_hook\ninstall_import_hook('megatron.core')\n"
-    )
-    done = command("status", on=tmp_path)
-    assert done.returncode == 1
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("numpy2_product")]
-    assert "NO MATCH" in line
-    assert "TypeguardLoader, of another import hook, loads it" in line
-
-
 def test_status_in_a_process_says_what_runs_there(tmp_path: Path) -> None:
     path = make(tmp_path)
     code = f"""

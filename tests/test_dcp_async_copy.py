@@ -59,7 +59,10 @@ def test_a_stager_of_another_kind_is_left_alone(tmp_path: Path) -> None:
 
 def test_import_of_torch_loads_nothing_of_ours() -> None:
     """Only the finder is there: the hook and the fixes are loaded at the first module of checkpoints."""
-    ours = "sorted(name for name in sys.modules if name.startswith('ckpt_patches.hook.l'))"
+    ours = "sorted(name for name in sys.modules if name.startswith('ckpt_patches.hook.'))"
     program = f"import sys, torch, torch.distributed; print({ours}); import torch.distributed.checkpoint; print({ours})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "['ckpt_patches.hook.loader', 'ckpt_patches.hook.log_lines']"]
+    assert done.stdout.splitlines() == [
+        "[]",
+        "['ckpt_patches.hook.functions', 'ckpt_patches.hook.log_lines', 'ckpt_patches.hook.running']",
+    ]

@@ -1,26 +1,84 @@
-"""The import hook's contract."""
+"""The import hook's contract: what runs in a process, beside other hooks, and that it never ends a program."""
 
+import os
 import py_compile
+import shutil
+import subprocess
 import sys
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ckpt_patches import REMOVED, PatchFinder, Switches
-from ckpt_patches.engine import plan
-from ckpt_patches.engine.plan import TreePlan, plan_tree
-from ckpt_patches.hook import running
+from ckpt_patches import REMOVED
+from ckpt_patches.engine.plan import plan_tree
+from ckpt_patches.engine.registry import CORE
 from ckpt_patches.startup import install
-from installs import without_roots_rights
-from small_tree import IS_PATCHED, MODULE, UPSTREAM, make, python
+from installs import PTH, RUNNING, find_python, without_roots_rights
+from small_tree import IS_PATCHED, IS_PATCHED_SECOND, MODULE, SECOND, UPSTREAM, make, make_two, python
+from upstream import REPOSITORY, TIMEOUT
+
+STRICT = {"CKPT_PATCHES": "strict"}
+MODES = ("off", "warn", "strict")
 
 
 def patched(tree: Path, **env: str) -> bool:
     return python("-c", IS_PATCHED, tree=tree, env=env).stdout.strip() == "True"
 
 
-# Patching
+def program(tree: Path, text: str, **env: str) -> tuple[int, str, str]:
+    """Run a program with the tree on its path: exit status, stdout and stderr."""
+    done = python("-c", textwrap.dedent(text), tree=tree, env=env, check=False)
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
+def runs(tree: Path, text: str, *lines: str, **env: str) -> None:
+    """Check that a program prints these lines and succeeds."""
+    status, output, stderr = program(tree, text, **env)
+    assert (status, output.splitlines()) == (0, list(lines)), stderr
+
+
+def about(stderr: str, *words: str) -> None:
+    """Check that one line reports the fix as not active, with these words."""
+    (line,) = (line for line in stderr.splitlines() if "numpy2_product is NOT active" in line)
+    for word in ("WARNING", *words):
+        assert word in line
+
+
+VERIFIES = "from ckpt_patches.startup import verify; verify()"
+
+
+def is_said(tree: Path, text: str, output: str, *words: str) -> None:
+    """Check that a program prints `output`, with one warning at exit, and that `verify` ends it in strict mode."""
+    status, printed, stderr = program(tree, text)
+    assert (status, printed) == (0, output), stderr
+    about(stderr, *words)
+    assert program(tree, text, RANK="1")[2] == ""
+    status, _, stderr = program(tree, f"{textwrap.dedent(text)}\n{VERIFIES}", RANK="1", **STRICT)
+    assert status == 1
+    assert "StrictModeError: the fix numpy2_product is NOT active" in stderr
+
+
+# What runs
+
+
+def test_the_text_and_the_code_are_those_of_the_plan(tmp_path: Path) -> None:
+    """What runs and what tools show is what `diff` and `apply` write."""
+    make_two(tmp_path)
+    code = f"""
+    import inspect, sys, types
+    ran = {{}}
+    sys.addaudithook(lambda event, args: event == "exec" and ran.update({{args[0].co_filename: args[0]}}))
+    from ckpt_patches.engine.plan import plan_tree
+    import {MODULE}, {SECOND}
+    for module, file in plan_tree({str(tmp_path)!r}, {CORE!r}, ["numpy2_product"]).files.items():
+        loaded = sys.modules[module]
+        shown = inspect.getsource(loaded).encode()
+        print(ran[file.path] == file.code, shown == file.patched, loaded.__loader__.get_data(file.path) == file.patched)
+    """
+    runs(tmp_path, code, "True True True", "True True True")
+    assert len(plan_tree(str(tmp_path), CORE, ["numpy2_product"]).files) == 2
 
 
 def test_a_target_is_patched_and_nothing_else(tmp_path: Path) -> None:
@@ -34,18 +92,6 @@ def test_a_module_that_no_fix_edits_keeps_its_ordinary_loader(tmp_path: Path) ->
     make(tmp_path, "import numpy as np\n\n\ndef size(shape):\n    return np.prod(shape)\n")
     code = f"import {MODULE} as m; print(type(m.__loader__).__name__)"
     assert python("-c", code, tree=tmp_path).stdout.split() == ["SourceFileLoader"]
-
-
-def test_what_is_not_a_target_is_left_to_the_other_finders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "meta_path", [])  # no other finder
-    monkeypatch.delattr("ckpt_patches.hook.finder", raising=False)  # set by an earlier test
-    monkeypatch.setitem(sys.modules, "ckpt_patches.hook.finder", None)  # cannot be imported
-    monkeypatch.setattr("ckpt_patches.any_loaded", lambda: False)  # as if no test had imported torch's checkpoints
-    finder = PatchFinder(Switches({}))
-    assert finder.find_spec("numpy") is None
-    assert finder.find_spec("megatron.core") is None
-    with pytest.raises(ImportError):
-        finder.find_spec(MODULE)
 
 
 def test_dash_m_runs_the_edited_source(tmp_path: Path) -> None:
@@ -222,26 +268,25 @@ def test_bytecode_alone_is_said_to_have_no_source(tmp_path: Path) -> None:
     assert "numpy2_product is NOT active" in line
     assert "no source" in line
     assert "CKPT_PATCHES_SKIP=numpy2_product" in line
-    done = python("-c", IS_PATCHED, tree=tmp_path, env={"CKPT_PATCHES": "strict"}, check=False)
-    assert done.returncode != 0
-    assert "ckpt_patches.errors.StrictModeError" in done.stderr
+    done = python("-c", f"{IS_PATCHED}\n{VERIFIES}", tree=tmp_path, env=STRICT, check=False)
+    assert done.returncode == 1
+    assert "ckpt_patches.StrictModeError: the fix numpy2_product is NOT active" in done.stderr
 
 
-UNKNOWN = {  # this text lacks a real fix's anchor
-    "megatron.core.dist_checkpointing.strategies.zarr": "def _create_zarr_array(tensor):\n    return None\n",
-}
 ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
+WITHOUT_ANCHOR = "def _create_zarr_array(tensor):\n    return None\n"
 
 
 def make_unknown(tmp_path: Path) -> Path:
     make(tmp_path)
     path = tmp_path.joinpath(*ZARR.split(".")).with_suffix(".py")
     path.parent.mkdir(exist_ok=True)
-    path.write_text(UNKNOWN[ZARR])
+    path.write_text(WITHOUT_ANCHOR)
     return path
 
 
 def test_unknown_code_is_warned_of_once_on_rank_zero_alone(tmp_path: Path) -> None:
+    """Each warning is one line; its reason fits two lines of a terminal."""
     path = make_unknown(tmp_path)
     code = f"import {ZARR}, importlib; importlib.reload({ZARR})"
     warnings = [line for line in python("-c", code, tree=tmp_path).stderr.splitlines() if "WARNING" in line]
@@ -249,6 +294,7 @@ def test_unknown_code_is_warned_of_once_on_rank_zero_alone(tmp_path: Path) -> No
     for name, line in zip(("zarr_create_synchronizer", "zarr_range_write"), warnings, strict=True):
         for part in (f"{name} is NOT active", "megatron-core 0.14.0", str(path), "zarr_array", "SKIP="):
             assert part in line
+        assert len(line) < 700
     for variable in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
         assert python("-c", code, tree=tmp_path, env={variable: "3"}).stderr == ""
         assert "WARNING" in python("-c", code, tree=tmp_path, env={variable: "0"}).stderr
@@ -297,16 +343,19 @@ def test_a_module_that_does_not_parse_fails_as_it_would_without_us(tmp_path: Pat
 
 def test_a_defect_of_ours_does_not_stop_the_import(tmp_path: Path) -> None:
     make(tmp_path)
-    code = f"""
-import ckpt_patches.engine.plan
-def broken(*a, **k): raise RuntimeError("our defect")
-ckpt_patches.engine.plan.plan_tree = broken
-{IS_PATCHED}
-"""
-    done = python("-c", code, tree=tmp_path)
-    assert done.stdout.strip() == "False"
-    assert "our defect" in done.stderr
-    assert "Traceback" not in done.stderr
+    code = """
+    import sys
+    import ckpt_patches.engine.plan
+    def broken(*a, **k): raise RuntimeError("our defect")
+    ckpt_patches.engine.plan.plan_tree = broken
+    """
+    code = textwrap.dedent(code) + IS_PATCHED
+    status, output, stderr = program(tmp_path, code)
+    assert (status, output, stderr.count("our defect")) == (0, "False", 1)
+    assert "Traceback" not in stderr
+    status, output, stderr = program(tmp_path, code, **STRICT)
+    assert (status, output) == (1, "")
+    assert "StrictModeError: megatron-core: no fix is active: RuntimeError: our defect" in stderr
 
 
 # Switches
@@ -331,14 +380,16 @@ def test_off_and_skip(tmp_path: Path) -> None:
 def test_an_unknown_value_is_an_error_that_lists_the_valid_ones(
     tmp_path: Path, variable: str, value: str, valid: list[str]
 ) -> None:
+    """Names of fixes are checked at the first import of a package: a start of Python lists none."""
     make(tmp_path)
     done = python("-c", IS_PATCHED, tree=tmp_path, env={variable: value})
     assert done.stdout.strip() == "True"
     line = done.stderr.splitlines()[0]
     assert f"{variable}={value}" in line
     assert all(name in line for name in valid)
-    said = python("-c", "pass", tree=tmp_path, env={variable: value, "RANK": "1"}).stderr
+    said = python("-c", IS_PATCHED, tree=tmp_path, env={variable: value, "RANK": "1"}).stderr
     assert said.count("\n") == (variable == "CKPT_PATCHES")  # each rank reports it, as its environment may differ
+    assert python("-c", "pass", tree=tmp_path, env={"CKPT_PATCHES_SKIP": value}).stderr == ""
 
 
 @pytest.mark.parametrize("names", [REMOVED, *((name,) for name in REMOVED)])
@@ -370,15 +421,30 @@ def test_one_line_of_rank_zero_says_what_is_active(tmp_path: Path) -> None:
     code = f"import importlib, {MODULE} as m\nimportlib.reload(m)"
     (line,) = info_lines(python("-c", code, tree=tmp_path).stderr)
     assert "megatron-core 0.14.0" in line
-    assert line.endswith(": numpy2_product")
+    assert line == "[ckpt_patches] INFO: 1 fix active on megatron-core 0.14.0 (ckpt-patches status)"
     assert info_lines(python("-c", code, tree=tmp_path, env={"RANK": "1"}).stderr) == []
 
 
-def test_a_programs_own_logging_gets_the_line(tmp_path: Path) -> None:
+def test_a_programs_own_logging_gets_the_line_and_at_debug_level_the_names(tmp_path: Path) -> None:
     make(tmp_path)
     code = f"import logging; logging.basicConfig(level='INFO', format='MINE %(message)s'); import {MODULE}"
     (line,) = python("-c", code, tree=tmp_path).stderr.splitlines()
-    assert line.startswith("MINE training-checkpoint-patches")
+    assert line == "MINE 1 fix active on megatron-core 0.14.0 (ckpt-patches status)"
+    first, second = python("-c", code.replace("INFO", "DEBUG"), tree=tmp_path).stderr.splitlines()
+    assert (first, second) == (line, f"MINE megatron-core 0.14.0 in {tmp_path}: active: numpy2_product; in place: ")
+
+
+def test_after_apply_the_line_says_that_fixes_are_active_in_place(tmp_path: Path) -> None:
+    """Also what is in place and what the hook adds, and in the report of the process."""
+    make(tmp_path)
+    assert python("-m", "ckpt_patches", "apply", "--tree", str(tmp_path), tree=tmp_path).returncode == 0
+    report = f"import {MODULE}; from ckpt_patches.startup import report; print(report().splitlines()[-1])"
+    done = python("-c", report, tree=tmp_path)
+    assert "INFO: 1 fix active in place on megatron-core 0.14.0 (ckpt-patches status)" in done.stderr
+    assert done.stdout == "  numpy2_product: active in place\n"
+    (tmp_path / "megatron/core/dist_checkpointing/mapping.py").write_text(UPSTREAM)  # another fix would match here
+    log = "from ckpt_patches.hook import log_lines; log_lines.announce('x 1.0', '/x', ['a', 'b'], ['c'])"
+    assert "2 fixes active, 1 in place on x 1.0 (" in python("-c", log, tree=tmp_path).stderr
 
 
 def test_what_is_said_before_a_program_sets_up_logging_leaves_nothing_in_its_way(tmp_path: Path) -> None:
@@ -406,38 +472,610 @@ def test_the_handle_takes_the_hook_away() -> None:
 # Start-up
 
 
-def test_start_up_imports_only_what_is_light() -> None:
+# Beside other hooks: as planned, or said
+
+OTHER = """
+import importlib.machinery as im, importlib.util, sys
+class Other(im.SourceFileLoader): pass
+"""
+
+
+def takes(name: str, at: str) -> str:
+    """A hook that finds one module, without asking other finders, and loads it with its own loader."""
+    return f"""{OTHER}
+class Takes:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        spec = im.PathFinder.find_spec(name, path) if name == {name!r} else None
+        if spec is not None: spec.loader = Other(spec.name, spec.origin)
+        return spec
+sys.meta_path.insert({at}, Takes)
+"""
+
+
+ASKS = """
+import sys
+class Asks:
+    def find_spec(self, name, path=None, target=None):
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    return spec
+"""
+# Two that ask each other need a recursion guard, which real ones have.
+ASK_IN_TURN = ASKS.replace("class Asks:", "class Asks:\n    asking = False").replace(
+    "        for finder", "        if self.asking: return None\n        self.asking = True\n        for finder"
+)
+KEEPS = f"""{OTHER}
+import functools
+class Keeps:
+    @staticmethod
+    @functools.cache
+    def kept(name, path): return im.PathFinder.find_spec(name, list(path))
+    @classmethod
+    def find_spec(cls, name, path=None, target=None): return cls.kept(name, tuple(path or sys.path))
+sys.meta_path.insert(1, Keeps)
+"""
+STRANGE = """
+class Strange:
+    def __eq__(self, other): raise TypeError("not with me")
+    def find_spec(self, name, path=None, target=None): return None
+"""
+AROUND = f"""{OTHER}
+class Around:  # such as those of ddtrace and New Relic
+    def __init__(self, loader): self.loader = loader
+    def create_module(self, spec): return self.loader.create_module(spec)
+    def exec_module(self, module):
+        import {SECOND}
+        self.loader.exec_module(module)
+class Watches:
+    asking = False
+    def find_spec(self, name, path=None, target=None):
+        if self.asking or name != {MODULE!r}: return None
+        self.asking = True
+        try: spec = importlib.util.find_spec(name)
+        finally: self.asking = False
+        spec.loader = Around(spec.loader)
+        return spec
+sys.meta_path.insert(0, Watches())
+"""
+WRAPT = f"import wrapt\nwrapt.when_imported({MODULE!r})(lambda module: None)"
+HARMLESS = {
+    "one that asks the others, in front": f"{ASKS}sys.meta_path.insert(0, Asks())",
+    "one that asks the others, behind": f"{ASKS}sys.meta_path.insert(1, Asks())",
+    "two that ask the others": f"{ASK_IN_TURN}sys.meta_path.insert(0, Asks())\nsys.meta_path.insert(2, Asks())",
+    "one that cannot be compared, in front": f"import sys{STRANGE}sys.meta_path.insert(0, Strange())",
+    "one that cannot be compared, behind": f"import sys{STRANGE}sys.meta_path.insert(1, Strange())",
+    "one that keeps its specs": KEEPS,
+    "one whose loader calls ours": AROUND,
+    "one of a name that is found before": takes(SECOND, "len(sys.meta_path)"),
+    "wrapt in front": WRAPT,
+    "wrapt behind": f"{WRAPT}\nimport sys\nsys.meta_path.insert(1, sys.meta_path.pop(0))",
+}
+if sys.version_info >= (3, 12):  # before, Python itself fails
+    HARMLESS["one without find_spec"] = "import sys\nsys.meta_path.insert(1, object())"
+
+
+@pytest.mark.parametrize("finder", HARMLESS)
+def test_beside_another_finder_the_fix_is_active_in_both_modules(finder: str, tmp_path: Path) -> None:
+    make_two(tmp_path)
+    runs(tmp_path, f"{HARMLESS[finder]}\n{IS_PATCHED}\n{IS_PATCHED_SECOND}\n{VERIFIES}", "True", "True", **STRICT)
+
+
+@pytest.mark.parametrize("at", ["0", "1"])
+def test_a_module_that_another_hook_loads_is_said(tmp_path: Path, at: str) -> None:
+    make_two(tmp_path)
+    text = f"{takes(SECOND, at)}\n{IS_PATCHED}\n{IS_PATCHED_SECOND}"
+    is_said(tmp_path, text, "True\nFalse", f"{SECOND}: Other, of another import hook, loaded it")
+
+
+def test_the_next_module_of_upstream_is_refused_in_strict_mode(tmp_path: Path) -> None:
+    """At every attempt: a program may swallow the error, but not as an ImportError."""
+    make_two(tmp_path)
+    text = f"""{takes(SECOND, "0")}
+import {SECOND}
+for _ in range(2):
+    try: import {MODULE}
+    except ImportError: print("swallowed")
+    except Exception as error: print(type(error).__name__)
+"""
+    for rank in ("0", "3"):
+        runs(tmp_path, text, "StrictModeError", "StrictModeError", **STRICT, RANK=rank)
+    about(program(tmp_path, text)[2], "mapping.py: Other, of another import hook, loaded it")
+
+
+@pytest.mark.parametrize(
+    ("install", "loader"),
+    [
+        ("from typeguard import install_import_hook as hook", "TypeguardLoader"),
+        ("from beartype.claw import beartype_package as hook", "BeartypeSourceFileLoader"),
+    ],
+    ids=["typeguard in front", "beartype behind"],
+)
+def test_hooks_that_load_a_whole_package_are_said(tmp_path: Path, install: str, loader: str) -> None:
+    make(tmp_path)
+    is_said(tmp_path, f"{install}\nhook('megatron.core')\n{IS_PATCHED}", "False", loader)
+
+
+def test_a_module_that_was_imported_before_takes_the_whole_fix_away(tmp_path: Path) -> None:
+    make_two(tmp_path)
+    late = f"""
+    import os, sys, {MODULE}
+    os.environ["CKPT_PATCHES"] = "warn"
+    from ckpt_patches.startup import install
+    install()
+    """
+    text = textwrap.dedent(late) + f"{IS_PATCHED}\n{IS_PATCHED_SECOND}"
+    status, output, stderr = program(tmp_path, text, CKPT_PATCHES="off")
+    assert (status, output) == (0, "False\nFalse")
+    about(stderr, MODULE.rpartition(".")[2], "imported before the hook was installed")
+    status, _, stderr = program(tmp_path, late.replace('"warn"', '"strict"'), CKPT_PATCHES="off")
+    assert status == 1
+    assert "StrictModeError: the fix numpy2_product is NOT active" in stderr
+
+
+def test_a_module_of_another_tree_is_said(tmp_path: Path) -> None:
+    """A namespace package may have portions in several folders."""
+    make_two(tmp_path / "one")
+    _, other = make_two(tmp_path / "two")
+    text = f"""
+    import importlib.util, sys
+    class Portions:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == {SECOND!r}:
+                return importlib.util.spec_from_file_location(name, {str(other)!r})
+    sys.meta_path.insert(1, Portions)
+    import {MODULE}, {SECOND}
+    """
+    assert f"{SECOND}: it is loaded from {other}" in program(tmp_path / "one", text)[2]
+
+
+def test_a_package_in_a_folder_of_another_name_is_said(tmp_path: Path) -> None:
+    make(tmp_path / "tree")
+    (tmp_path / "tree/megatron/core").rename(tmp_path / "mcore")
+    text = f"""
+    import importlib.util, sys
+    class Renamed:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "megatron.core":
+                return importlib.util.spec_from_file_location(name, {str(tmp_path / "mcore/__init__.py")!r})
+    sys.meta_path.insert(1, Renamed)
+    """
+    text = textwrap.dedent(text) + IS_PATCHED
+    status, output, stderr = program(tmp_path / "tree", text)
+    assert (status, output) == (0, "False")
+    assert "no fix is active: ValueError: expected files that are named like their modules" in stderr
+    assert "StrictModeError: megatron-core: no fix is active" in program(tmp_path / "tree", text, **STRICT)[2]
+
+
+def test_a_wiped_meta_path_is_said_at_exit(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = """
+    import sys, importlib.machinery as im
+    sys.meta_path[:] = [im.BuiltinImporter, im.FrozenImporter, im.PathFinder]
+    """
+    text = textwrap.dedent(text) + f"{IS_PATCHED}; print('end')"
+    is_said(tmp_path, text, "False\nend", "by a finder in front of it")
+    assert "NOT active" not in program(tmp_path, text, CKPT_PATCHES_SKIP="numpy2_product")[2]
+    assert "[ckpt_patches] ERROR: the fix numpy2_product is NOT active" in program(tmp_path, text, **STRICT)[2]
+
+
+def test_what_is_said_at_exit_is_on_stderr_once_whatever_became_of_logging(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = f"""
+    import logging, os, sys
+    logging.basicConfig(filename={str(tmp_path / "log")!r}, filemode="w")
+    sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != "PatchFinder"]
+    import {MODULE}
+    for _ in range(3):
+        if os.fork() == 0: sys.exit()
+        os.wait()
+    """
+    about(program(tmp_path, text)[2], "by a finder in front of it")
+
+
+def test_what_no_fix_needs_is_no_reason_to_say_anything(tmp_path: Path) -> None:
+    make(tmp_path, "import numpy as np\n\n\ndef size(shape):\n    return np.prod(shape)\n")
+    for at in ("0", "1"):
+        text = takes(MODULE, at) + f"import {MODULE}\n{VERIFIES}"
+        status, _, stderr = program(tmp_path, text, **STRICT)
+        assert (status, "WARNING" in stderr) == (0, False)
+
+
+def test_what_another_finder_raises_is_raised(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = f"""
+    import sys
+    class Raises:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == {MODULE!r}: raise OSError("its own")
+    sys.meta_path.insert(1, Raises)
+    try:
+        import {MODULE}
+    except OSError as error:
+        print(error)
+    """
+    for env in ({}, STRICT):
+        runs(tmp_path, text, "its own", **env)
+
+
+STUBS = {
+    "a module that loads itself when it is touched": """
+import types
+class Lazy(types.ModuleType):
+    def __getattribute__(self, name): raise ImportError("must not be touched")
+stub = Lazy("stub")
+""",
+    "a mock": "from unittest.mock import MagicMock\nstub = MagicMock()",
+    "no module": "import types\nstub = types.SimpleNamespace()",
+    "nothing": "stub = None",
+    "an empty module": "import types\nstub = types.ModuleType('stub')",
+}
+
+
+@pytest.mark.parametrize("stub", STUBS)
+def test_a_stub_in_the_place_of_a_module_disturbs_nothing(tmp_path: Path, stub: str) -> None:
+    """Programs use stubs to avoid a package; a module that we did not load turns the fix off."""
+    make_two(tmp_path)
+    text = f"{STUBS[stub]}\nimport sys\nsys.modules[{SECOND!r}] = stub\n{IS_PATCHED}"
+    status, output, stderr = program(tmp_path, text)
+    assert (status, "Traceback" in stderr, "could not find out" in stderr) == (0, False, False), stderr
+    module = "module" in stub and stub != "no module"
+    assert output == str(not module)
+    assert ("NOT active" in stderr) is module
+
+
+def test_to_ask_for_a_module_imports_and_reads_nothing_of_it(tmp_path: Path) -> None:
+    """A finder runs under the lock of the import system: the hook does nothing but find the module there."""
+    make(tmp_path)
+    text = """
+    import sys
+    before = set(sys.modules)
+    finder = sys.meta_path[0]
+    opened = []
+    sys.addaudithook(lambda event, args: opened.append(args[0]) if event == "open" else None)
+    import megatron
+    del opened[:]
+    spec = finder.find_spec("megatron.core", megatron.__path__)
+    print(type(spec.loader).__name__, opened, [name for name in set(sys.modules) - before if "ckpt" in name])
+    print(finder.find_spec("numpy"))
+    """
+    runs(tmp_path, text, "PatchedLoader [] []", "None", **STRICT)
+
+
+def test_a_reload_plans_anew_also_for_a_module_that_had_no_edit(tmp_path: Path) -> None:
+    path = make(tmp_path, "import numpy as np\n\n\ndef size(shape):\n    return np.prod(shape)\n")
+    text = f"""
+    import importlib, inspect, pathlib, {MODULE} as m
+    path = pathlib.Path({str(path)!r})
+    path.write_text("import numpy as np\\n\\n\\ndef size(shape):\\n    return [np.product(shape)]\\n")
+    importlib.reload(m)
+    print('prod' in m.size.__code__.co_names)
+    path.write_text("def size(shape):\\n    return 1  # np.prod(shape)\\n")
+    importlib.reload(m)
+    print(m.size(2), inspect.getsource(m.size).splitlines()[-1].strip())
+    """
+    runs(tmp_path, f"{textwrap.dedent(text)}\n{VERIFIES}", "True", "1 return 1  # np.prod(shape)", **STRICT)
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_does_not_halve_a_fix(tmp_path: Path) -> None:
+    make_two(tmp_path)
+    text = """
+    import builtins
+    real = builtins.open
+    def flaky(path, *rest, **more):
+        if str(path).endswith("mapping.py") and planned: raise OSError(5, "Input/output error")
+        return real(path, *rest, **more)
+    planned = False
+    builtins.open = flaky
+    """
+    text = textwrap.dedent(text) + f"{IS_PATCHED}\nplanned = True\n{IS_PATCHED_SECOND}"
+    runs(tmp_path, text, "True", "True", **STRICT)
+
+
+def test_a_tree_by_another_spelling_of_its_path_shows_the_edited_lines(tmp_path: Path) -> None:
+    make(tmp_path / "tree")
+    (tmp_path / "beside").mkdir()
+    code = f"""
+    import inspect, sys
+    sys.path[0] = {str(tmp_path / "beside/../tree")!r}
+    import {MODULE} as m
+    for shown in (m, m.size):
+        print(inspect.getsource(shown).count("np.prod(shape)"))
+    """
+    runs(tmp_path / "beside", code, "1", "1", **STRICT)
+
+
+def test_the_spec_of_an_edited_module_can_be_pickled(tmp_path: Path) -> None:
+    make(tmp_path)
+    code = f"import pickle, {MODULE} as m; print(type(pickle.loads(pickle.dumps(m.__spec__)).loader).__name__)"
+    runs(tmp_path, code, "SourceFileLoader")
+
+
+# Kinds of processes
+
+
+def test_eight_threads_that_import_at_once_are_all_served(tmp_path: Path) -> None:
+    make_two(tmp_path)
+    text = f"""
+    import importlib, threading
+    gate = threading.Barrier(8)
+    def load(name):
+        gate.wait()
+        importlib.import_module(name)
+    threads = [threading.Thread(target=load, args=(name,)) for name in ({MODULE!r}, {SECOND!r}) * 4]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    """
+    text = f"{textwrap.dedent(text)}\n{IS_PATCHED}\n{IS_PATCHED_SECOND}\n{VERIFIES}"
+    status, output, stderr = program(tmp_path, text, **STRICT)
+    assert (status, output, len(stderr.splitlines())) == (0, "True\nTrue", 1)
+
+
+SLOW_PLAN = f"""
+import gc, logging, os, sys, threading, time
+import ckpt_patches.engine.plan
+ready, real = threading.Event(), ckpt_patches.engine.plan.plan_tree
+def slow(*arguments, **keywords):
+    ready.set()
+    done.wait(60)
+    return real(*arguments, **keywords)
+ckpt_patches.engine.plan.plan_tree = slow
+done = threading.Event()
+def beside():
+    ready.wait()
+    BESIDE
+    done.set()
+thread = threading.Thread(target=beside)
+thread.start()
+{IS_PATCHED}
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("beside", "line"),
+    [
+        ("child = os.fork()\n    if child == 0: os._exit(0 if gc.isenabled() else 9)\n    print(os.wait()[1])", "0"),
+        ("import colorsys; print('imported')", "imported"),
+    ],
+    ids=["fork", "import"],
+)
+def test_other_threads_do_not_wait_while_a_tree_is_planned(tmp_path: Path, beside: str, line: str) -> None:
+    """The plan waits for the other thread here: an import or a fork that waited for the plan would be a deadlock."""
+    make(tmp_path)
+    runs(tmp_path, SLOW_PLAN.replace("BESIDE", beside), line, "True")
+
+
+def test_a_subinterpreter_is_patched(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "numpy.py").write_text("def product(shape): ...\ndef prod(shape): ...\n")
+    text = f"""
+    import _xxsubinterpreters as interpreters
+    interpreters.run_string(interpreters.create(), {IS_PATCHED!r})
+    """
+    if sys.version_info >= (3, 13):
+        text = text.replace("_xxsubinterpreters", "_interpreters")
+    runs(tmp_path, text, "True")
+
+
+def test_without_assertions_and_docstrings(tmp_path: Path) -> None:
+    make(tmp_path)
+    for option in ("-O", "-OO"):
+        done = python(option, "-c", f"{IS_PATCHED}\n{VERIFIES}", tree=tmp_path, env=STRICT)
+        assert done.stdout.strip() == "True"
+
+
+def test_a_package_in_a_zip_file_is_said(tmp_path: Path) -> None:
+    make(tmp_path / "tree")
+    archive = shutil.make_archive(str(tmp_path / "tree"), "zip", tmp_path / "tree")
+    status, output, stderr = program(Path(archive), IS_PATCHED)
+    assert (status, output) == (0, "False")
+    about(stderr, "Not a directory")
+    assert program(Path(archive), f"{IS_PATCHED}\n{VERIFIES}", **STRICT)[0] == 1
+
+
+@pytest.mark.parametrize(("daemon", "lines"), [(True, 1), (False, 2)])
+def test_the_workers_of_a_data_loader_do_not_repeat_the_line(tmp_path: Path, daemon: bool, lines: int) -> None:
+    """Workers log nothing; a rank that the same module starts logs its own line."""
+    make(tmp_path)
+    (tmp_path / "load.py").write_text(
+        "import importlib, multiprocessing\n"
+        "if __name__ == '__main__':\n"
+        f"    import {MODULE}\n"
+        f"    arguments = dict(target=importlib.import_module, args=({MODULE!r},), daemon={daemon})\n"
+        "    worker = multiprocessing.get_context('spawn').Process(**arguments)\n"
+        "    worker.start()\n"
+        "    worker.join()\n"
+    )
+    done = python(str(tmp_path / "load.py"), tree=tmp_path)
+    assert len(info_lines(done.stderr)) == lines
+
+
+def test_what_is_left_behind_in_a_process(tmp_path: Path) -> None:
+    make(tmp_path)
+    left = f"""
+    import gc, os, sys
+    before = dict(os.environ), gc.isenabled(), sys.excepthook
+    import {MODULE}
+    print(sorted(os.environ.keys() - before[0].keys()), gc.isenabled() == before[1], sys.excepthook is before[2])
+    """
+    for first in ("", "import gc; gc.disable()"):
+        runs(tmp_path, f"{first}\n{textwrap.dedent(left)}", "[] True True", RANK="3")
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.12", "3.13"])
+def test_on_other_pythons(tmp_path: Path, version: str) -> None:
+    """The line of the .pth file, the edited code, a worker process, `python -m` and `verify`."""
+    interpreter = find_python(version)
+    if interpreter is None or version == RUNNING:
+        pytest.skip(f"no other Python {version} on this machine")
+    make(tmp_path)
+    (tmp_path / "numpy.py").write_text("def product(shape): ...\ndef prod(shape): ...\n")
+    text = f"""
+import multiprocessing
+def work(_):
+    import {MODULE} as m
+    return "prod" in m.size.__code__.co_names
+if __name__ == "__main__":
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        print(work(0), pool.map(work, [0]))
+    {VERIFIES}
+"""
+    done = without_site(text, tmp_path, STRICT, interpreter)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "True [True]"), done.stderr
+    as_main = f"import runpy; runpy.run_module({MODULE!r}, run_name='__main__')"
+    assert without_site(as_main, tmp_path, STRICT, interpreter).stdout.split() == ["started", "True"]
+
+
+# It never ends a program in warn mode, and never stops Python
+
+
+def without_site(
+    text: str, tree: Path, env: Mapping[str, str], interpreter: str = sys.executable, ours: Path = REPOSITORY
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on a folder with our packages, after the .pth file's line, which `site` runs in an install."""
+    (tree / "with_pth.py").write_text(f"{(REPOSITORY / PTH).read_text()}\nprint('started', flush=True)\n{text}")
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, (tree, ours))), "PATH": os.environ["PATH"], **env}
+    command = [interpreter, "-S", "-B", str(tree / "with_pth.py")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+
+
+NUISANCES: dict[str, tuple[dict[str, str], str, str]] = {  # environment, redirection, the program's first lines
+    "stderr on a full disk": ({}, "2>/dev/full", ""),
+    "stderr a pipe without a reader": ({}, "2> >(exec true)", "import time; time.sleep(0.2)"),
+    "no stderr": ({}, "2>&-", ""),
+    "stderr is None": ({}, "", "import sys; sys.stderr = None"),
+    "a stderr that raises": (
+        {},
+        "",
+        "import sys\nclass Bad:\n    def write(self, text): raise KeyError\n    def flush(self): ...\n"
+        "sys.stderr = Bad()",
+    ),
+    "a full disk": ({}, "", "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"),
+    "no HOME": ({"HOME": ""}, "", ""),
+    "a rank that is no number": ({"RANK": "first"}, "", ""),
+    "a huge rank": ({"RANK": "9" * 5000}, "", ""),
+    "odd names of fixes": ({"CKPT_PATCHES_SKIP": "\udcff\x1b[2J\n," + "x" * 50_000 + ",,  " + "y," * 9000}, "", ""),
+    "an odd fingerprint": ({"CKPT_PATCHES_FINGERPRINT": "\udcff\x1b[2J\n" + "x" * 100_000}, "2>/dev/full", ""),
+    "a logging handler that raises": (
+        {},
+        "",
+        "import logging\nclass Bad(logging.Handler):\n    def emit(self, record): raise KeyError('its own')\n"
+        "logging.basicConfig(level='INFO', handlers=[Bad()])",
+    ),
+    "a logging level of its own": ({}, "", "import logging\nlogging.basicConfig(level=10**9)"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("nuisance", NUISANCES)
+def test_nothing_ends_a_program_but_strict_mode_at_an_import(nuisance: str, mode: str, tmp_path: Path) -> None:
+    """With fixes that do not match, so that there is something to say; in strict mode Python starts as well."""
+    make_unknown(tmp_path)
+    env, redirection, first = NUISANCES[nuisance]
+    shell = ["bash", "-c", f'"$@" {redirection}', "run"]
+    done = python(
+        "-c",
+        f"{first}\nprint('started', flush=True)\nimport {ZARR}\nprint('ran')",
+        tree=tmp_path,
+        env={**env, "CKPT_PATCHES": mode},
+        check=False,
+        through=lambda *command: [*shell, *command],
+    )
+    refused = mode == "strict"
+    assert done.stdout.split() == ["started"] + ["ran"] * (not refused), done.stderr
+    assert (done.returncode != 0) is refused
+    assert len(done.stderr) < 5000
+    assert "\x1b" not in done.stderr
+
+
+GONE = ["hook", "hook/running.py", "engine", "engine/source.py", "runtime", "runtime/shown.py", "errors.py"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("gone", GONE)
+def test_a_half_deleted_installation_ends_no_program_but_strict_mode_at_an_import(
+    gone: str, mode: str, tmp_path: Path
+) -> None:
+    make(tmp_path / "tree")
+    (tmp_path / "tree/numpy.py").write_text("def product(shape): ...\ndef prod(shape): ...\n")
+    ours = tmp_path / "ours/ckpt_patches"
+    shutil.copytree(REPOSITORY / "ckpt_patches", ours, ignore=shutil.ignore_patterns("__pycache__"))
+    for fixes in ("deepspeed_patches", "nvrx_patches", "apex_patches", "torch_patches"):
+        (tmp_path / "ours" / fixes).symlink_to(REPOSITORY / fixes)
+    (tmp_path / "ours/megatron_patches").symlink_to(REPOSITORY / "megatron/patches")
+    whole = without_site(IS_PATCHED, tmp_path / "tree", {"CKPT_PATCHES": mode}, ours=tmp_path / "ours")
+    assert whole.stdout.split() == ["started", str(mode != "off")], whole.stderr
+    path = ours / gone
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    done = without_site(
+        f"{IS_PATCHED}; import megatron.core.package_info",
+        tmp_path / "tree",
+        {"CKPT_PATCHES": mode},
+        ours=tmp_path / "ours",
+    )
+    if mode == "strict":
+        assert (done.returncode, done.stdout) == (1, "started\n")
+        assert "StrictModeError: no fix is active in what is imported from now on: ModuleNotFoundError: " in done.stderr
+    else:
+        assert (done.returncode, done.stdout.split()) == (0, ["started", "False"]), done.stderr
+        said = [line for line in done.stderr.splitlines() if line.startswith("ckpt-patches: WARNING: ")]
+        assert len(said) == len(done.stderr.splitlines()) == (mode == "warn") * (1 + (len(said) > 1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_pth_file_never_stops_python(mode: str, tmp_path: Path) -> None:
+    """Without the package, and where stderr cannot be written."""
+    for redirection, lines in (("2>&1", 1), ("2>/dev/full", 0), ("2>&-", 0)):
+        (tmp_path / "with_pth.py").write_text(f"{(REPOSITORY / PTH).read_text()}\nprint('started')\n")
+        command = ["bash", "-c", f'"$@" {redirection}', "run", sys.executable, "-S", str(tmp_path / "with_pth.py")]
+        done = subprocess.run(command, env={"CKPT_PATCHES": mode}, capture_output=True, text=True, timeout=TIMEOUT)
+        assert done.returncode == 0
+        *said, last = done.stdout.splitlines()
+        assert (len(said), last) == (lines, "started")
+        assert all("the import hook is not active, reinstall training-checkpoint-patches: " in line for line in said)
+
+
+def test_a_logging_handler_may_import_a_module_of_upstream(tmp_path: Path) -> None:
+    make_two(tmp_path)
+    text = f"""
+    import logging
+    class Imports(logging.Handler):
+        def emit(self, record):
+            import {SECOND}, {MODULE}
+            print(record.levelname)
+    logging.basicConfig(level="INFO", handlers=[Imports()])
+    """
+    runs(tmp_path, textwrap.dedent(text) + f"{IS_PATCHED}\n{IS_PATCHED_SECOND}", "INFO", "True", "True")
+
+
+# Installing by hand, start-up
+
+
+def test_the_start_imports_nothing_but_the_package() -> None:
     code = "import sys; print(sorted(sys.modules))"
-    with_hook = set(eval(python("-c", code, tree=Path("/")).stdout))
-    light = {"ckpt_patches"}
-    assert light <= with_hook
-    without = set(eval(python("-I", "-S", "-c", code, tree=Path("/")).stdout))
-    heavy = {
-        "ast",
-        "difflib",
-        "logging",
-        "re",
-        "torch",
-        "numpy",
-        "megatron",
-        "inspect",
-        "typing",
-        "json",
-        "dataclasses",
-    }
-    assert not (heavy & with_hook) - without
-    assert {name for name in with_hook if name.startswith(("ckpt_patches", "megatron", "deepspeed"))} == light
-
-
-def test_the_plan_of_a_tree_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = make(tmp_path)
-    calls = []
-
-    def counted(*arguments: Any, **keywords: Any) -> TreePlan:
-        calls.append(arguments)
-        return plan_tree(*arguments, **keywords)
-
-    monkeypatch.setattr(plan, "plan_tree", counted)
-    plans = [running.plan_for(MODULE, str(path), Switches({})) for _ in range(2)]
-    assert plans[0] is plans[1]
-    assert len(calls) == 1
+    switched = {"CKPT_PATCHES_SKIP": "numpy2_product", "CKPT_PATCHES_FINGERPRINT": "1"}
+    for env in ({}, switched):
+        with_hook = set(eval(python("-c", code, tree=Path("/"), env=env).stdout))
+        assert {name for name in with_hook if name.startswith(("ckpt_patches", "megatron", "deepspeed"))} == {
+            "ckpt_patches"
+        }
+        without = set(eval(python("-I", "-S", "-c", code, tree=Path("/")).stdout))
+        heavy = {
+            "ast",
+            "difflib",
+            "logging",
+            "re",
+            "inspect",
+            "typing",
+            "json",
+            "dataclasses",
+            "threading",
+            "contextlib",
+        }
+        assert not (heavy & with_hook) - without

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ckpt_patches.engine.fix import package_of
-from ckpt_patches.engine.registry import CORE, FIXES
+from ckpt_patches.engine.registry import FIXES
 from small_tree import MODULE, SECOND, make, make_two, python
-from upstream import all_releases, in_place, newest, newest_affected, run, run_json, tree
+from upstream import all_releases, in_place, newest, newest_affected, run_json, tree
 
 pytestmark = pytest.mark.long
 
@@ -96,7 +96,10 @@ def test_a_replacement_stops_a_program_in_strict_mode_when_it_verifies_and_is_an
     [
         ("del m.size", "replaced by nothing: it was deleted"),
         ("m.size = 1", "replaced by builtins (int)"),
-        ("import unittest.mock; m.size = unittest.mock.Mock(wraps=m.size)", "replaced by unittest.mock (Mock)"),
+        ("import unittest.mock; m.size = unittest.mock.Mock()", "replaced by unittest.mock (Mock)"),
+        ("import unittest.mock; m.size = unittest.mock.Mock(wraps=m.size)", ""),
+        ("m.size = (lambda *args, old=m.size: old(*args))", ""),
+        ("import contextlib; decorated = contextlib.contextmanager(print); m.size = decorated", "was replaced by"),
         ("import functools; m.size = functools.cache(m.size)", ""),
         ("m.other = 1", ""),
         ("old = m.size; m.size = print; m.size = old", ""),
@@ -107,41 +110,6 @@ def test_what_is_in_its_place(change: str, reported: str, tmp_path: Path) -> Non
     text = f"import {MODULE} as m; {change}; from ckpt_patches.startup import verify; verify()"
     status, _, stderr = program(tmp_path, text, **STRICT)
     assert (status, reported in stderr) == (1 if reported else 0, True)
-
-
-@pytest.mark.parametrize(
-    ("package", "entrance"),
-    [
-        (CORE, "import megatron.core.dist_checkpointing as d; d.save({}, 'nowhere')"),
-        ("deepspeed", "from deepspeed.runtime.engine import DeepSpeedEngine as E; E.save_checkpoint(None, 'nowhere')"),
-    ],
-)
-@pytest.mark.slow
-@pytest.mark.parametrize("applied", [False, pytest.param(True, id="in place")])
-def test_the_first_save_that_would_use_it_raises_in_strict_mode(
-    package: str, entrance: str, applied: bool, tmp_path: Path
-) -> None:
-    edited = {CORE: "megatron.core.optimizer.distrib_optimizer", "deepspeed": "deepspeed.runtime.zero.stage3"}[package]
-    owner = {CORE: "DistributedOptimizer", "deepspeed": "DeepSpeedZeroOptimizer_Stage3"}[package]
-    fix = {CORE: "dp_zero_empty_state", "deepspeed": "zero3_universal_groups"}[package]
-    program = tmp_path / "saves.py"
-    program.write_text(
-        f"import {edited} as m\nfrom ckpt_patches.hook import functions, running\n"
-        f"name = next(n for n in functions._ours[{edited!r}] if n.startswith('{owner}.'))\n"
-        f"setattr(m.{owner}, name.partition('.')[2], print)\n"
-        f"{entrance}\n"
-    )
-    root = tree(*newest_affected(fix))
-    root = in_place(root) if applied else root
-    done = run(program, tree=root, delivery="hook", check=False)
-    assert done.returncode == 1
-    assert "StrictModeError: the fix " in done.stderr
-    assert "is NOT active any more" in done.stderr
-    assert "look_first" in done.stderr
-    assert (
-        "StrictModeError"
-        not in run(program, tree=root, delivery="hook", env={"CKPT_PATCHES": "warn"}, check=False).stderr
-    )
 
 
 # Without a hook

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_patches import Switches, __version__
+from ckpt_patches import Switches, __version__, installed_finder
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
 from ckpt_patches.engine.registry import CORE, FOLDERS, NVRX, TORCH
@@ -17,8 +17,8 @@ from ckpt_patches.engine.releases import is_too_old, too_old
 from ckpt_patches.engine.trees import root_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import running
+from ckpt_patches.hook.log_lines import unknown_skips
 from ckpt_patches.inplace import rewrite
-from ckpt_patches.startup import installed_finder
 
 ACTIVE = "active"
 IN_PLACE = "in place"
@@ -115,7 +115,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     if tree is not None and not any(roots.values()):
         folders = " or ".join(f"{package.replace('.', '/')}/" for package in FOLDERS)
         raise UserError(f"expected {folders} in {tree}, found none")
-    fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches, reason)]
+    fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches)]
     if reason:
         fixes = [_inactive(fix) for fix in fixes]
     in_place = [fix.name for fix in fixes if fix.state == IN_PLACE and fix.name in switches.skip]
@@ -130,7 +130,13 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     # The Python that runs a tree may have packages that this one lacks.
     installed += [package for package in others if tree is None or package.version]
     skipped = [f"{name} is in CKPT_PATCHES_SKIP, and applied in place: ckpt-patches revert {name}" for name in in_place]
-    warnings = [*switches.errors, *skipped, *_zarr_warning(roots[CORE], installed), *_apex_warning()]
+    warnings = [
+        *switches.errors,
+        *unknown_skips(switches.skip),
+        *skipped,
+        *_zarr_warning(roots[CORE], installed),
+        *_apex_warning(),
+    ]
     if tree is None:
         warnings += _warning_of_torch_alone(roots)
         warnings += [warning for package, root in roots.items() for warning in _warning_of_another_tree(package, root)]
@@ -210,21 +216,21 @@ def _warning_of_another_tree(package: str, root: Path | None) -> list[str]:
     ]
 
 
-def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches, why_inactive: str) -> list[FixStatus]:
+def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches) -> list[FixStatus]:
     """The state of each fix in a tree."""
     if root is None:
         reason = f"{DISTRIBUTIONS[package]} is not {'installed' if tree is None else f'in {tree}'}"
         return [FixStatus(name, package, NOT_NEEDED, reason) for name in fixes_for(package)]
     in_place = rewrite.read_state(root, package).fixes
-    if tree is None and not why_inactive:  # what this process would import, through any hook
-        plan, _ = running.make_plan(str(root), package, switches)
-        skipped = plan_tree(str(root), package, [name for name in fixes_for(package) if name in switches.skip])
-        results = {result.name: result for result in (*plan.results, *skipped.results)}
-    else:
-        whole = plan_tree(str(root), package, fixes_for(package))
-        if tree is not None:
-            whole.check_readable()
-        results = {result.name: result for result in whole.results}
+    whole = plan_tree(str(root), package, fixes_for(package))
+    if tree is not None:
+        whole.check_readable()
+    results = {result.name: result for result in whole.results}
+    hook = installed_finder() if tree is None else None
+    if hook is not None:  # what runs in this process, if it has imported the package
+        here = (one for one in running.trees(hook.switches) if one.plan.root == str(root))
+        problems = {name: what for one in here for name, what in one.problems().items() if name in results}
+        results |= {name: FixResult(name, Outcome.NO_MATCH, what) for name, what in problems.items()}
     return [_fix(results[name], package, in_place, switches) for name in fixes_for(package)]
 
 

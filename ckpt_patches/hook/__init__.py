@@ -1,4 +1,1 @@
-"""The import hook behind `ckpt_patches`: finder, loaders, checks of the code that runs, and log lines.
-
-Nothing here is imported before the first target module.
-"""
+"""What the import hook does for a module of upstream. Nothing here is imported before the first one."""

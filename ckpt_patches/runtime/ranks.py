@@ -9,9 +9,12 @@ RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 def is_rank_zero(environ: "Mapping[str, str]") -> bool:
-    """Whether this process is the first of its process group, by the launcher's environment; true outside a group."""
+    """Whether this process is the first of its process group, by the launcher's environment; true outside a group.
+
+    Also true where a rank is no number: a process that does not know speaks.
+    """
     for variable in RANK_VARIABLES:
         rank = environ.get(variable, "").strip()
         if rank:
-            return rank == "0"
+            return not rank.isdecimal() or not rank.strip("0")
     return True
