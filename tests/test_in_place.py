@@ -267,8 +267,9 @@ def test_a_file_that_somebody_else_has_changed_is_refused(
     else:
         (tree / ZARR).unlink()
     said = refused(change, tree)
-    assert f"{tree / ZARR} changed since the fixes were applied. Put the applied version back" in said
-    assert f"delete {tree / OURS}" in said
+    assert (
+        f"{tree / ZARR} changed since the fixes were applied. Put it back, or delete {tree / OURS} to keep it" in said
+    )
 
 
 @CHANGES
@@ -359,8 +360,7 @@ def test_a_fix_that_only_another_version_knows_is_not_removed_silently(
     edit_state(tree, lambda state: state["fixes"].append("of_tomorrow\n" * 1000))
     said = refused(lambda tree: change(tree, PRODUCT), tree)
     assert "of_tomorrow" in said
-    assert "this version does not know it" in said
-    assert "the version that applied it" in said
+    assert "unknown to this version: revert it with the one that applied it" in said
     assert len(said) < 1000
 
 
@@ -372,7 +372,7 @@ def test_an_applied_fix_that_fits_no_more_is_not_removed_silently(tree: Path, ch
     edit_state(tree, lambda state: state["fixes"].append("zarr_range_write"))
     said = refused(lambda tree: change(tree, PRODUCT), tree)
     assert "zarr_range_write" in said
-    assert "is applied in place, and would be lost: " in said
+    assert "is applied in place and would be lost, as it is without a match here" in said
     revert(tree, *NAMES, "zarr_range_write")
     assert everything(tree) == before
 

@@ -79,10 +79,7 @@ def apply(root: str, package: str, names: Collection[str]) -> TreePlan:
 
 
 def revert(root: str, package: str, names: Collection[str]) -> list[str]:
-    """Remove these fixes from a tree; return the names of those that were applied.
-
-    Raises UserError if a file or an original has changed since, is unreadable or cannot be written.
-    """
+    """Remove these fixes; return those that were applied. Raises UserError for changed files and errors of the disk."""
     state, _ = _change(root, package, remove=names)
     return [name for name in state.fixes if name in names]
 
@@ -99,10 +96,8 @@ def _change(root: str, package: str, add: Collection[str] = (), remove: Collecti
                 plan = plan_tree(root, package, wanted, originals)
                 plan.check_readable()
                 if lost := set(state.fixes).difference(remove, plan.named(Outcome.APPLIES)):
-                    raise UserError(
-                        f"{shown(sorted(lost))} is applied in place, and would be lost: it does not fit here, or this "
-                        "version does not know it. Revert it with the version that applied it"
-                    )
+                    why = "without a match here, or unknown to this version: revert it with the one that applied it"
+                    raise UserError(f"{shown(sorted(lost))} is applied in place and would be lost, as it is {why}")
                 standing = f"{package} may be changed in part: the next apply or revert completes it"
                 _write(root, state, originals, plan)
                 return state, plan
@@ -132,10 +127,7 @@ def _originals(root: str, package: str, state: State) -> dict[str, bytes]:
         path, backup = os.path.join(root, name), folder / ORIGINALS / name
         text = _text(Path(path))
         if _digest(text) not in (file.original, file.patched, file.before):
-            raise UserError(
-                f"{path} changed since the fixes were applied. Put the applied version back or, to keep the file as it "
-                f"is, delete {folder}"
-            )
+            raise UserError(f"{path} changed since the fixes were applied. Put it back, or delete {folder} to keep it")
         originals[path] = text if _digest(text) == file.original else _text(backup)
         if _digest(originals[path]) != file.original:
             raise UserError(f"expected the original of {path} in {backup}, found another text. {_anew(root, package)}")
