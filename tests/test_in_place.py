@@ -1,92 +1,115 @@
-"""apply and revert: atomic, exact to the byte, one at a time, and consistent with pip's RECORD."""
+"""apply and revert: exact to the byte, one by one, one at a time, and consistent with pip's RECORD."""
 
 import csv
+import fcntl
 import json
 import os
-import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt_patches.engine import installed
 from ckpt_patches.engine.registry import CORE
 from ckpt_patches.errors import UserError
 from ckpt_patches.inplace import rewrite
 from installed_tree import (
     DIST_INFO,
+    EDITED,
+    NAMES,
+    OURS,
     PRODUCT,
+    SAME_FILE,
     ZARR,
     ZARR_FIX,
     ZARR_TEXT,
     apply,
     everything,
+    folder_in_memory,
     make_installed,
+    of_the_package,
     record_row,
     revert,
-    snapshot,
 )
-from small_tree import IS_PATCHED, python
+from small_tree import IS_PATCHED, command, python
+
+STATE, RECORD = f"{OURS}/state.json", f"{DIST_INFO}/RECORD"
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    return make_installed(tmp_path / "site-packages")
+def in_memory() -> Iterator[Path]:
+    with folder_in_memory() as folder:
+        yield folder
+
+
+@pytest.fixture
+def tree(in_memory: Path) -> Path:
+    return make_installed(in_memory / "site-packages")
 
 
 def test_apply_and_revert_leave_every_byte_and_mode_as_it_was(tree: Path) -> None:
     (tree / ZARR).chmod(0o640)
-    before = snapshot(tree)
-    assert apply(tree) == ["applies", "applies"]
-    assert b"synchronizer=" in (tree / ZARR).read_bytes()
-    assert (tree / ZARR).stat().st_mode & 0o777 == 0o640
-    assert sorted(revert(tree)) == sorted([PRODUCT, ZARR_FIX])
-    assert snapshot(tree) == before
-    assert not (tree / installed.STATE_FOLDER).exists()
+    before = everything(tree)
+    assert sorted(apply(tree)) == sorted(NAMES)
+    after = everything(tree)
+    assert {path for path in before if before[path] != after[path]} == {*EDITED, RECORD}
+    assert after[ZARR][1] == before[ZARR][1]
+    assert sorted(revert(tree)) == sorted(NAMES)
+    assert everything(tree) == before
 
 
 def test_both_are_idempotent(tree: Path) -> None:
     apply(tree)
-    once = snapshot(tree)
-    times = {path: path.stat().st_mtime_ns for path in tree.rglob("*.py")}
-    apply(tree)
-    assert snapshot(tree) == once
-    assert times == {path: path.stat().st_mtime_ns for path in tree.rglob("*.py")}
+    once, times = everything(tree), {path: path.stat().st_mtime_ns for path in tree.rglob("*") if path.is_file()}
+    assert sorted(apply(tree)) == sorted(NAMES)
+    assert everything(tree) == once
+    assert times == {path: path.stat().st_mtime_ns for path in tree.rglob("*") if path.is_file()}
     revert(tree)
     assert revert(tree) == []
 
 
-@pytest.mark.parametrize("first", [PRODUCT, ZARR_FIX])
-def test_fixes_come_and_go_one_by_one(tree: Path, first: str) -> None:
-    before = snapshot(tree)
-    second = ZARR_FIX if first == PRODUCT else PRODUCT
-    apply(tree, first)
-    only_first = snapshot(tree)
-    apply(tree, second)
-    assert set(rewrite.read_state(tree, CORE).fixes) == {first, second}
-    assert revert(tree, second) == [second]
-    assert snapshot(tree) == only_first
-    assert revert(tree, first) == [first]
-    assert snapshot(tree) == before
+@pytest.mark.parametrize("order", [NAMES, NAMES[::-1]])
+def test_fixes_come_and_go_one_by_one(tree: Path, order: tuple[str, ...]) -> None:
+    """Two of them edit one file."""
+    states = [everything(tree)]
+    for name in order:
+        apply(tree, name)
+        states.append(everything(tree))
+    for name in reversed(order):
+        assert everything(tree) == states.pop()
+        assert revert(tree, name) == [name]
+    assert everything(tree) == states.pop()
+
+
+def test_the_first_of_two_fixes_in_a_file_is_removed_alone(tree: Path) -> None:
+    apply(tree, SAME_FILE[1])
+    second = everything(tree)
+    apply(tree, SAME_FILE[0])
+    assert everything(tree) != second
+    revert(tree, SAME_FILE[0])
+    assert everything(tree) == second
 
 
 def test_the_edited_files_run_without_the_hook_and_revert_undoes_it(tree: Path) -> None:
-    off = {"CKPT_PATCHES": "off"}
-    assert python("-c", IS_PATCHED, tree=tree, env=off).stdout.strip() == "False"
+    """Also where bytecode with an unchecked hash would run the old text."""
+
+    def is_patched() -> str:
+        return python("-c", IS_PATCHED, tree=tree, env={"CKPT_PATCHES": "off"}).stdout.strip()
+
+    def compile_all() -> None:
+        mode = ["--invalidation-mode", "unchecked-hash"]
+        subprocess.run([sys.executable, "-m", "compileall", "-q", *mode, str(tree / "megatron")], check=True)
+
+    compile_all()
+    assert is_patched() == "False"
     apply(tree, PRODUCT)
-    assert python("-c", IS_PATCHED, tree=tree, env=off).stdout.strip() == "True"
+    assert is_patched() == "True"
+    compile_all()
     revert(tree)
-    assert python("-c", IS_PATCHED, tree=tree, env=off).stdout.strip() == "False"
-
-
-def test_bytecode_with_an_unchecked_hash_does_not_outlive_the_edit(tree: Path) -> None:
-    compile_ = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash", str(tree)]
-    subprocess.run(compile_, check=True)
-    apply(tree, PRODUCT)
-    assert python("-c", IS_PATCHED, tree=tree, env={"CKPT_PATCHES": "off"}).stdout.strip() == "True"
+    assert is_patched() == "False"
 
 
 @pytest.mark.parametrize(("mode", "stays"), [("unchecked-hash", False), ("checked-hash", True), ("timestamp", True)])
@@ -101,33 +124,30 @@ def test_bytecode_that_may_not_be_removed_matters_only_where_it_would_be_run(
     assert cached.exists() == stays
 
 
-def test_a_hard_link_elsewhere_keeps_its_text(tree: Path, tmp_path: Path) -> None:
+def test_a_hard_link_elsewhere_keeps_its_text(tree: Path, in_memory: Path) -> None:
     """Another environment's hard link, as package managers make it, keeps its text."""
-    os.link(tree / ZARR, tmp_path / "cache.py")
+    os.link(tree / ZARR, in_memory / "cache.py")
     apply(tree, ZARR_FIX)
-    assert (tmp_path / "cache.py").read_text() == ZARR_TEXT
+    assert (in_memory / "cache.py").read_text() == ZARR_TEXT
 
 
-def test_a_symbolic_link_is_one_again_and_what_it_leads_to_keeps_its_text(tree: Path, tmp_path: Path) -> None:
-    """Revert restores a link, as some package managers make it; its target does not change."""
-    (tree / ZARR).rename(tmp_path / "cache.py")
-    (tree / ZARR).symlink_to("../../../../../cache.py")
+@pytest.mark.parametrize("target", ["../../../../../cache.py", "{}/cache.py"], ids=["relative", "absolute"])
+def test_a_symbolic_link_is_one_again_and_what_it_leads_to_keeps_its_text(
+    tree: Path, in_memory: Path, target: str
+) -> None:
+    """A package manager's link into its cache: the cache never changes."""
+    (tree / ZARR).rename(in_memory / "cache.py")
+    (tree / ZARR).symlink_to(target.format(in_memory))
     before = everything(tree)
     apply(tree)
-    assert b"synchronizer=" in (tree / ZARR).read_bytes()
-    assert (tmp_path / "cache.py").read_text() == ZARR_TEXT
+    assert "synchronizer=" in (tree / ZARR).read_text()
     apply(tree, PRODUCT)
+    revert(tree, PRODUCT)
+    assert "synchronizer=" in (tree / ZARR).read_text()
+    assert (in_memory / "cache.py").read_text() == ZARR_TEXT
+    (in_memory / "cache.py").write_text("of a later release\n")  # which the tree would have without us as well
     revert(tree)
     assert everything(tree) == before
-
-
-def test_a_symbolic_link_that_leads_elsewhere_by_now_is_not_made_again(tree: Path, tmp_path: Path) -> None:
-    (tree / ZARR).rename(tmp_path / "cache.py")
-    (tree / ZARR).symlink_to(tmp_path / "cache.py")
-    apply(tree)
-    (tmp_path / "cache.py").write_text("of a later release\n")
-    revert(tree)
-    assert (tree / ZARR).read_text() == ZARR_TEXT
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
@@ -137,144 +157,229 @@ def test_what_root_applies_stays_the_property_of_its_owner(tree: Path) -> None:
     (tree / ZARR).chmod(0o600)
     before = everything(tree)
     apply(tree)
-    for path in (tree / ZARR, installed.state_folder(tree, CORE) / "originals" / ZARR):
+    for path in (tree / ZARR, tree / OURS / "originals" / ZARR):
         assert (path.stat().st_uid, path.stat().st_gid, path.stat().st_mode & 0o777) == (65534, 65534, 0o600)
     revert(tree)
     assert everything(tree) == before
 
 
-@pytest.mark.parametrize("leads_to", ["other", "nothing"])
-def test_what_is_left_beside_a_file_is_not_written_through(leads_to: str, tree: Path, tmp_path: Path) -> None:
-    """Links with our temporary names, left by a killed run or planted, are not followed."""
-    (tmp_path / "other").write_text("of somebody else")
-    names = [".zarr.py.ckpt-patches", ".zarr.py.ckpt-patches-before"]
-    for name in names:
-        (tree / ZARR).with_name(name).symlink_to(tmp_path / leads_to)
-    before = everything(tree)
+def test_a_folder_of_the_tree_may_be_on_another_file_system(tree: Path, tmp_path: Path) -> None:
+    """A checkout that is linked, or mounted, into site-packages."""
+    if tree.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs a second file system")
+    elsewhere = tmp_path / "megatron"
+    shutil.move(tree / "megatron", elsewhere)
+    (tree / "megatron").symlink_to(elsewhere)
+    before = everything(tree), everything(elsewhere)
     apply(tree)
+    assert everything(elsewhere) != before[1]
     revert(tree)
-    assert not (tmp_path / "nothing").exists()
-    assert (tmp_path / "other").read_text() == "of somebody else"
-    assert everything(tree) == before
+    assert (everything(tree), everything(elsewhere)) == before
+
+
+# RECORD, and what an uninstall finds
 
 
 def test_record_stays_true(tree: Path) -> None:
+    """Rows of edited files are right, and an uninstall of megatron-core removes our files with it."""
+
     def wrong() -> list[str]:
-        with open(tree / DIST_INFO / "RECORD", newline="") as file:
+        with open(tree / RECORD, newline="") as file:
             rows = [row for row in csv.reader(file) if row]
         missing = [row[0] for row in rows if not (tree / row[0]).exists()]
         hashed = [row for row in rows if row[1] and (tree / row[0]).exists()]
         return missing + [row[0] for row in hashed if ",".join(row) != record_row(tree, tree / row[0])]
 
     assert wrong() == []
+    for names in (NAMES[:1], NAMES):
+        apply(tree, *names)
+        assert wrong() == []
+        ours = [path for path in everything(tree) if path.startswith(OURS) and (tree / path).is_file()]
+        assert {f"{OURS}/README.txt", STATE, f"{OURS}/.gitignore"} < set(ours)
+        rows = (tree / RECORD).read_text().splitlines()
+        assert sorted(row for row in rows if row.startswith(OURS)) == sorted(f"{path},," for path in ours)
+
+
+def odd(record: bytes) -> dict[str, bytes]:
+    lines = record.splitlines(keepends=True)
+    return {
+        "line feeds": record.replace(b"\r\n", b"\n"),
+        "no end of the last line": record.rstrip(),
+        "a row twice": record + lines[0],
+        "a row without a digest": record.replace(record_row_of(record, ZARR), ZARR.encode() + b",,"),
+        "a path that is no UTF-8": record + b"caf\xe9\x85.py,,\r\n",
+        "no row of the file": record.replace(record_row_of(record, ZARR) + b"\r\n", b""),
+        "nothing": b"",
+    }
+
+
+def record_row_of(record: bytes, path: str) -> bytes:
+    return next(line for line in record.splitlines() if line.startswith(path.encode()))
+
+
+@pytest.mark.parametrize("kind", odd(f"{ZARR},sha256=x,1\r\n".encode()))
+def test_revert_restores_every_byte_of_an_odd_record(tree: Path, kind: str) -> None:
+    (tree / RECORD).write_bytes(odd((tree / RECORD).read_bytes())[kind])
+    before = everything(tree)
     apply(tree)
-    assert wrong() == []
-    listed = (tree / DIST_INFO / "RECORD").read_text()
-    ours = [path for path in snapshot(tree) if path.startswith(installed.STATE_FOLDER)]
-    assert ours
-    assert all(path in listed for path in ours)  # an uninstall of megatron-core removes them
+    assert everything(tree)[RECORD] != before[RECORD]
+    revert(tree)
+    assert everything(tree) == before
+
+
+def test_a_file_in_the_tree_says_what_is_left_when_we_are_uninstalled(tree: Path) -> None:
+    apply(tree)
+    note = (tree / OURS / "README.txt").read_text()
+    for words in (
+        "training-checkpoint-patches",
+        "has edited files of megatron-core",
+        "uninstall",
+        "ckpt-patches revert",
+    ):
+        assert words in note
 
 
 # Refusals
 
 
-def test_a_file_that_changed_since_is_refused_and_nothing_changes(tree: Path) -> None:
-    apply(tree)
-    (tree / ZARR).write_text((tree / ZARR).read_text() + "# by hand\n")
-    edited = snapshot(tree)
-    for change in (revert, apply):
-        with pytest.raises(UserError, match=r"zarr\.py changed since the fixes were applied"):
-            change(tree)
-        assert snapshot(tree) == edited
-
-
-def damage(path: Path) -> None:
-    path.write_text("garbage = 1\n")
-
-
-@pytest.mark.parametrize("break_", [damage, Path.unlink])
-@pytest.mark.parametrize("change", [apply, revert])
-def test_an_original_that_is_not_what_it_was_is_refused_and_nothing_changes(
-    tree: Path, change: Callable[[Path], object], break_: Callable[[Path], object]
-) -> None:
-    """apply and revert both start from the originals and refuse a changed or missing one."""
-    apply(tree)
-    backup = installed.state_folder(tree, CORE) / "originals" / ZARR
-    break_(backup)
-    broken = snapshot(tree)
-    with pytest.raises(UserError) as refused:
+def refused(change: Callable[[Path], object], tree: Path) -> str:
+    """The message of a refused change, which has changed nothing."""
+    before = everything(tree)
+    with pytest.raises(UserError) as error:
         change(tree)
-    message = str(refused.value)
-    assert "\n" not in message
-    assert re.search(rf"expected the original of .*zarr\.py \(SHA-256 [0-9a-f]{{64}}\) in {backup}, found ", message)
-    assert ("found no such file" in message) == (break_ is Path.unlink)
-    assert message.endswith(
-        f"nothing of {CORE} was changed. Reinstall megatron-core, or restore it in a checkout, and "
-        f"delete {backup.parents[len(Path(ZARR).parts)]}"
-    )
-    assert snapshot(tree) == broken
+    assert everything(tree) == before
+    assert "\n" not in str(error.value)
+    assert str(error.value).endswith(f"; nothing of {CORE} was changed")
+    return str(error.value)
 
 
-def test_unreadable_text_is_refused_and_nothing_changes(tree: Path) -> None:
-    (tree / ZARR).write_bytes(b"x = '\xe9'\n")
-    before = snapshot(tree)
-    with pytest.raises(UserError, match=r"zarr\.py: expected UTF-8.*nothing of megatron.core was changed"):
-        apply(tree)
-    assert snapshot(tree) == before
+CHANGES = pytest.mark.parametrize("change", [apply, revert])
 
 
-def test_a_damaged_state_is_refused(tree: Path) -> None:
+@CHANGES
+@pytest.mark.parametrize("how", ["edited", "removed"])
+def test_a_file_that_somebody_else_has_changed_is_refused(
+    tree: Path, change: Callable[[Path], object], how: str
+) -> None:
     apply(tree)
-    state = installed.state_folder(tree, CORE) / "state.json"
-    state.write_text('{"version": 99}')
-    with pytest.raises(UserError, match="expected version 1 of our state"):
-        revert(tree)
+    if how == "edited":
+        (tree / ZARR).write_text((tree / ZARR).read_text() + "# by hand\n")
+    else:
+        (tree / ZARR).unlink()
+    said = refused(change, tree)
+    assert (
+        f"{tree / ZARR} changed since the fixes were applied. Put it back, or delete {tree / OURS} to keep it" in said
+    )
+
+
+@CHANGES
+def test_a_file_that_has_its_original_text_again_is_no_foreign_text(
+    tree: Path, change: Callable[[Path], object]
+) -> None:
+    """`git checkout FILE`, or a reinstall that leaves our folder."""
+    before = everything(tree)
+    apply(tree)
+    applied = everything(tree)
+    (tree / ZARR).write_text(ZARR_TEXT)
+    change(tree)
+    assert everything(tree) == (applied if change is apply else before)
+
+
+@CHANGES
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: path.write_text("garbage = 1\n")], ids=["lost", "damaged"]
+)
+def test_an_original_that_is_not_what_it_was_is_refused(
+    tree: Path, change: Callable[[Path], object], damage: Callable[[Path], object]
+) -> None:
+    apply(tree)
+    backup = tree / OURS / "originals" / ZARR
+    damage(backup)
+    said = refused(change, tree)
+    assert f"expected the original of {tree / ZARR} in {backup}, found another text. Reinstall megatron-core" in said
+    assert f"delete {tree / OURS}" in said
 
 
 def edit_state(tree: Path, edit: Callable[[Any], object]) -> None:
-    path = installed.state_folder(tree, CORE) / "state.json"
-    state = json.loads(path.read_text())
+    state = json.loads((tree / STATE).read_text())
     edit(state)
-    path.write_text(json.dumps(state))
+    (tree / STATE).write_text(json.dumps(state))
 
 
-@pytest.mark.parametrize("path", ["../other", "/etc/hostname", ""])
-def test_a_state_that_names_a_file_outside_of_the_tree_is_refused(tree: Path, path: str) -> None:
-    """Such a state is refused, since a tree with our folder may come from somebody else."""
+STATES: dict[str, Callable[[Any], object]] = {
+    "a later version": lambda state: state.update(version=99),
+    "no version": lambda state: state.pop("version"),
+    "no files": lambda state: state.update(files=None),
+    "an odd file": lambda state: state["files"][0].update(more=1),
+    "a path out of the tree": lambda state: state["files"][0].update(path="../other"),
+    "an absolute path": lambda state: state["files"][0].update(path="/etc/hostname"),
+    "the tree": lambda state: state["files"][0].update(path=""),
+    "a number for a path": lambda state: state["files"][0].update(path=7),
+    "a number for a link": lambda state: state["files"][0].update(link=7),
+}
+TEXTS = {"": b"", "garbage": b"garbage", "a list": b"[]", "deep": b"[" * 100_000, "no UTF-8": b"\xff"}
+
+
+@CHANGES
+@pytest.mark.parametrize("kind", [*STATES, *TEXTS])
+def test_a_state_that_is_not_ours_is_refused(tree: Path, change: Callable[[Path], object], kind: str) -> None:
+    """A tree with our folder may come from somebody else."""
     apply(tree)
-    edit_state(tree, lambda state: state["files"][0].update(path=path))
-    before = everything(tree)
-    for change in (revert, apply):
-        with pytest.raises(UserError, match=r"state in .*state\.json, found .*a path in the tree"):
-            change(tree)
-    assert everything(tree) == before
+    if kind in STATES:
+        edit_state(tree, STATES[kind])
+    else:
+        (tree / STATE).write_bytes(TEXTS[kind])
+    said = refused(change, tree)
+    assert f"expected our state in {tree / STATE}, found " in said
+    assert f"Reinstall megatron-core, or restore it in a checkout, and delete {tree / OURS}" in said
+    assert len(said) < 1000
 
 
-def test_a_fix_that_only_another_version_knows_is_not_taken_out_in_silence(tree: Path) -> None:
+@CHANGES
+def test_originals_without_a_state_are_refused(tree: Path, change: Callable[[Path], object]) -> None:
+    """They may be the only ones that are left."""
     apply(tree)
-    edit_state(tree, lambda state: state["fixes"].append("of_tomorrow"))
+    (tree / STATE).unlink()
+    assert f"expected our state in {tree / STATE}, found " in refused(change, tree)
+
+
+@CHANGES
+def test_an_interrupted_change_of_0_2_is_refused(tree: Path, change: Callable[[Path], object]) -> None:
+    (tree / OURS).mkdir(parents=True)
+    (tree / OURS / "journal.json").write_text('{"version": 3, "token": "", "entries": []}')
+    said = refused(change, tree)
+    assert "an interrupted change of version 0.2, whose apply or revert completes it" in said
+    assert "Reinstall megatron-core" in said
+
+
+@CHANGES
+def test_a_fix_that_only_another_version_knows_is_not_removed_silently(
+    tree: Path, change: Callable[..., object]
+) -> None:
+    apply(tree)
+    edit_state(tree, lambda state: state["fixes"].append("of_tomorrow\n" * 1000))
+    said = refused(lambda tree: change(tree, PRODUCT), tree)
+    assert "of_tomorrow" in said
+    assert "unknown to this version: revert it with the one that applied it" in said
+    assert len(said) < 1000
+
+
+@CHANGES
+def test_an_applied_fix_that_fits_no_more_is_not_removed_silently(tree: Path, change: Callable[..., object]) -> None:
+    """A fix that no longer matches the originals, as after our upgrade, is an error; to revert it is none."""
     before = everything(tree)
-    for change in (apply, revert):
-        with pytest.raises(UserError, match="of_tomorrow, which this version does not know"):
-            change(tree, PRODUCT)
-    assert everything(tree) == before
-
-
-def test_an_applied_fix_that_fits_no_more_is_not_taken_out_in_silence(tree: Path) -> None:
-    """A fix that no longer matches the originals, as after our upgrade, is an error."""
-    before = snapshot(tree)
     apply(tree)
     edit_state(tree, lambda state: state["fixes"].append("zarr_range_write"))
-    applied = snapshot(tree)
-    for change in (apply, revert):
-        with pytest.raises(
-            UserError, match=r"zarr_range_write is applied in place, and would be lost: .* Revert it first"
-        ):
-            change(tree, PRODUCT)
-        assert snapshot(tree) == applied
-    assert revert(tree, "zarr_range_write") == ["zarr_range_write"]
-    revert(tree)
-    assert snapshot(tree) == before
+    said = refused(lambda tree: change(tree, PRODUCT), tree)
+    assert "zarr_range_write" in said
+    assert "is applied in place and would be lost, as it is without a match here" in said
+    revert(tree, *NAMES, "zarr_range_write")
+    assert everything(tree) == before
+
+
+def test_unreadable_text_is_refused(tree: Path) -> None:
+    (tree / ZARR).write_bytes(b"x = '\xe9'\n")
+    assert "zarr.py: expected UTF-8" in refused(apply, tree)
 
 
 def without_rights() -> list[str]:
@@ -283,9 +388,8 @@ def without_rights() -> list[str]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="drops root's rights")
-def test_a_read_only_tree_is_one_clear_line(tree: Path, tmp_path: Path) -> None:
-    for folder in [tmp_path, *tmp_path.parents[:3]]:
-        folder.chmod(folder.stat().st_mode | 0o055)
+def test_a_read_only_tree_is_one_clear_line(tree: Path, in_memory: Path) -> None:
+    in_memory.chmod(0o755)
     if subprocess.run([*without_rights(), sys.executable, "-c", ""], capture_output=True).returncode != 0:
         pytest.skip("nobody but root may run this Python")
     command = [*without_rights(), sys.executable, "-m", "ckpt_patches", "apply", "--tree", str(tree), PRODUCT]
@@ -295,14 +399,113 @@ def test_a_read_only_tree_is_one_clear_line(tree: Path, tmp_path: Path) -> None:
     assert "no permission to write there; nothing of megatron.core was changed" in line
 
 
-# Concurrency
+# Version 0.2
 
 
-def test_two_at_once_take_turns(tree: Path) -> None:
-    command = [sys.executable, "-m", "ckpt_patches"]
-    both = [[*command, "apply", "--tree", str(tree), name] for name in (PRODUCT, ZARR_FIX)] * 3
-    processes = [subprocess.Popen(arguments, stderr=subprocess.PIPE) for arguments in both]
-    assert [process.wait() for process in processes] == [0] * 6
-    assert set(rewrite.read_state(tree, CORE).fixes) == {PRODUCT, ZARR_FIX}
+def as_by_0_2(tree: Path, keys: tuple[str, ...] = ("version", "fixes", "files", "functions")) -> None:
+    """Turn our folder and RECORD into those of version 0.2; 0.2.0 had no functions."""
+    state = json.loads((tree / STATE).read_text())
+    state["version"] = 1
+    for file in state["files"]:
+        del file["before"]
+    (tree / STATE).write_text(json.dumps({key: state[key] for key in keys}, indent=1))
+    (tree / OURS / "README.txt").unlink()
+    lines = (tree / RECORD).read_bytes().decode().splitlines(keepends=True)
+    own = [line for line in lines if line.startswith(OURS) and "README" not in line]
+    (tree / RECORD).write_bytes("".join([line for line in lines if not line.startswith(OURS)] + own).encode())
+
+
+@pytest.mark.parametrize("keys", [("version", "fixes", "files"), ("version", "fixes", "files", "functions")])
+def test_what_version_0_2_has_applied_is_reverted_and_continued(tree: Path, keys: tuple[str, ...]) -> None:
+    before = everything(tree)
+    apply(tree)
+    applied = everything(tree)
+    as_by_0_2(tree, keys)
+    assert sorted(rewrite.read_state(tree, CORE).fixes) == sorted(NAMES)
+    assert sorted(revert(tree)) == sorted(NAMES)
+    assert everything(tree) == before
+    apply(tree)
+    as_by_0_2(tree, keys)
+    apply(tree)
+    assert everything(tree) == applied
+
+
+# Several at once
+
+
+def test_a_second_process_of_this_host_waits(tree: Path) -> None:
+    descriptor = os.open(tree, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    command = [sys.executable, "-m", "ckpt_patches", "apply", PRODUCT, "--tree", str(tree)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(3)
+    assert of_the_package(everything(tree)) == everything(tree)
+    os.close(descriptor)
+    assert process.wait() == 0
+    assert rewrite.read_state(tree, CORE).fixes == (PRODUCT,)
+
+
+def test_those_of_one_host_take_turns(tree: Path) -> None:
+    before = everything(tree)
+    command = [sys.executable, "-m", "ckpt_patches", "apply", "--tree", str(tree)]
+    processes = [subprocess.Popen([*command, name], stderr=subprocess.PIPE) for name in NAMES * 2]
+    assert [process.wait() for process in processes] == [0] * len(processes)
+    assert set(rewrite.read_state(tree, CORE).fixes) == set(NAMES)
     revert(tree)
-    assert (tree / ZARR).read_text() == ZARR_TEXT
+    assert everything(tree) == before
+
+
+def test_hosts_without_a_common_lock_end_in_the_same_text(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each apply or revert ends while another one is about to write."""
+    before = everything(tree)
+    apply(tree)
+    after = everything(tree)
+    revert(tree)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    for _ in range(3):
+        at_once(4, apply, tree)
+        assert everything(tree) == after
+        at_once(4, revert, tree)
+        assert everything(tree) == before
+
+
+def at_once(count: int, run: Callable[[Path], object], tree: Path) -> None:
+    """Run a function in this many forked processes."""
+    children = []
+    for _ in range(count):
+        child = os.fork()
+        if child == 0:
+            try:
+                run(tree)
+            except BaseException as error:
+                os.write(2, f"{error!r}\n".encode())
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * count
+
+
+# The command
+
+
+def test_the_command_says_what_it_has_done(tree: Path) -> None:
+    def said(*arguments: str, skip: str = "") -> list[str]:
+        done = command(*arguments, "--tree", str(tree), CKPT_PATCHES_SKIP=skip)
+        assert done.returncode == 0
+        return done.stderr.splitlines()
+
+    both = (PRODUCT, ZARR_FIX)
+    skipped = f"{PRODUCT}: not applied (CKPT_PATCHES_SKIP)"
+    note = "pip uninstall does not undo this, ckpt-patches revert does"
+    assert said("apply", *both, skip=PRODUCT) == [skipped, f"{ZARR_FIX}: applied", note]
+    assert rewrite.read_state(tree, CORE).fixes == (ZARR_FIX,)
+    assert said("apply", *both) == [f"{ZARR_FIX}: already there", f"{PRODUCT}: applied", note]
+    assert said("apply", *both) == [f"{PRODUCT}: already there", f"{ZARR_FIX}: already there"]
+    assert said("apply", *both, skip=PRODUCT)[0] == (
+        f"{PRODUCT}: applied in place by an earlier run, revert it (CKPT_PATCHES_SKIP)"
+    )
+    status = command("status", on=tree, CKPT_PATCHES_SKIP=PRODUCT).stdout
+    assert f"warning: {PRODUCT} is in CKPT_PATCHES_SKIP, and applied in place: ckpt-patches revert" in status
+    assert said("revert", *both) == [f"{PRODUCT}: reverted", f"{ZARR_FIX}: reverted"]
+    assert said("revert", PRODUCT) == [f"{PRODUCT}: was not applied in place"]

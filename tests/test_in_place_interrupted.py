@@ -1,74 +1,122 @@
-"""apply and revert, killed or with a disk error at each change that they make, change all or nothing."""
+"""apply and revert, killed or with a disk error at each change that they make: the next one completes it."""
 
 import contextlib
 import errno
-import hashlib
-import itertools
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt_patches.engine import installed
 from ckpt_patches.engine.registry import CORE
 from ckpt_patches.errors import UserError
-from ckpt_patches.inplace import transaction, tree_lock
 from file_changes import Act, before_each_change, in_child
-from installed_tree import ZARR, apply, everything, make_installed, revert, snapshot
-from upstream import all_releases
+from installed_tree import (
+    EDITED,
+    NAMES,
+    OURS,
+    SAME_FILE,
+    ZARR,
+    Everything,
+    apply,
+    everything,
+    folder_in_memory,
+    make_installed,
+    of_the_package,
+    revert,
+)
 
-pytestmark = pytest.mark.long
-
-BOTH = {"apply": apply, "revert": revert}
-KEPT = ".ckpt-patches-before"
-MOST = 300  # far more changes than apply or revert make
-SOME = 1 if all_releases() else 3  # step between points in the default run, where another test takes all
+# By name: the fixes that are applied before, the change, and the fixes that are applied after it.
+KINDS: dict[str, tuple[tuple[str, ...], Callable[..., object], tuple[str, ...]]] = {
+    "apply": ((), apply, NAMES),
+    "revert": (NAMES, revert, NAMES),
+    "apply one more": (SAME_FILE[:1], apply, SAME_FILE[1:]),
+    "revert one of two": (SAME_FILE, revert, SAME_FILE[:1]),
+}
+MOST = 400  # far more changes than apply or revert make
+LINKED = EDITED[0]  # a symbolic link
 
 
 @pytest.fixture
-def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory, if possible: tests create about ten thousand small files."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory) as folder:
-        yield Path(folder)
+def folder() -> Iterator[Path]:
+    with folder_in_memory() as folder:
+        yield folder
 
 
 @pytest.fixture
-def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """A tree to apply to, with bytecode that would hide the edit, one to revert, and one reverted."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a kill loses nothing that the kernel has
-    trees = {name: tmp_path / "templates" / name for name in ("apply", "revert", "reverted")}
-    make_installed(trees["apply"])
-    (trees["apply"] / ZARR).chmod(0o640)
+def plain(folder: Path) -> Path:
+    """A tree without fixes, with a link, and with bytecode that would hide an edit."""
+    root = make_installed(folder / "plain")
+    (root / ZARR).chmod(0o640)
+    (root / LINKED).rename(folder / "cache.py")
+    (root / LINKED).symlink_to(folder / "cache.py")
     compile_ = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash"]
-    subprocess.run([*compile_, str(trees["apply"] / "megatron")], check=True)
-    shutil.copytree(trees["apply"], trees["revert"])
-    apply(trees["revert"])
-    shutil.copytree(trees["revert"], trees["reverted"])
-    revert(trees["reverted"])
-    return trees
+    subprocess.run([*compile_, str(root / "megatron")], check=True)
+    return root
 
 
-def copied(template: Path, to: Path) -> Path:
+def copied(root: Path, to: Path) -> Path:
     shutil.rmtree(to, ignore_errors=True)
-    shutil.copytree(template, to, symlinks=True)
+    shutil.copytree(root, to, symlinks=True)
     return to
 
 
-def of_the_package(root: Path) -> dict[str, tuple[bytes, int]]:
-    """Upstream's files and RECORD, with text and mode."""
-    return {path: found for path, found in snapshot(root).items() if "ckpt-patches" not in path}
+class Trees:
+    """A kind of change: the tree before and after it."""
+
+    def __init__(self, kind: str, plain: Path) -> None:
+        applied, self._change, self._names = KINDS[kind]
+        self.plain, self.before, self.root = plain, copied(plain, plain.with_name("before")), plain.with_name("tree")
+        if applied:
+            apply(self.before, *applied)
+        self.after = copied(self.before, plain.with_name("after"))
+        self.change(self.after)
+        self.old, self.new = everything(self.before), everything(self.after)
+        assert self.old != self.new
+        self.all_applied = everything(self._with_all())
+        self.all_reverted = everything(plain)
+
+    def _with_all(self) -> Path:
+        root = copied(self.plain, self.root)
+        apply(root)
+        return root
+
+    def start(self) -> Path:
+        return copied(self.before, self.root)
+
+    def change(self, root: Path) -> None:
+        self._change(root, *self._names)
+
+    def check_files(self, root: Path) -> bool:
+        """Check that each file is old or new; return whether they are mixed."""
+        found, old, new = map(of_the_package, (everything(root), self.old, self.new))
+        assert found.keys() == old.keys() == new.keys()
+        assert all(found[path] in (old[path], new[path]) for path in found)
+        assert_no_old_bytecode(root, found, old)
+        return found not in (old, new)
+
+    def check_completions(self, root: Path) -> None:
+        """Check that each of the next runs completes the change."""
+        for run, end in self.completions():
+            other = copied(root, root.with_name("other"))
+            run(other)
+            assert everything(other) == end
+
+    def completions(self) -> list[tuple[Callable[[Path], object], Everything]]:
+        """The same change again, and all of both kinds, with what each leaves."""
+        return [(self.change, self.new), (apply, self.all_applied), (revert, self.all_reverted)]
+
+
+def assert_no_old_bytecode(root: Path, found: Everything, old: Everything) -> None:
+    """No bytecode with an unchecked hash may hide a new text."""
+    for path in EDITED:
+        if found[path] != old[path]:
+            assert list((root / path).parent.glob(f"__pycache__/{Path(path).stem}.*")) == []
 
 
 def events_of(act: Act) -> None:
@@ -100,60 +148,43 @@ def killed_at(change: Callable[[Path], object], root: Path, point: int) -> bool:
     return status != 0
 
 
-def no_links(*_: object, **__: object) -> None:
-    raise PermissionError(errno.EPERM, "Operation not permitted")
-
-
-@pytest.mark.parametrize("links", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["links", "no links"])
-@pytest.mark.parametrize("name", BOTH)
-def test_killed_at_any_change_of_the_file_system(
-    name: str, links: bool, templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every file is complete, and the next apply or revert repairs the tree, also after a move."""
-    if not links:
-        monkeypatch.setattr(os, "link", no_links)
-    old, new = of_the_package(templates["apply"]), of_the_package(templates["revert"])
-    reverted = [everything(templates["apply"]), everything(templates["reverted"])]
-    applied = everything(templates["revert"])
-    halves = 0
-    for point in range(0, MOST, 1 if links else SOME):
-        root = copied(templates[name], tmp_path / "tree")
-        killed = killed_at(BOTH[name], root, point)
-        found = of_the_package(root)
-        assert found.keys() == old.keys()
-        assert all(found[path] in (old[path], new[path]) for path in found), f"killed at {point}"
-        halves += found not in (old, new)
-        moved = copied(root, tmp_path / "moved")
-        apply(moved)
-        assert everything(moved) == applied, f"killed at {point}"
-        revert(root)
-        assert everything(root) in reverted, f"killed at {point}"
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_any_change_of_the_file_system(kind: str, plain: Path) -> None:
+    trees = Trees(kind, plain)
+    mixed = []
+    for point in range(MOST):
+        root = trees.start()
+        killed = killed_at(trees.change, root, point)
+        mixed.append(trees.check_files(root))
+        trees.check_completions(root)
         if not killed:
             break
     assert not killed
-    assert point > 40
-    assert halves > (1 if links else 0)
+    assert everything(root) == trees.new
+    assert len(mixed) > 20
+    assert any(mixed) == (len([path for path in trees.old if trees.old[path] != trees.new.get(path)]) > 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BOTH)
-def test_a_run_that_ends_an_interrupted_one_can_be_killed_as_well(
-    name: str, templates: dict[str, Path], tmp_path: Path
-) -> None:
-    reverted = [everything(templates["apply"]), everything(templates["reverted"])]
-    unfinished = copied(templates[name], tmp_path / "unfinished")
+@pytest.mark.parametrize("kind", ["apply", "revert"])
+def test_a_run_that_completes_a_killed_one_can_be_killed_as_well(kind: str, plain: Path) -> None:
+    trees = Trees(kind, plain)
+    half = copied(trees.before, plain.with_name("half"))
     point = 0
-    while of_the_package(unfinished) in map(of_the_package, templates.values()):
+    while not trees.check_files(half):
         point += 1
-        killed_at(BOTH[name], copied(templates[name], unfinished), point)
-    for second in range(MOST):
-        root = copied(unfinished, tmp_path / "tree")
-        killed = killed_at(revert, root, second)
-        revert(root)
-        assert everything(root) in reverted, f"killed at {second}"
-        if not killed:
-            break
-    assert second > 5
+        killed_at(trees.change, copied(trees.before, half), point)
+    for run, _ in trees.completions():
+        for second in range(0, MOST, 7):
+            root = copied(half, trees.root)
+            killed = killed_at(run, root, second)
+            apply(root)
+            assert everything(root) == trees.all_applied
+            revert(root)
+            assert everything(root) == trees.all_reverted
+            if not killed:
+                break
+        assert not killed
+        assert second > 5
 
 
 # Errors of the disk
@@ -190,76 +221,62 @@ def failed_at(
     return message, reached
 
 
-def check(message: str, root: Path, name: str, templates: dict[str, Path]) -> str:
-    """Check that the message is true and the next runs repair the tree; return the outcome."""
-    found, old, new = of_the_package(root), of_the_package(templates["apply"]), of_the_package(templates["revert"])
-    before, after = (old, new) if name == "apply" else (new, old)
-    assert "\n" not in message
-    if "is unfinished" in message:
-        outcome = "unfinished"
-        assert everything(root) != everything(templates[name])
-        again, _ = failed_at(apply, root, 0, errno.EIO, lasting=True, counts=lambda event, arguments: True)
-        assert f"an earlier change of {CORE} is unfinished, and this run changed nothing more" in again
-        assert of_the_package(root) == found
-    elif not message or "was changed as asked" in message:
-        outcome = "all"
-        assert found == after
-    else:
-        outcome = "nothing"
-        assert f"nothing of {CORE} was changed" in message
-        assert found == before
-    revert(root)
-    assert everything(root) in [everything(templates["apply"]), everything(templates["reverted"])], message
-    return outcome
-
-
 def needs_space(event: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether a call needs disk space: writes and new names do, except for renames that undo."""
+    """Whether a call needs disk space: writes and new names do; a rename over a file does not."""
     if event == "os.fsync":
         return os.path.isfile(arguments[0])
-    making = ("open", "os.mkdir", "os.link", "os.symlink")
-    return event in making or (event == "os.rename" and not str(arguments[0]).endswith(KEPT))
+    return event in ("open", "os.mkdir", "os.symlink")
 
 
-@pytest.mark.parametrize("name", BOTH)
-def test_a_disk_that_stays_full_changes_all_or_nothing(name: str, templates: dict[str, Path], tmp_path: Path) -> None:
-    outcomes = []
+def always(event: str, arguments: tuple[Any, ...]) -> bool:
+    """All but the removal of an empty folder, which the next run removes."""
+    return event != "os.rmdir"
+
+
+ERRORS = {
+    "ENOSPC from then on": (errno.ENOSPC, True, needs_space),
+    "EIO once": (errno.EIO, False, always),
+    "EIO from then on": (errno.EIO, True, always),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("kind", ["apply", "revert"])
+def test_an_error_at_any_call_is_one_line_and_loses_nothing(kind: str, error: str, plain: Path) -> None:
+    trees = Trees(kind, plain)
+    number, lasting, counts = ERRORS[error]
     for point in range(MOST):
-        root = copied(templates[name], tmp_path / "tree")
-        message, reached = failed_at(BOTH[name], root, point, errno.ENOSPC, lasting=True, counts=needs_space)
-        assert ("No space left on device" in message) == reached
-        outcomes.append(check(message, root, name, templates))
-        if not reached:
-            break
-    assert len(outcomes) > 15
-    assert outcomes == ["nothing"] * (len(outcomes) - 1) + ["all"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "lasting", "step"),
-    [(errno.EIO, False, 1), (errno.EIO, True, 1), (errno.EROFS, True, SOME)],
-    ids=["EIO once", "EIO from then on", "EROFS from then on"],
-)
-@pytest.mark.parametrize("name", BOTH)
-def test_an_error_at_any_call_is_one_line_that_says_what_was_changed(
-    name: str, number: int, lasting: bool, step: int, templates: dict[str, Path], tmp_path: Path
-) -> None:
-    """Every error but a failed removal of an empty folder is such a line; the next run removes the folder."""
-    outcomes = []
-    for point in range(0, MOST, step):
-        root = copied(templates[name], tmp_path / "tree")
-        message, reached = failed_at(
-            BOTH[name], root, point, number, lasting=lasting, counts=lambda event, arguments: event != "os.rmdir"
-        )
+        root = trees.start()
+        message, reached = failed_at(trees.change, root, point, number, lasting=lasting, counts=counts)
         assert (os.strerror(number) in message) == reached
-        outcomes.append(check(message, root, name, templates))
+        assert "\n" not in message
+        if message:
+            is_unchanged = message.endswith(f"; nothing of {CORE} was changed")
+            assert is_unchanged or message.endswith("may be changed in part: the next apply or revert completes it")
+            assert not is_unchanged or everything(root) == trees.old
+        trees.check_files(root)
+        trees.change(root)
+        assert everything(root) == trees.new
+        revert(root)
+        assert everything(root) == trees.all_reverted
         if not reached:
             break
     assert not reached
-    assert len(outcomes) * step > 45
-    in_order = [outcome for outcome, _ in itertools.groupby(outcomes)]
-    assert in_order == (["nothing", "unfinished", "all"] if lasting else ["nothing", "all"])
+    assert point > 5
+
+
+@pytest.mark.parametrize("kind", ["apply", "revert", "apply one more"])
+def test_a_full_disk_changes_no_file(kind: str, plain: Path) -> None:
+    """Space is taken before the first rename of a file of the package."""
+    trees = Trees(kind, plain)
+    for point in range(MOST):
+        root = trees.start()
+        message, _ = failed_at(trees.change, root, point, errno.ENOSPC, lasting=True, counts=needs_space)
+        found = of_the_package(everything(root))
+        assert found in (of_the_package(trees.old), of_the_package(trees.new))
+        if not message:
+            break
+    assert found == of_the_package(trees.new)
 
 
 @pytest.fixture
@@ -278,13 +295,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-def remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
 def fill_blocks(place: Path, free: int) -> None:
     with open(place / "filler", "wb", buffering=0) as file:
         with contextlib.suppress(OSError):
@@ -300,187 +310,103 @@ def fill_names(place: Path, free: int) -> None:
 
 
 @pytest.mark.parametrize("fill", [fill_blocks, fill_names])
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("kind", ["apply", "revert"])
 def test_a_file_system_that_is_really_full(
-    name: str, fill: Callable[[Path, int], None], templates: dict[str, Path], small_disk: Path
+    kind: str, fill: Callable[[Path, int], None], plain: Path, small_disk: Path
 ) -> None:
-    """Everything or nothing changes with 0, 1, … free blocks or inodes."""
-    outcomes = []
-    for free in range(60):
-        root = copied(templates[name], small_disk / "tree")
+    """With 0, 1, … free blocks or inodes, the same command completes it when there is space."""
+    trees = Trees(kind, plain)
+    messages = 0
+    for free in range(100):
+        root = copied(trees.before, small_disk / "tree")
         fill(small_disk, free)
-        message = attempt(BOTH[name], root)
+        message = attempt(trees.change, root)
         assert not message or "No space left on device" in message
-        remove(small_disk / "filler")
-        outcomes.append(check(message, root, name, templates))
+        filler = small_disk / "filler"
+        shutil.rmtree(filler) if filler.is_dir() else filler.unlink()
+        messages += bool(message)
+        trees.change(root)
+        assert everything(root) == trees.new
         if not message:
             break
-    assert len(outcomes) > 3
-    assert outcomes == ["nothing"] * (len(outcomes) - 1) + ["all"]
+    assert not message
+    assert messages > 3
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
-def test_an_error_leaves_links_of_both_kinds_as_they_were(
-    links: bool, templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, cache = copied(templates["apply"], tmp_path / "tree"), tmp_path / "cache"
-    cache.mkdir()
-    other = next(root.glob("megatron/core/dist_checkpointing/exchange_utils.py"))
-    os.link(other, cache / "other.py")
-    (root / ZARR).rename(cache / "zarr.py")
-    (root / ZARR).symlink_to(cache / "zarr.py")
-    before = everything(root), everything(cache)
-    replace = os.replace
-
-    def failing(source: Path, target: Path) -> None:
-        if Path(target).name == "state.json":
-            raise OSError(errno.EIO, "Input/output error", str(target))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", failing)
-    if not links:
-        monkeypatch.setattr(os, "link", no_links)
-    assert f"Input/output error; nothing of {CORE} was changed" in attempt(apply, root)
-    assert (everything(root), everything(cache)) == before
-    assert other.samefile(cache / "other.py") == links
-
-
-def test_an_interrupt_from_the_keyboard_changes_nothing(
-    templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = copied(templates["apply"], tmp_path / "tree")
+def test_an_interrupt_from_the_keyboard_loses_nothing(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trees = Trees("apply", plain)
     replace = os.replace
 
     def interrupted(source: Path, target: Path) -> None:
-        if target == root / ZARR and not str(source).endswith(KEPT):
+        if target == trees.root / ZARR:
             raise KeyboardInterrupt
         replace(source, target)
 
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        apply(root)
-    assert everything(root) == everything(templates["apply"])
+    root = trees.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            apply(root)
+    assert not [path for path in everything(root) if path.endswith(".ckpt-patches") and not path.startswith(OURS[:5])]
+    assert trees.check_files(root)
+    trees.check_completions(root)
 
 
-def test_a_rename_that_fails_though_it_was_made_is_no_failure(
-    templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rename counts as done if the disk has it; NFS reports failure if the reply was lost."""
-    root = copied(templates["apply"], tmp_path / "tree")
-    replace = os.replace
+def test_a_rename_that_fails_though_it_was_made_is_no_failure(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS reports failure if the reply was lost."""
+    trees = Trees("apply", plain)
+    root, replace = trees.start(), os.replace
+    lost = []
 
-    def lost(source: Path, target: Path) -> None:
+    def once(source: Path, target: Path) -> None:
         replace(source, target)
-        if Path(target).name == "state.json":
+        if target == root / ZARR and not lost:
+            lost.append(target)
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
 
-    monkeypatch.setattr(os, "replace", lost)
+    monkeypatch.setattr(os, "replace", once)
     apply(root)
-    assert everything(root) == everything(templates["revert"])
+    assert lost
+    assert everything(root) == trees.new
 
 
 # The order of writes on the disk
 
 
-@pytest.mark.parametrize("name", BOTH)
-def test_the_disk_has_what_a_step_stands_on_before_the_step(
-    name: str, templates: dict[str, Path], tmp_path: Path
-) -> None:
-    """What a step depends on is synced before it; a power loss keeps only synced data."""
-    root = copied(templates[name], tmp_path / "tree")
-    events = watched(BOTH[name], root)
-    folder = installed.state_folder(root, CORE)
-    points = [index for index, event in enumerate(events) if decides(event, str(folder / "state.json"))]
-    assert len(points) == 1
-    switches = [index for index, event in enumerate(events) if is_switch(event)]
-    finished = [index for index, event in enumerate(events) if event[:2] == ["os.remove", str(folder / "journal.json")]]
-    assert len(switches) > 5
-    assert switches[-1] == points[0] < finished[0]
-    for index in (switches[0], points[0], finished[0], len(events)):
-        assert not waited_for(events[:index])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_disk_has_what_a_step_stands_on_before_the_step(kind: str, plain: Path) -> None:
+    """A power loss keeps only synced data.
 
-
-def watched(change: Callable[[Path], object], root: Path) -> list[list[str]]:
-    """Every file-system change and fsync, with the paths."""
+    Our folder is synced before bytecode is removed, that before a file gets a new text, and that before an original or
+    the state goes. Each file is synced before it gets its name.
+    """
+    trees = Trees(kind, plain)
+    root = trees.start()
 
     def run() -> list[list[str]]:
         events: list[list[str]] = []
         events_of(lambda event, arguments: events.append([event, *(str(part) for part in arguments[:2])]))
-        change(root)
-        return [event for event in events if not any(tree_lock.NAME in part for part in event[1:])]
+        trees.change(root)
+        return events
 
-    found: list[list[str]] = in_child(run)[1]
-    return found
-
-
-def test_a_folder_that_a_killed_run_made_is_waited_for(templates: dict[str, Path], tmp_path: Path) -> None:
-    """The folder is synced, since the killed run may not have done so."""
-    root = copied(templates["apply"], tmp_path / "tree")
-    installed.state_folder(root, CORE).mkdir(parents=True)
-    events = watched(apply, root)
-    for folder in (root, root / installed.STATE_FOLDER):
-        assert ["os.fsync", str(folder)] in events[: next(i for i, event in enumerate(events) if is_switch(event))]
-
-
-def decides(event: list[str], state: str) -> bool:
-    return is_switch(event) and state in event
-
-
-def is_switch(event: list[str]) -> bool:
-    """Whether a file gets its new text, or is removed."""
-    if event[0] == "os.rename":
-        source, target = (Path(path) for path in event[1:])
-        of_a_change = re.fullmatch(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.ckpt-patches", source.name)
-        return of_a_change is not None and target.name != transaction.JOURNAL
-    name = Path(event[1]).name
-    return event[0] == "os.remove" and "ckpt-patches" not in name and name != transaction.JOURNAL
-
-
-def waited_for(events: list[list[str]]) -> set[str]:
-    """The files and folders whose text or names the disk may lack after these events."""
-    missing: set[str] = set()
-    for event, path, *more in events:
-        folder = os.path.dirname(more[0] if event in ("os.rename", "os.link") else path)
+    areas = ""
+    unsynced: set[str] = set()
+    for event, path, *more in in_child(run)[1]:
         if event == "os.fsync":
-            missing.discard(path)
+            unsynced.discard(path)
         elif event == "open":
-            missing |= {path, folder}
-        elif event in ("os.rename", "os.link", "os.mkdir", "os.symlink", "os.remove"):
-            missing.add(folder)
-            assert event != "os.rename" or path not in missing, f"{path} gets another name before the disk has it"
-    return missing
+            unsynced.add(path)
+        elif event == "os.rename" or (event == "os.remove" and not path.endswith(".ckpt-patches")):
+            target = more[0] if event == "os.rename" else path
+            assert event == "os.remove" or path not in unsynced
+            if area_of(target, root) != areas[-1:]:
+                areas += area_of(target, root)
+                assert not unsynced
+            unsynced.add(os.path.dirname(target))
+    assert areas == ("obfo" if kind == "apply" else "ofo")
+    assert unsynced <= {str(root / OURS)}  # after the state is gone
 
 
-# Invalid journals
-
-
-JOURNALS = {
-    "no JSON": "{",
-    "a later version": '{"version": 4}',
-    "no entries": '{"version": 2, "entries": []}',
-    "a path out of the tree": '{"version": 2, "entries": [{"path": "../other", "before": null, "after": "DIGEST"}]}',
-    "an absolute path": '{"version": 2, "entries": [{"path": "OTHER", "before": null, "after": "DIGEST"}]}',
-    "an absolute path of the version before": '[{"path": "OTHER", "before": null, "after": "DIGEST"}]',
-}
-
-
-@pytest.mark.parametrize("text", JOURNALS.values(), ids=JOURNALS)
-def test_a_journal_that_cannot_be_followed_is_refused(text: str, templates: dict[str, Path], tmp_path: Path) -> None:
-    root, other = copied(templates["apply"], tmp_path / "tree"), tmp_path / "other"
-    other.write_text("of somebody else")
-    folder = installed.state_folder(root, CORE)
-    folder.mkdir(parents=True)
-    digest = hashlib.sha256(other.read_bytes()).hexdigest()
-    decisive = f', {{"path": "{folder}/state.json", "before": null, "after": "1"}}]'.replace(
-        f"{root}/", "" if text[0] == "{" else f"{root}/"
-    )
-    text = text.replace("OTHER", str(other)).replace("DIGEST", digest).replace("}]", "}" + decisive)
-    (folder / transaction.JOURNAL).write_text(text)
-    before = everything(root)
-    for change in (apply, revert):
-        with pytest.raises(
-            UserError, match=r"expected a journal .* in .*journal\.json, found .*Reinstall megatron-core"
-        ):
-            change(root)
-    assert everything(root) == before
-    assert other.read_text() == "of somebody else"
+def area_of(path: str, root: Path) -> str:
+    """Our folder, bytecode, or files of the package."""
+    return "o" if path.startswith(str(root / OURS)) else "b" if path.endswith(".pyc") else "f"

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from ckpt_patches.cli import fingerprint_command as fingerprint
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
 from ckpt_patches.engine.registry import EVERYTHING, FIXES, FOLDERS, TARGETS
-from ckpt_patches.engine.trees import select
+from ckpt_patches.engine.trees import Selection, select
 from ckpt_patches.errors import UserError, unknown
 from ckpt_patches.migrate import migrate_command as migrate
 from ckpt_patches.runtime import commands as runtime_commands
@@ -37,7 +37,7 @@ TO_UNIVERSAL = "to-universal"
 # Commands and options of earlier versions, and what to use instead.
 REMOVED_OPTIONS = {
     "show": "removed in 0.3; ckpt-patches diff --module MODULE prints what the fixes change in a module",
-    "--break-lock": "removed in 0.3; if the process that holds the lock has ended, delete the file that is named",
+    "--break-lock": "removed in 0.3; a lock ends with the process that holds it",
     "--no-sync": "removed in 0.3; every file is on disk before it gets its name",
     "--step": "removed in 0.3; all param groups of a checkpoint must be at one step, or megatron-core refuses it",
     "--plot": "removed in 0.3; --html FILE.html writes a page with the range of each finding",
@@ -503,22 +503,37 @@ def _edited_modules() -> list[str]:
 def _apply(options: argparse.Namespace) -> int:
     """Apply the named fixes, or all, but those in CKPT_PATCHES_SKIP."""
     from ckpt_patches import Switches
-    from ckpt_patches.inplace import rewrite
 
     skip = Switches(os.environ).skip
-    results: list[FixResult] = []
     selections = select(options.fixes, options.tree)
-    for selection in selections:  # before the first change of any
-        rewrite.check_rights(selection.root, selection.package)
-    for selection in selections:
-        before = rewrite.read_state(selection.root, selection.package).fixes
-        names = [name for name in selection.names if name not in skip]
-        plan = rewrite.apply(selection.root, selection.package, names)
-        results += [r for r in plan.results if r.name in names]
-        for name in (name for name in selection.names if name in skip):
+    _check_rights(selections)
+    return max([_apply_to(selection, skip) for selection in selections])
+
+
+def _apply_to(selection: Selection, skip: Collection[str]) -> int:
+    from ckpt_patches.inplace import rewrite
+
+    before = rewrite.read_state(selection.root, selection.package).fixes
+    names = [name for name in selection.names if name not in skip]
+    plan = rewrite.apply(selection.root, selection.package, names)
+    for name in selection.names:
+        if name in skip:
             left = "applied in place by an earlier run, revert it" if name in before else "not applied"
             print(f"{name}: {left} (CKPT_PATCHES_SKIP)", file=sys.stderr)
-    return _tell(results)
+        elif name in before:
+            print(f"{name}: already there", file=sys.stderr)
+    status = _tell([result for result in plan.results if result.name in names and result.name not in before])
+    if set(plan.named(Outcome.APPLIES)).difference(before):
+        print("pip uninstall does not undo this, ckpt-patches revert does", file=sys.stderr)
+    return status
+
+
+def _check_rights(selections: Sequence[Selection]) -> None:
+    """Raise UserError, before the first change of any package, if the files of one cannot be replaced."""
+    for selection in selections:
+        for place in (selection.root, os.path.join(selection.root, *selection.package.split("."))):
+            if not os.access(place, os.W_OK):
+                raise UserError(f"{place}: no permission to write there; nothing of {selection.package} was changed")
 
 
 def _revert(options: argparse.Namespace) -> int:

@@ -6,10 +6,6 @@ import os
 import stat
 from pathlib import Path
 
-# Errors of a file system without hard links, or for a link that it does not support.
-NO_LINKS = {
-    *(errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV),
-}
 # Errors of a file system that cannot sync a folder, such as some network file systems.
 _NO_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
