@@ -7,7 +7,6 @@ import base64
 import hashlib
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -31,9 +30,6 @@ PACKAGES = {
     "apex_patches": "apex_patches",
     "torch_patches": "torch_patches",
 }
-# The index of the fixes; in a checkout, each process builds it again.
-DISCOVERY = "ckpt_patches/engine/discovery.py"
-INDEX = Path("ckpt_patches", "engine", "index.py")
 # The pages of docs/ (but not of its folders), where `ckpt-patches explain` finds them.
 PAGES = Path("ckpt_patches", "pages")
 NOT_INSTALLED = ("README", "architecture", "symptoms")
@@ -50,16 +46,9 @@ class BuildPy(build_py):
         for source, target in self._added().items():
             Path(target).parent.mkdir(exist_ok=True)
             self.copy_file(source, target, preserve_mode=False)
-        if not self.editable_mode:
-            folders = [folder for name, folder in PACKAGES.items() if name != "ckpt_patches"]
-            self._index().write_text(runpy.run_path(DISCOVERY)["index_text"](folders), encoding="utf-8")
-
-    def _index(self) -> Path:
-        return Path(self.build_lib, INDEX)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        made = [] if self.editable_mode else [str(self._index())]
-        return [*super().get_outputs(include_bytecode), *self._added().values(), *made]
+        return [*super().get_outputs(include_bytecode), *self._added().values()]
 
     def get_source_files(self) -> list[str]:
         return [*super().get_source_files(), PTH, *map(str, _pages())]

@@ -24,12 +24,11 @@ LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\((?!\w+:|#)([^)#\s]*)(#[^)\s]
 def on_config(config: Any) -> Any:
     """Add the page of each fix to the navigation, by package."""
     sys.path.insert(0, str(ROOT))
-    from ckpt_patches.engine.fix import package_of
+    from ckpt_patches.engine.fix import every_fix, package_of
     from ckpt_patches.engine.installed import DISTRIBUTIONS
-    from ckpt_patches.engine.registry import FIXES
 
     groups: dict[str, list[str]] = {}
-    for name in sorted(FIXES):
+    for name in sorted(every_fix()):
         groups.setdefault(DISTRIBUTIONS[package_of(name)], []).append(f"{name}.md")
     bugs = next(section[BUGS] for section in config.nav if BUGS in section)
     bugs.extend({package: pages} for package, pages in groups.items())
@@ -62,7 +61,7 @@ def _tests(fix: str) -> str:
     from ckpt_patches.engine import registry
     from ckpt_patches.engine.fix import load, package_of
 
-    folder = registry.FOLDERS[package_of(fix)][-1]
+    folder = registry.PACKAGES[package_of(fix)].folders[-1]
     own = f"`tests/test_{fix}.py`"
     has_own = (ROOT / own.strip("`")).exists()
     tests = [

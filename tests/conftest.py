@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from ckpt_patches.engine.registry import EVERYTHING
+from registered import EVERYTHING
 
 sys.path.insert(0, str(Path(__file__).parent))
 

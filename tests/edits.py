@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, module_path, plan_tree
-from ckpt_patches.engine.registry import EVERYTHING, FIXES, TARGETS
+from registered import EVERYTHING, FIXES, TARGETS
 
 VERSIONS = ("megatron.core.package_info", "deepspeed.git_version_info_installed", "torch.version")
 

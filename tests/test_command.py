@@ -14,9 +14,10 @@ import upstream
 from ckpt_patches.cli import command_line
 from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.installed import version_in
-from ckpt_patches.engine.registry import CORE, FIXES
+from ckpt_patches.engine.registry import CORE
 from ckpt_patches.runtime.options import spelled
 from installs import without_roots_rights
+from registered import FIXES
 from small_tree import MODULE, UPSTREAM, command, make, on_terminal, one_line, python
 from upstream import INSTALLED_TORCH, REPOSITORY, newest, tree
 

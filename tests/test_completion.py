@@ -7,7 +7,7 @@ import pytest
 
 from ckpt_patches.cli import command_line
 from ckpt_patches.cli.completion import FUNCTION, SHELLS
-from ckpt_patches.engine.registry import FIXES
+from registered import FIXES
 
 
 @pytest.fixture(params=SHELLS)

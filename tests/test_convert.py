@@ -13,9 +13,9 @@ import pytest
 
 from ckpt_patches.cli import main
 from ckpt_patches.convert.convert import convert
-from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.formats import torch_file
 from deepspeed_patches.ds_to_universal import Options
+from registered import FIXES
 from universal import both, changed, distinct, environment, files, ours, parallel, summary
 from upstream import all_releases, newest, releases, run_json, tree
 from zero_checkpoints import convert as convert_upstream

@@ -12,7 +12,6 @@ from changed_elements import change_elements
 from ckpt_patches.audit.audit import WHOLE, Report, audit
 from ckpt_patches.audit.repair.repair import repair
 from ckpt_patches.engine.fix import load as fix_named
-from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.formats import damages
 from ckpt_patches.formats.checkpoint import EXP_AVG
 from ckpt_patches.migrate.migrate import Options, migrate
@@ -21,6 +20,7 @@ from explore.corpus import kept
 from explore.judged import LOUD, RIGHT, SILENT, Harm, Outcome, Stack, Tried, of_load, outcome
 from explore.search import shrunk
 from explore.spaces import SPACES, complete, plainer, space_of
+from registered import FIXES
 from upstream import newest, newest_affected
 
 Case = dict[str, Any]

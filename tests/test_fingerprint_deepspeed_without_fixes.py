@@ -14,7 +14,7 @@ import pytest
 from ckpt_patches.cli import command_line
 from ckpt_patches.demo import SHORT
 from ckpt_patches.demo.run import demonstrations
-from ckpt_patches.engine.registry import FIXES
+from registered import FIXES
 from upstream import TIMEOUT, environment_for, newest, newest_affected, run, tree
 from zero_checkpoints import convert
 from zero_resumes import PROGRAM

@@ -8,9 +8,9 @@ import pytest
 from ckpt_patches.cli import command_line
 from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.format_patch import Author, files_of, message_of, page
-from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.engine.series import Patch, Series
 from ckpt_patches.errors import UserError
+from registered import FIXES
 from upstream import newest, tree
 
 NOBODY = Author("Zoë Å", "zoe@example.org", 0)

@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_patches.audit.audit import WHOLE, audit
 from ckpt_patches.demo.gpu import SWITCH
-from ckpt_patches.engine.registry import FIXES
+from registered import FIXES
 from upstream import demonstrate, newest, newest_affected, numbers, run, run_lines, tree
 
 pytestmark = pytest.mark.gpu

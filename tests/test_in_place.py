@@ -378,7 +378,7 @@ def test_an_applied_fix_that_fits_no_more_is_not_removed_silently(tree: Path, ch
 
 
 def test_unreadable_text_is_refused(tree: Path) -> None:
-    (tree / ZARR).write_bytes(b"x = '\xe9'\n")
+    (tree / ZARR).write_bytes((tree / ZARR).read_bytes() + b"x = '\xe9'\n")
     assert "zarr.py: expected UTF-8" in refused(apply, tree)
 
 

@@ -14,8 +14,8 @@ import pytest
 
 import installs
 import upstream
-from ckpt_patches.engine.registry import FIXES, SWITCHED
 from installs import SHOW_HOOK, Environment, copy_working_tree, without_roots_rights
+from registered import FIXES, SWITCHED
 from small_tree import make_two
 
 pytestmark = pytest.mark.long
@@ -28,7 +28,7 @@ for module in pkgutil.iter_modules(ckpt_patches.__path__):
         importlib.import_module(f"ckpt_patches.{module.name}")
 registry = ckpt_patches.engine.registry
 for name, modules in registry.FIXES.items():
-    importlib.import_module(f"{registry.FOLDERS[registry.package_with(modules[0])][0]}.{name}")
+    importlib.import_module(f"{registry.PACKAGES[registry.package_with(modules[0])][0]}.{name}")
 """
 
 
@@ -120,7 +120,7 @@ def test_install_activates_the_hook_and_uninstall_leaves_nothing(
 
 
 def test_a_checkout_needs_no_install(environment: Environment, source: Path) -> None:
-    program = "from ckpt_patches.engine import fix, registry; print(*(fix.load(name).name for name in registry.FIXES))"
+    program = "from ckpt_patches.engine import fix; print(*(fix.load(name).name for name in fix.every_fix()))"
     assert environment.python("-c", program, cwd=source).stdout.split() == list(FIXES)
     assert environment.python("-m", "ckpt_patches", "--help", cwd=source).returncode == 0
 
@@ -175,17 +175,12 @@ def test_record_names_every_file_and_none_of_another_package(environment: Enviro
         shipped = {path for path in recorded if path.startswith(f"{name}/") and path.endswith(".py")}
         folder = upstream.REPOSITORY / source
         in_checkout = {str(Path(name) / p.relative_to(folder)) for p in folder.rglob("*.py")}
-        assert shipped - in_checkout == ({"ckpt_patches/engine/index.py"} if name == "ckpt_patches" else set())
-        assert in_checkout <= shipped
+        assert shipped == in_checkout
 
 
-def test_the_index_of_a_wheel_is_that_of_the_checkout(installed: Environment) -> None:
-    """The indexes are equal, and an installed process does not parse the fixes to find them."""
-    program = (
-        "import sys; from ckpt_patches.engine import registry; "
-        "print([*registry.FIXES.items()], registry.SWITCHED, 'ckpt_patches.engine.discovery' in sys.modules)"
-    )
-    assert installed.python("-c", program).stdout == f"{[*FIXES.items()]} {SWITCHED} False\n"
+def test_the_fixes_of_a_wheel_are_those_of_the_checkout(installed: Environment) -> None:
+    program = "from ckpt_patches.engine import fix; print({name: one.modules for name, one in fix.every_fix().items()})"
+    assert installed.python("-c", program).stdout == f"{FIXES}\n"
 
 
 def test_the_pages_of_all_fixes_are_installed(installed: Environment) -> None:

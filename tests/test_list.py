@@ -8,7 +8,8 @@ from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine import fix_table
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
+from ckpt_patches.engine.registry import CORE, DEEPSPEED
+from registered import FIXES
 from small_tree import command, one_line
 from upstream import OLDEST_REPORTED, RELEASES, REPOSITORY, all_releases, newest, tree
 

@@ -22,7 +22,8 @@ from ckpt_patches.engine.diffs import upstream_test
 from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import plan_tree
-from ckpt_patches.engine.registry import APEX, DEEPSPEED, FIXES
+from ckpt_patches.engine.registry import APEX, DEEPSPEED
+from registered import FIXES
 from upstream import MAIN, all_releases, main_branch, newest, newest_affected, numbers, run_pytest, runnable, tree
 
 pytestmark = pytest.mark.slow

@@ -19,8 +19,9 @@ import shared
 import upstream
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import module_path
-from ckpt_patches.engine.registry import FOLDERS, TARGETS
+from ckpt_patches.engine.registry import PACKAGES
 from installs import RUNNING, Environment, find_python, wheel
+from registered import TARGETS
 from small_tree import MODULE, make
 from upstream import newest
 
@@ -118,7 +119,7 @@ def without_paths(text: str, folder: Path) -> Any:
 
 def test_every_module_of_ours_compiles_without_a_warning(installed: Installed) -> None:
     packages = [str(path) for path in installed.environment.site_packages.glob("*_patches")]
-    assert len(packages) == 1 + len(FOLDERS)
+    assert len(packages) == 1 + len(PACKAGES)
     check_succeeded(installed.environment.python("-W", "error", "-m", "compileall", "-q", "-f", *packages))
 
 

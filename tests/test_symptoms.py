@@ -6,7 +6,7 @@ import pytest
 
 from ckpt_patches.cli import symptoms
 from ckpt_patches.engine.fix import load
-from ckpt_patches.engine.registry import FIXES
+from registered import FIXES
 from small_tree import command, one_line, python
 from upstream import REPOSITORY
 

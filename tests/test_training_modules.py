@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_patches.engine.plan import Outcome, plan_tree
-from ckpt_patches.engine.registry import CORE, FIXES, TARGETS
+from ckpt_patches.engine.registry import CORE
+from registered import FIXES, TARGETS
 from small_tree import IS_PATCHED, MODULE, command, make, python
 from upstream import newest, tree
 

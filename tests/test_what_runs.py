@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt_patches.engine.fix import package_of
-from ckpt_patches.engine.registry import FIXES
+from registered import FIXES
 from small_tree import MODULE, SECOND, make, make_two, python
 from upstream import all_releases, in_place, newest, newest_affected, run_json, tree
 

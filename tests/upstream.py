@@ -43,8 +43,9 @@ from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.demo.run import Outcome
 from ckpt_patches.engine import fix as fix_files
 from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, FIXES, NVRX, TORCH
+from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, TORCH
 from ckpt_patches.engine.releases import RECORDED
+from registered import FIXES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROGRAMS = REPOSITORY / "tests" / "programs"

@@ -13,9 +13,10 @@ from ckpt_patches import __version__
 from ckpt_patches.audit import audit_command as audit
 from ckpt_patches.cli import completion
 from ckpt_patches.cli import fingerprint_command as fingerprint
+from ckpt_patches.engine.fix import every_fix, load
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
-from ckpt_patches.engine.registry import EVERYTHING, FIXES, FOLDERS, TARGETS
+from ckpt_patches.engine.registry import PACKAGES, package_with
 from ckpt_patches.engine.trees import Selection, select
 from ckpt_patches.errors import UserError, unknown
 from ckpt_patches.migrate import migrate_command as migrate
@@ -276,8 +277,8 @@ def _completion(options: argparse.Namespace) -> int:
 
     parsers = {**_parsers()[1], TO_UNIVERSAL: convert_command.parser(TO_UNIVERSAL)}
     words = {
-        **dict.fromkeys(("apply", "revert"), FIXES),
-        "diff": [*FIXES, *_edited_modules()],
+        **dict.fromkeys(("apply", "revert"), tuple(every_fix())),
+        "diff": [*every_fix(), *_edited_modules()],
         "explain": explain.names(),
         "completion": completion.SHELLS,
     }
@@ -288,7 +289,7 @@ def _completion(options: argparse.Namespace) -> int:
 def _distribution(name: str) -> str:
     """An upstream package's name in pip's spelling."""
     found = name.lower().replace("_", "-")
-    known = [DISTRIBUTIONS[package] for package in FOLDERS]
+    known = [DISTRIBUTIONS[package] for package in PACKAGES]
     if found not in known:
         raise argparse.ArgumentTypeError(f"expected {' or '.join(known)}, found {name}")
     return found
@@ -338,7 +339,7 @@ def _listed(options: argparse.Namespace) -> tuple[list[str], list[FixResult]]:
         package, version = recorded_release(options.release)
         return [name for name in fixes_for(package) if load(name).affects(version)], []
     if options.tree is None:
-        return list(FIXES), []
+        return list(every_fix()), []
     plans = [plan_tree(s.root, s.package, s.names) for s in select([], options.tree)]
     for plan in plans:
         plan.check_readable()
@@ -481,8 +482,8 @@ def _diff_of_module(options: argparse.Namespace) -> int:
     edited = _edited_modules()
     if options.module not in edited:
         raise UserError(unknown("fix edits the module", options.module, edited, "ckpt-patches diff --help"))
-    package = TARGETS[options.module]
-    (tree,) = select([name for name, modules in FIXES.items() if options.module in modules], options.tree)
+    package = package_with(options.module)
+    (tree,) = select([name for name, fix in every_fix().items() if options.module in fix.modules], options.tree)
     switches = Switches(os.environ)
     plan = plan_tree(tree.root, package, fixes_for(package, switches.skip, switches.overlays))
     plan.check_readable()
@@ -493,11 +494,11 @@ def _diff_of_module(options: argparse.Namespace) -> int:
     if file is not None:
         sys.stdout.buffer.write(file_diff(plan.root, file))
     sys.stdout.flush()
-    return _tell([one for one in plan.results if options.module in EVERYTHING[one.name]])
+    return _tell([one for one in plan.results if options.module in load(one.name).modules])
 
 
 def _edited_modules() -> list[str]:
-    return sorted({module for modules in FIXES.values() for module in modules})
+    return sorted({module for fix in every_fix().values() for module in fix.modules})
 
 
 def _apply(options: argparse.Namespace) -> int:

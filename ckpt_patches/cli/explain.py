@@ -4,9 +4,8 @@ import re
 import textwrap
 from pathlib import Path
 
-from ckpt_patches.engine.fix import sentence
+from ckpt_patches.engine.fix import every_fix, sentence
 from ckpt_patches.engine.format_patch import page
-from ckpt_patches.engine.registry import FIXES
 from ckpt_patches.errors import UserError, unknown
 from ckpt_patches.runtime import terminal
 
@@ -20,9 +19,9 @@ def names() -> list[str]:
 
 def overview() -> str:
     """All pages with their titles: the topics, then the fixes."""
-    pages = names()
-    topics = [(name, _title(name)) for name in pages if name not in FIXES]
-    fixes = [(name, sentence(name).removesuffix(".")) for name in pages if name in FIXES]
+    pages, known = names(), every_fix()
+    topics = [(name, _title(name)) for name in pages if name not in known]
+    fixes = [(name, sentence(name).removesuffix(".")) for name in pages if name in known]
     columns = terminal.width()
     parts = [("Topics", topics), ("Fixes", fixes)]
     return "\n\n".join(

@@ -12,7 +12,7 @@ from pathlib import Path
 from ckpt_patches import Switches, __version__, installed_finder
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
-from ckpt_patches.engine.registry import CORE, FOLDERS, NVRX, TORCH
+from ckpt_patches.engine.registry import CORE, NVRX, PACKAGES, TORCH
 from ckpt_patches.engine.releases import is_too_old, too_old
 from ckpt_patches.engine.trees import root_of
 from ckpt_patches.errors import UserError
@@ -110,10 +110,10 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
     """
     switches = Switches(dict(os.environ))
     reason = _why_inactive(switches)
-    found = {package: root_of(package, tree) for package in FOLDERS}
+    found = {package: root_of(package, tree) for package in PACKAGES}
     roots = {package: Path(root) if root else None for package, root in found.items()}
     if tree is not None and not any(roots.values()):
-        folders = " or ".join(f"{package.replace('.', '/')}/" for package in FOLDERS)
+        folders = " or ".join(f"{package.replace('.', '/')}/" for package in PACKAGES)
         raise UserError(f"expected {folders} in {tree}, found none")
     fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches)]
     if reason:
@@ -169,7 +169,7 @@ def proven(status: Status, tree: str | None = None) -> Status:
 def _errors(roots: Mapping[str, Path | None], tree: str | None, required: Sequence[str]) -> list[str]:
     """Errors about packages that this environment lacks, or that are too old."""
     where = f"for {sys.executable}" if tree is None else f"in {tree}"
-    absent = [DISTRIBUTIONS[package] for package in FOLDERS if roots[package] is None]
+    absent = [DISTRIBUTIONS[package] for package in PACKAGES if roots[package] is None]
     if not any(roots.values()):
         return [f"nothing to patch: expected {' or '.join(absent)} to be installed {where}, found none"]
     versions = {package: version_in(root, package) for package, root in roots.items() if root}

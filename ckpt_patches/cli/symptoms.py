@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from ckpt_patches.engine.fix import load
-from ckpt_patches.engine.registry import FIXES
+from ckpt_patches.engine.fix import every_fix, load
 
 CONTAINED = 0.8  # minimum share, by weight, of an error text's words in a pasted line
 SHARED = 0.6  # minimum share, by weight, of the words of an effect's description in a fix's symptom
@@ -64,7 +63,7 @@ def known() -> tuple[Symptom, ...]:
     from ckpt_patches.engine.format_patch import page
 
     found = []
-    for name in FIXES:
+    for name in every_fix():
         _, section, *_ = [*page(name).read_text(encoding="utf-8").split("\n## ", 2), ""]
         text = f"{load(name).symptom}\n\n{section.partition(chr(10))[2]}"
         found.append(Symptom(name, text, tuple(dict.fromkeys(errors(text)))))

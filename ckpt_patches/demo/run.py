@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.demo import gpu
-from ckpt_patches.engine.registry import FOLDERS, folder
+from ckpt_patches.engine.registry import PACKAGES, folder
 from ckpt_patches.runtime.ranks import RANK_VARIABLES
 
 BESIDE = "BESIDE"  # the name of a demonstration's constant
@@ -50,7 +50,7 @@ class DemonstrationFailed(RuntimeError):
 
 def demonstrations() -> dict[str, Demonstration]:
     """All demonstrations by fix, sorted by name."""
-    paths = [path for package in FOLDERS for path in Path(folder(package), "demos").glob("*.py")]
+    paths = [path for package in PACKAGES for path in Path(folder(package), "demos").glob("*.py")]
     return {path.stem: read(path) for path in sorted(paths, key=lambda path: path.stem)}
 
 

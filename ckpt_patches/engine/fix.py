@@ -1,12 +1,13 @@
 """The definition of a fix: its name, upstream links, and functions that edit upstream source."""
 
+import functools
 import importlib.util
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ckpt_patches.engine.registry import EVERYTHING, TARGETS, folder
+from ckpt_patches.engine.registry import PACKAGES, PART_OF, folder, package_with, root_of
 from ckpt_patches.engine.source import Ranges, Source
 
 EditFunction = Callable[[Source], None]
@@ -55,7 +56,17 @@ class Fix:
     @property
     def package(self) -> str:
         """The upstream package that the fix edits, such as `megatron.core`."""
-        return TARGETS[EVERYTHING[self.name][0]]
+        return package_with(self.edits[0].module)
+
+    @property
+    def root(self) -> str:
+        """The root of the modules that it edits, such as `megatron.training`."""
+        return root_of(self.edits[0].module)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that it edits or looks at. A package's `__init__` is no name that an import uses."""
+        return tuple(dict.fromkeys(edit.module for edit in self.edits if not edit.module.endswith(".__init__")))
 
     def affects(self, version: str) -> bool:
         """Whether a release has the bug; only known for those in `ckpt_patches.engine.releases`."""
@@ -79,9 +90,81 @@ class Fix:
         return register
 
 
+# The fixes are found by listing their folders: a file that defines a `fix` is one.
+
+
+@functools.cache
+def fixes_of(package: str) -> dict[str, Fix]:
+    """The fixes of an upstream package by name, in the order of application: alphabetical, behind their dependencies.
+
+    Those with a switch come last: they decorate what the others have edited.
+    """
+    found = {fix.name: fix for fix in (_load(path) for path in _files(package))}
+    ordered: dict[str, Fix] = {}
+
+    def add(fix: Fix) -> None:
+        for other in fix.depends_on:
+            add(found[other])
+        ordered[fix.name] = fix
+
+    for fix in sorted(found.values(), key=lambda fix: bool(fix.switch)):
+        if fix.name not in ordered:
+            add(fix)
+    return ordered
+
+
+def _files(package: str) -> list[str]:
+    """The files of an upstream package's fixes."""
+    paths = (
+        os.path.join(folder(package), name) for name in sorted(os.listdir(folder(package))) if name.endswith(".py")
+    )
+    return [path for path in paths if _defines_fix(path)]
+
+
+def _defines_fix(path: str) -> bool:
+    with open(path, "rb") as file:
+        return b"\nfix = Fix(" in file.read()
+
+
+def _load(path: str) -> Fix:
+    """Load a fix from its file. This works in an install and a checkout, and never imports `megatron`."""
+    spec = importlib.util.spec_from_file_location(f"ckpt_patches.fixes.{os.path.basename(path)[:-3]}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"expected a fix in {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    fix = module.fix
+    assert isinstance(fix, Fix)
+    return fix
+
+
+@functools.cache
+def targets(root: str) -> dict[str, None]:
+    """The modules below one of the roots that a fix edits or looks at."""
+    fixes = fixes_of(PART_OF.get(root, root)).values()
+    return dict.fromkeys(module for fix in fixes if fix.root == root for module in fix.modules)
+
+
+def every_fix() -> dict[str, Fix]:
+    """All fixes, without those of a switch."""
+    return {name: fix for package in PACKAGES for name, fix in fixes_of(package).items() if not fix.switch}
+
+
+def load(name: str) -> Fix:
+    """The fix of this name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return fixes_of(package_of(name))[name]
+
+
 def package_of(name: str) -> str:
-    """The upstream package that a fix is for."""
-    return TARGETS[EVERYTHING[name][0]]
+    """The upstream package that a fix is for. Raises KeyError for a name of no fix."""
+    for package in PACKAGES:
+        if os.path.exists(os.path.join(folder(package), f"{name}.py")):
+            return package
+    raise KeyError(name)
 
 
 def path_of(name: str) -> str:
@@ -93,16 +176,3 @@ def sentence(name: str) -> str:
     """One sentence about what a fix does: the first line of its file."""
     with open(path_of(name), encoding="utf-8") as file:
         return file.readline().strip().strip('"')
-
-
-def load(name: str) -> Fix:
-    """Load a fix from its file by path. This works in an install and a checkout, and never imports `megatron`."""
-    path = path_of(name)
-    spec = importlib.util.spec_from_file_location(f"ckpt_patches.fixes.{name}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"expected the fix {name} in {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    fix = module.fix
-    assert isinstance(fix, Fix)
-    return fix

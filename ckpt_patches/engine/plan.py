@@ -12,9 +12,9 @@ from enum import Enum
 from functools import partial
 from types import CodeType
 
-from ckpt_patches.engine.fix import Edit, Fix, load
+from ckpt_patches.engine.fix import Edit, Fix, fixes_of, load
 from ckpt_patches.engine.installed import contains, version_in
-from ckpt_patches.engine.registry import FIXES, SWITCHED, TARGETS, root_of
+from ckpt_patches.engine.registry import root_of
 from ckpt_patches.engine.releases import have_code, is_too_old
 from ckpt_patches.engine.source import NoMatch, NotNeeded, Source, UnreadableSource
 from ckpt_patches.errors import UserError
@@ -108,10 +108,8 @@ def tree_root(path: str, module: str) -> str | None:
 
 def fixes_for(package: str, skip: Iterable[str] = (), overlays: Iterable[str] = ()) -> list[str]:
     """The names of the fixes to an upstream package in order, followed by the edits of these overlays."""
-    wanted = dict(FIXES)
-    for overlay in overlays:
-        wanted.update(SWITCHED[overlay])
-    return [name for name, modules in wanted.items() if TARGETS[modules[0]] == package and name not in skip]
+    switches = {"", *overlays}
+    return [name for name, fix in fixes_of(package).items() if fix.switch in switches and name not in skip]
 
 
 class _Tree:

@@ -2,33 +2,19 @@
 
 from ckpt_patches.engine.fix import numbers
 from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, TORCH
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, PACKAGES, TORCH
 from ckpt_patches.engine.source import Ranges
 from ckpt_patches.errors import UserError
 
-_RECORDED = {
-    CORE: """0.12.0 0.12.1 0.12.2 0.12.3 0.13.0 0.13.1 0.14.0 0.15.0 0.15.1 0.15.2 0.15.3
-        0.16.0 0.16.1 0.17.0 0.17.1 0.18.0 0.18.2 0.19.0 0.19.2""",
-    DEEPSPEED: """0.15.0 0.15.1 0.15.2 0.15.3 0.15.4
-        0.16.0 0.16.1 0.16.2 0.16.3 0.16.4 0.16.5 0.16.6 0.16.7 0.16.8 0.16.9
-        0.17.0 0.17.1 0.17.2 0.17.3 0.17.4 0.17.5 0.17.6
-        0.18.0 0.18.1 0.18.2 0.18.3 0.18.4 0.18.5 0.18.6 0.18.7 0.18.8 0.18.9
-        0.19.0 0.19.1 0.19.2 0.19.3 0.19.4 0.19.5 0.19.6 0.19.7 0.19.8""",
-    NVRX: "0.4.1 0.5.0 0.6.0",
-    APEX: "0.1",  # every commit has this version; tests/upstream.py names the tested one
-    TORCH: "2.2.2 2.3.1 2.4.1 2.5.1 2.6.0 2.7.1 2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0 2.14.1",
-}
-_PACKAGES = {DISTRIBUTIONS[package]: package for package in _RECORDED}
 _NEXT = (999,)  # as a release that is not there yet
-# Oldest first.
-RECORDED = {package: tuple(versions.split()) for package, versions in _RECORDED.items()}
+RECORDED = {root: package.releases for root, package in PACKAGES.items()}
 # The oldest supported releases. Fixes have no forms for older ones, but those whose `releases` begin earlier.
 FLOORS = {package: RECORDED[package][0] for package in (CORE, DEEPSPEED)}
 
 
 def newest(distribution: str) -> str:
     """The newest of the releases: the end of the range of a bug that upstream has not fixed."""
-    return RECORDED[_PACKAGES[distribution]][-1]
+    return next(package.releases[-1] for package in PACKAGES.values() if package.distribution == distribution)
 
 
 def have_code(ranges: Ranges, package: str, version: str) -> bool:
@@ -81,7 +67,8 @@ def recorded_release(requirement: str) -> tuple[str, str]:
         UserError: the package is unknown, or the tests never ran on that release.
     """
     name, equals, version = (part.strip() for part in requirement.partition("=="))
-    package = _PACKAGES.get(name.lower().replace("_", "-"))
+    called = name.lower().replace("_", "-")
+    package = next((root for root, one in PACKAGES.items() if one.distribution == called), None)
     if package is None or not equals:
         known = " or ".join(f"{DISTRIBUTIONS[p]}=={versions[-1]}" for p, versions in RECORDED.items())
         raise UserError(f"expected PACKAGE==VERSION, such as {known}, found {requirement}")

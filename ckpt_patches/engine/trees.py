@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_patches.engine.fix import package_of
+from ckpt_patches.engine.fix import every_fix, package_of
 from ckpt_patches.engine.installed import contains, locate
 from ckpt_patches.engine.plan import fixes_for
-from ckpt_patches.engine.registry import FIXES, FOLDERS
+from ckpt_patches.engine.registry import PACKAGES
 from ckpt_patches.errors import UserError, unknown
 
 
@@ -28,7 +28,7 @@ def select(names: Sequence[str], tree: str | None) -> list[Selection]:
         UserError: an unknown fix, a tree without the package, no package installed.
     """
     check_names(names)
-    wanted = [p for p in FOLDERS if not names or any(package_of(n) == p for n in names)]
+    wanted = [p for p in PACKAGES if not names or any(package_of(n) == p for n in names)]
     found = [(package, root) for package in wanted if (root := root_of(package, tree)) is not None]
     missing = [package for package in wanted if package not in dict(found)]
     if not found or (names and missing):
@@ -43,9 +43,10 @@ def select(names: Sequence[str], tree: str | None) -> list[Selection]:
 
 def check_names(names: Sequence[str]) -> None:
     """Raise UserError if one of the names is not a fix."""
+    known = every_fix() if names else {}
     for name in names:
-        if name not in FIXES:
-            raise UserError(unknown("fix", name, FIXES, "ckpt-patches list"))
+        if name not in known:
+            raise UserError(unknown("fix", name, known, "ckpt-patches list"))
 
 
 def root_of(package: str, tree: str | None) -> str | None:

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from ckpt_patches import tell
-from ckpt_patches.engine.registry import EVERYTHING, FIXES, SWITCHED
+from ckpt_patches.engine.fix import every_fix, fixes_of, load
+from ckpt_patches.engine.registry import PACKAGES
 from ckpt_patches.errors import unknown
 from ckpt_patches.runtime.ranks import is_rank_zero
 from ckpt_patches.runtime.shown import printable, shortened
@@ -29,14 +30,15 @@ def announce(name: str, root: str, active: Sequence[str], in_place: Sequence[str
 
 def unknown_skips(names: Iterable[str]) -> list[str]:
     """Errors about names of no fix in CKPT_PATCHES_SKIP, at most three."""
-    wrong = [printable(shortened(name, 100)) for name in sorted(set(names).difference(EVERYTHING))[:3]]
-    hints = [unknown("fix", name, FIXES, "ckpt-patches list") for name in wrong]
+    unknown_names = set(names).difference(*map(fixes_of, PACKAGES)) if names else ()
+    wrong = [printable(shortened(name, 100)) for name in sorted(unknown_names)[:3]]
+    hints = [unknown("fix", name, every_fix(), "ckpt-patches list") for name in wrong]
     return [f"CKPT_PATCHES_SKIP={name}: skips nothing: {hint}" for name, hint in zip(wrong, hints, strict=True)]
 
 
 def problem(fix: str, what: str, name: str) -> str:
     """The message about a fix that does not run on a release."""
-    page = next((page for page, parts in SWITCHED.items() if fix in parts), fix)
+    page = load(fix).switch or fix
     return (
         f"the fix {fix} is {what}. The bug may be in this {name}: `ckpt-patches explain {page}` describes it, "
         f"CKPT_PATCHES_SKIP={fix} goes on without the fix"

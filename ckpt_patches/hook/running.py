@@ -19,9 +19,10 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from ckpt_patches import ROOTS, PatchedLoader, StrictModeError, Switches, examine
+from ckpt_patches.engine.fix import load, targets
 from ckpt_patches.engine.installed import state_folder, version_in
 from ckpt_patches.engine.plan import FilePlan, Outcome, TreePlan, fixes_for, plan_tree, text_digest, tree_root
-from ckpt_patches.engine.registry import EVERYTHING, PART_OF, TARGETS, root_of
+from ckpt_patches.engine.registry import PART_OF, root_of
 from ckpt_patches.engine.releases import is_too_old, too_old
 from ckpt_patches.hook import log_lines
 from ckpt_patches.hook.functions import Change, change, found, namespace
@@ -106,7 +107,7 @@ _ran: dict[str, Part] = {}  # by module, what our loader has run in it
 
 def part_of(name: str, path: str, switches: Switches) -> Part | None:
     """What is edited in a module that is loaded from `path`, if anything. Plans its tree, if it is new or changed."""
-    if name not in TARGETS:
+    if name not in targets(root_of(name)):
         return None
     place = tree_root(os.path.abspath(path), name) or "", root_of(name), switches
     tree = _trees.get(place) or _trees.setdefault(place, _planned(*place))
@@ -138,7 +139,7 @@ def trees(switches: Switches) -> list[Tree]:
     def used() -> list[Tree]:
         return [tree for (_, _, own), tree in list(_trees.items()) if own is switches]
 
-    for name in TARGETS:
+    for name in (name for root in ROOTS if root in sys.modules for name in targets(root)):
         module = namespace(sys.modules.get(name))
         path = getattr(module.get("__spec__"), "origin", None) or module.get("__file__")
         if isinstance(path, str) and not any(name in tree.plan.texts for tree in used()):
@@ -154,7 +155,7 @@ def _planned(root: str, package: str, switches: Switches) -> Tree:
     upstream, unavailable = PART_OF.get(package, package), dict[tuple[str, str], str]()
     try:
         names = fixes_for(upstream, switches.skip, switches.overlays)
-        names = [name for name in names if root_of(EVERYTHING[name][0]) == package]
+        names = [name for name in names if load(name).root == package]
         if not root:
             raise ValueError("expected files that are named like their modules, found others")
         plan = plan_tree(root, upstream, names)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.engine.fix import load, package_of
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, FIXES
+from ckpt_patches.engine.registry import CORE, DEEPSPEED
 from ckpt_patches.runtime.durable import replace_durably
 from explore.judged import SILENT, Stack, outcome
 from explore.spaces import compact, complete, space_of
+from registered import FIXES
 
 CORPUS = Path(__file__).parent / "corpus"
 

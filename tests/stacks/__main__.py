@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.engine.registry import EVERYTHING
+from registered import EVERYTHING
 from stacks import environments
 from stacks.checks import WORDS, WORKS
 from stacks.environments import Environment, NotInstalled
