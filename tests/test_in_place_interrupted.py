@@ -1,6 +1,5 @@
 """apply and revert, killed or with a disk error at each change that they make: the next one completes it."""
 
-import contextlib
 import errno
 import os
 import shutil
@@ -254,7 +253,10 @@ def test_an_error_at_any_call_is_one_line_and_loses_nothing(kind: str, error: st
             is_unchanged = message.endswith(f"; nothing of {CORE} was changed")
             assert is_unchanged or message.endswith("may be changed in part: the next apply or revert completes it")
             assert not is_unchanged or everything(root) == trees.old
-        trees.check_files(root)
+        is_mixed = trees.check_files(root)
+        if number == errno.ENOSPC:  # space is taken before the first rename of a file of the package, and given back
+            assert not is_mixed
+            assert [path for path in everything(root) if Path(path).suffix == ".ckpt-patches"] == []
         trees.change(root)
         assert everything(root) == trees.new
         revert(root)
@@ -263,93 +265,6 @@ def test_an_error_at_any_call_is_one_line_and_loses_nothing(kind: str, error: st
             break
     assert not reached
     assert point > 5
-
-
-@pytest.mark.parametrize("kind", ["apply", "revert", "apply one more"])
-def test_a_full_disk_changes_no_file(kind: str, plain: Path) -> None:
-    """Space is taken before the first rename of a file of the package."""
-    trees = Trees(kind, plain)
-    for point in range(MOST):
-        root = trees.start()
-        message, _ = failed_at(trees.change, root, point, errno.ENOSPC, lasting=True, counts=needs_space)
-        found = of_the_package(everything(root))
-        assert found in (of_the_package(trees.old), of_the_package(trees.new))
-        if not message:
-            break
-    assert found == of_the_package(trees.new)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A separate file system of 2 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=400", "none", str(place)]
-    try:
-        done = subprocess.run(mount, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        pytest.skip(f"needs mount: {error}")
-    if done.returncode:
-        pytest.skip(f"needs the right to mount a file system: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def fill_blocks(place: Path, free: int) -> None:
-    with open(place / "filler", "wb", buffering=0) as file:
-        with contextlib.suppress(OSError):
-            while file.write(b"x" * 4096):
-                pass
-        file.truncate(file.tell() - 4096 * free)
-
-
-def fill_names(place: Path, free: int) -> None:
-    (place / "filler").mkdir()
-    for index in range(os.statvfs(place).f_ffree - free):
-        (place / "filler" / str(index)).touch()
-
-
-@pytest.mark.parametrize("fill", [fill_blocks, fill_names])
-@pytest.mark.parametrize("kind", ["apply", "revert"])
-def test_a_file_system_that_is_really_full(
-    kind: str, fill: Callable[[Path, int], None], plain: Path, small_disk: Path
-) -> None:
-    """With 0, 1, … free blocks or inodes, the same command completes it when there is space."""
-    trees = Trees(kind, plain)
-    messages = 0
-    for free in range(100):
-        root = copied(trees.before, small_disk / "tree")
-        fill(small_disk, free)
-        message = attempt(trees.change, root)
-        assert not message or "No space left on device" in message
-        filler = small_disk / "filler"
-        shutil.rmtree(filler) if filler.is_dir() else filler.unlink()
-        messages += bool(message)
-        trees.change(root)
-        assert everything(root) == trees.new
-        if not message:
-            break
-    assert not message
-    assert messages > 3
-
-
-def test_an_interrupt_from_the_keyboard_loses_nothing(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trees = Trees("apply", plain)
-    replace = os.replace
-
-    def interrupted(source: Path, target: Path) -> None:
-        if target == trees.root / ZARR:
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    root = trees.start()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            apply(root)
-    assert not [path for path in everything(root) if path.endswith(".ckpt-patches") and not path.startswith(OURS[:5])]
-    assert trees.check_files(root)
-    trees.check_completions(root)
 
 
 def test_a_rename_that_fails_though_it_was_made_is_no_failure(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
