@@ -159,6 +159,27 @@ def test_folders_that_an_uninstall_has_left_are_no_package(left: str, tmp_path: 
     assert {fix["state"] for fix in found["fixes"] if fix["package"] != "torch"} == {"not needed"}
 
 
+def test_status_without_torch_says_that_nothing_can_run() -> None:
+    code = (
+        "import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; "
+        "from ckpt_patches.cli import main; sys.exit(main(['status']))"
+    )
+    done = python("-c", code, tree=tree("megatron-core", "0.16.1"), check=False)
+    assert done.returncode == 1
+    assert "error: torch is not installed for" in done.stdout
+
+
+def test_status_in_a_process_names_what_was_replaced() -> None:
+    code = (
+        "import megatron.core.dist_checkpointing.mapping as m; from ckpt_patches.cli.status import collect\n"
+        "m.ShardedTensor.local_coordinates = lambda self: ()\n"
+        "(fix,) = [fix for fix in collect().fixes if fix.name == 'numpy2_product']\n"
+        "print(fix.state, fix.reason)"
+    )
+    done = python("-c", code, tree=tree("megatron-core", "0.14.0"))
+    assert re.match(r"replaced NOT active any more: .*ShardedTensor\.local_coordinates was replaced by", done.stdout)
+
+
 def test_status_finds_a_package_that_has_no_init_file() -> None:
     """`status` finds a package without `__init__.py`, like nvidia-resiliency-ext before 0.5."""
     on = tree("nvidia-resiliency-ext", "0.4.1")

@@ -25,8 +25,9 @@ IN_PLACE = "in place"
 NOT_NEEDED = "not needed"
 NO_MATCH = "NO MATCH"
 OFF = "off"
+REPLACED = "replaced"  # in this process: other code than the edited one is loaded
 # The bug is present, and its fix is not active.
-MISSING = (NO_MATCH, OFF)
+MISSING = (NO_MATCH, REPLACED, OFF)
 # Fixes of asynchronous saves: the prefix of their names for megatron-core, and the fix that replaces a missing NVRx.
 ASYNC, FALLBACK = "async_", "async_strategy_fallback"
 
@@ -88,10 +89,11 @@ class Status:
         """The number of fixes in each state, for the installed packages."""
         here = {package.name for package in self.installed if package.version}
         states = [fix.state for fix in self.fixes if DISTRIBUTIONS[fix.package] in here]
-        counts = {state: states.count(state) for state in (ACTIVE, IN_PLACE, NOT_NEEDED, NO_MATCH, OFF)}
+        counts = {state: states.count(state) for state in (ACTIVE, IN_PLACE, NOT_NEEDED, *MISSING)}
         told = [f"{count} {state}" for state, count in counts.items() if count or state in (ACTIVE, NOT_NEEDED)]
         what_to_do = {
             NO_MATCH: "report a release that a fix does not match, or leave the fix out with CKPT_PATCHES_SKIP",
+            REPLACED: "import what replaces it later, or let it call what it replaces",
             OFF: "unset what switches a fix off, or write it into the files with ckpt-patches apply",
         }
         todo = [what for state, what in what_to_do.items() if counts[state]]
@@ -174,6 +176,8 @@ def _errors(roots: Mapping[str, Path | None], tree: str | None, required: Sequen
         return [f"nothing to patch: expected {' or '.join(absent)} to be installed {where}, found none"]
     versions = {package: version_in(root, package) for package, root in roots.items() if root}
     old = [too_old(package, version) for package, version in versions.items() if is_too_old(package, version)]
+    if tree is None and find_spec("torch") is None:
+        old.append(f"torch is not installed for {sys.executable}: nothing that is shown here can run")
     return [*old, *(f"expected {name} to be installed {where}, found none" for name in absent if name in required)]
 
 
@@ -227,11 +231,16 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
         whole.check_readable()
     results = {result.name: result for result in whole.results}
     hook = installed_finder() if tree is None else None
-    if hook is not None:  # what runs in this process, if it has imported the package
-        here = (one for one in running.trees(hook.switches) if one.plan.root == str(root))
-        problems = {name: what for one in here for name, what in one.problems().items() if name in results}
-        results |= {name: FixResult(name, Outcome.NO_MATCH, what) for name, what in problems.items()}
-    return [_fix(results[name], package, in_place, switches) for name in fixes_for(package)]
+    trees = running.trees(hook.switches) if hook is not None else ()
+    # What runs in this process, if it has imported the package.
+    problems = {name: what for one in trees if one.plan.root == str(root) for name, what in one.problems().items()}
+    found = [_fix(results[name], package, in_place, switches) for name in fixes_for(package)]
+    return [
+        replace(fix, state=REPLACED, reason=problems[fix.name])
+        if fix.name in problems and fix.state in (ACTIVE, IN_PLACE)
+        else fix
+        for fix in found
+    ]
 
 
 def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: Switches) -> FixStatus:
