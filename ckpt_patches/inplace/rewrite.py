@@ -166,6 +166,7 @@ def _write(root: str, state: State, originals: Mapping[str, bytes], plan: TreePl
 
 
 def _state_after(root: str, state: State, plan: TreePlan, record: Path | None) -> State:
+    """The state that belongs to the plan's texts."""
     rows = {row.split(",")[0]: row for row in record.read_text("latin-1").splitlines()} if record else {}
     files = {}
     for file in plan.files.values():
@@ -177,6 +178,7 @@ def _state_after(root: str, state: State, plan: TreePlan, record: Path | None) -
 
 
 def _state_text(state: State) -> bytes | None:
+    """The text of `state.json`; None if nothing is applied."""
     files = [{"path": path, **asdict(file)} for path, file in state.files.items()]
     data = {"version": STATE_VERSION, "fixes": state.fixes, "files": files, "functions": state.functions}
     return json.dumps(data, indent=1).encode() if files else None
