@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckpt_patches.engine.plan import Outcome
 from ckpt_patches.engine.registry import CORE
 from ckpt_patches.inplace import rewrite
 from small_tree import PACKAGE_INFO, RELEASE, UPSTREAM
@@ -94,8 +95,7 @@ def of_the_package(found: Everything) -> Everything:
 
 def apply(root: Path, *names: str) -> list[str]:
     """Apply these fixes, or all four; return those that apply."""
-    plan = rewrite.apply(str(root), CORE, names or NAMES)
-    return [result.name for result in plan.results if result.outcome.value == "applies"]
+    return rewrite.apply(str(root), CORE, names or NAMES).named(Outcome.APPLIES)
 
 
 def revert(root: Path, *names: str) -> list[str]:

@@ -139,13 +139,16 @@ def test_a_symbolic_link_is_one_again_and_what_it_leads_to_keeps_its_text(
     """A package manager's link into its cache: the cache never changes."""
     (tree / ZARR).rename(in_memory / "cache.py")
     (tree / ZARR).symlink_to(target.format(in_memory))
-    before = everything(tree)
+    (tree / RECORD).rename(in_memory / "RECORD")
+    (tree / RECORD).symlink_to(in_memory / "RECORD")
+    record, before = (in_memory / "RECORD").read_bytes(), everything(tree)
     apply(tree)
     assert "synchronizer=" in (tree / ZARR).read_text()
     apply(tree, PRODUCT)
     revert(tree, PRODUCT)
     assert "synchronizer=" in (tree / ZARR).read_text()
     assert (in_memory / "cache.py").read_text() == ZARR_TEXT
+    assert (in_memory / "RECORD").read_bytes() == record
     (in_memory / "cache.py").write_text("of a later release\n")  # which the tree would have without us as well
     revert(tree)
     assert everything(tree) == before

@@ -30,7 +30,7 @@ from installed_tree import (
     revert,
 )
 
-# By name: the fixes that are applied before, the change, and the fixes that are applied after it.
+# By name: the fixes that are applied before, the change, and the fixes that it is for.
 KINDS: dict[str, tuple[tuple[str, ...], Callable[..., object], tuple[str, ...]]] = {
     "apply": ((), apply, NAMES),
     "revert": (NAMES, revert, NAMES),

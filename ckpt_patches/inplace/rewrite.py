@@ -137,7 +137,8 @@ def _originals(root: str, package: str, state: State) -> dict[str, bytes]:
 def _write(root: str, state: State, originals: Mapping[str, bytes], plan: TreePlan) -> None:
     """Change the tree from `state` to the texts of the plan."""
     folder, distribution = state_folder(root, plan.package), DISTRIBUTIONS[plan.package]
-    record = min(Path(root).glob(f"{distribution.replace('-', '_')}-*.dist-info/RECORD"), default=None)
+    records = Path(root).glob(f"{distribution.replace('-', '_')}-*.dist-info/RECORD")
+    record = min((path for path in records if not path.is_symlink()), default=None)  # a link is another tool's
     after = _state_after(root, state, plan, record)
     texts: dict[Path, bytes | str | None] = {Path(path): text for path, text in originals.items()}
     texts.update({Path(root, path): file.link for path, file in state.files.items() if file.link})
@@ -166,6 +167,7 @@ def _write(root: str, state: State, originals: Mapping[str, bytes], plan: TreePl
 
 
 def _state_after(root: str, state: State, plan: TreePlan, record: Path | None) -> State:
+    """The state that belongs to the plan's texts."""
     rows = {row.split(",")[0]: row for row in record.read_text("latin-1").splitlines()} if record else {}
     files = {}
     for file in plan.files.values():
@@ -177,6 +179,7 @@ def _state_after(root: str, state: State, plan: TreePlan, record: Path | None) -
 
 
 def _state_text(state: State) -> bytes | None:
+    """The text of `state.json`; None if nothing is applied."""
     files = [{"path": path, **asdict(file)} for path, file in state.files.items()]
     data = {"version": STATE_VERSION, "fixes": state.fixes, "files": files, "functions": state.functions}
     return json.dumps(data, indent=1).encode() if files else None
