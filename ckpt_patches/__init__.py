@@ -37,7 +37,7 @@ ROOTS = {
     "apex": "apex",
     "torch.distributed.checkpoint": "torch",
 }
-PREFIXES = tuple(ROOTS)
+PREFIXES = tuple(f"{root}." for root in ROOTS)
 
 
 class StrictModeError(RuntimeError):
@@ -154,7 +154,7 @@ class PatchFinder:
 
         A finder that asks all others asks ours as well, which then leaves that one out. Raises what the others raise.
         """
-        if not fullname.startswith(PREFIXES):
+        if not fullname.startswith(PREFIXES) and fullname not in ROOTS:
             return None
         finders: list[object] = list(sys.meta_path)
         place = next((index for index, other in enumerate(finders) if other is self), -1)
