@@ -436,6 +436,19 @@ def test_what_is_said_before_a_program_sets_up_logging_leaves_nothing_in_its_way
     assert python("-c", code, tree=tmp_path).stdout.strip() == "[] True 0"
 
 
+def test_a_logging_handler_that_raises_takes_no_fix_away_and_hides_nothing(tmp_path: Path) -> None:
+    make(tmp_path)
+    text = """
+    import logging
+    class Fails(logging.Handler):
+        def emit(self, record): raise KeyError("its own")
+    logging.basicConfig(level="INFO", handlers=[Fails()])
+    """
+    status, output, stderr = program(tmp_path, textwrap.dedent(text) + IS_PATCHED)
+    assert (status, output) == (0, "True")
+    assert stderr.endswith("(ckpt-patches status) (KeyError in a logging handler)\n")
+
+
 def test_a_logging_handler_may_import_a_module_of_upstream(tmp_path: Path) -> None:
     make_two(tmp_path)
     text = f"""
