@@ -99,6 +99,7 @@ def test_a_replacement_stops_a_program_in_strict_mode_when_it_verifies_and_is_an
         ("import unittest.mock; m.size = unittest.mock.Mock()", "replaced by unittest.mock (Mock)"),
         ("import unittest.mock; m.size = unittest.mock.Mock(wraps=m.size)", ""),
         ("m.size = (lambda *args, old=m.size: old(*args))", ""),
+        ("kept = m.size; m.size = lambda *args: 1", "was replaced by __main__"),
         ("import contextlib; decorated = contextlib.contextmanager(print); m.size = decorated", "was replaced by"),
         ("import functools; m.size = functools.cache(m.size)", ""),
         ("m.other = 1", ""),

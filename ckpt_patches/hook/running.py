@@ -159,7 +159,7 @@ def _planned(root: str, package: str, switches: Switches) -> Tree:
         if not root:
             raise ValueError("expected files that are named like their modules, found others")
         plan = plan_tree(root, upstream, names)
-        while more := _not_run(plan):
+        while (more := _not_run(plan)) and not more.keys() <= unavailable.keys():
             unavailable.update(more)
             plan = plan_tree(root, upstream, names, unavailable=unavailable)
     except Exception as error:  # never stop a program that would have run without us
@@ -192,7 +192,7 @@ def _written_in_place(root: str, package: str) -> tuple[Sequence[str], Mapping[s
         with open(os.path.join(state_folder(root, package), "state.json"), "rb") as file:
             state = json.load(file)
         functions = {module: dict(edited) for module, edited in state.get("functions", {}).items()}
-        return list(state["fixes"]), functions
+        return list(map(str, state["fixes"])), functions
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return (), {}
 
