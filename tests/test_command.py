@@ -274,7 +274,7 @@ sys.modules[{MODULE!r}] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 state()
 """
-    assert python("-c", code, tree=tmp_path).stdout.split("\n")[:2] == ["active", "NO MATCH"]
+    assert python("-c", code, tree=tmp_path).stdout.split("\n")[:2] == ["active", "replaced"]
 
 
 def test_status_imports_nothing_heavy() -> None:

@@ -173,7 +173,9 @@ def _planned(root: str, package: str, switches: Switches) -> Tree:
     here = {result.name for result in plan.results if result.outcome not in (Outcome.APPLIES, Outcome.NO_MATCH)}
     applied = [name for name in written if name in here]
     tree = Tree(f"{ROOTS[package]} {version}", plan, applied, in_place, defect)
-    log_lines.announce(tree.name, root, plan.named(Outcome.APPLIES), applied)
+    active = plan.named(Outcome.APPLIES)
+    if active or applied or package == upstream:  # not of a further part of the package that needs no fix
+        log_lines.announce(tree.name, root, active, applied)
     return tree
 
 
