@@ -320,6 +320,14 @@ def brought() -> int:
     return 1
 
 
+def test_a_function_of_another_version_of_the_fix_is_unknown_code() -> None:
+    source("f()\ndef brought():\n    return 1\n").skip_if("f(2)", "f(3)")
+    with pytest.raises(NotNeeded):
+        source("f()\ndef brought():\n    return 1\n").skip_if("f(...)", brought)
+    with pytest.raises(NoMatch, match="expected brought as this fix has it, or none; found another one"):
+        source("f()\ndef brought():\n    return 2\n").skip_if("f(...)", brought)
+
+
 def test_a_function_is_not_defined_twice() -> None:
     made = source("def brought():\n    return 2\n")
     with pytest.raises(NoMatch, match="expected no brought yet, found one without what calls it in this fix"):

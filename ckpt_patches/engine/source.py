@@ -316,8 +316,11 @@ class Source:
         if isinstance(part, bool):
             return part
         if callable(part):
-            named = self.all_of(ast.FunctionDef, having=part.__name__)
-            return any(node.name == part.__name__ for node in named)
+            named = [node for node in self.all_of(ast.FunctionDef, having=part.__name__) if node.name == part.__name__]
+            own = _logic(ast.parse(self.definition(part)).body[0]) if named else ""
+            if named and own not in map(_logic, named):
+                raise NoMatch(f"expected {part.__name__} as this fix has it, or none; found another one")
+            return bool(named)
         return self.has(part, within) if isinstance(part, str) else self.has(*part)
 
     def has(self, pattern: str, within: ast.AST | None = None) -> bool:
@@ -573,6 +576,14 @@ def _definitions(body: Sequence[ast.stmt]) -> Iterator[ast.FunctionDef | ast.Asy
             handlers = [each.body for each in getattr(node, "handlers", ())]
             for inner in (node.body, getattr(node, "orelse", []), getattr(node, "finalbody", []), *handlers):
                 yield from _definitions(inner)
+
+
+def _logic(function: ast.stmt) -> str:
+    """A function's syntax, without its docstring."""
+    assert isinstance(function, ast.FunctionDef)
+    documented = ast.get_docstring(function, clean=False) is not None
+    nodes: list[ast.AST] = [*function.decorator_list, function.args, *function.body[documented:]]
+    return "\n".join(map(ast.dump, nodes))
 
 
 def _shown(part: Part) -> str:
