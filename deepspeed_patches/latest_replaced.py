@@ -4,7 +4,6 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.p
 """
 
 import ast
-import itertools
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
@@ -34,7 +33,7 @@ def write_a_temporary_file_and_rename_it(source: Source) -> None:
     writes = [found for found in source.all_of(ast.With, having=LATEST) if source.has(LATEST, found)]
     if not writes:
         raise NoMatch("expected a place that writes `latest`, found none")
-    source.skip_if(*itertools.chain(*(parts_of(source, statement) for statement in writes)))
+    source.skip_if(*(part for statement in writes for part in parts_of(source, statement)))
     for call in source.some(OPEN):
         statement = next(found for found in writes if found.items[0].context_expr is call)
         source.insert_at(call.args[0], " + '.tmp'", end=True)

@@ -6,7 +6,7 @@ https://github.com/deepspeedai/DeepSpeed/pull/6751
 import ast
 
 from ckpt_patches.engine.fix import Fix
-from ckpt_patches.engine.source import NoMatch, Source
+from ckpt_patches.engine.source import NoMatch, NotNeeded, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -94,13 +94,17 @@ def load_checkpoint_file(path: str, map_location: object = None) -> object:
 
 @fix.edit(ENGINE)
 def define_for_all(source: Source) -> None:
-    """The other modules import the function from here."""
+    """The other modules import the function from here: if upstream fixed this module, they must be fixed, too."""
+    if not plain_loads(source):
+        raise NotNeeded
     define_and_call(source)
 
 
 @fix.edit(SCRIPT)
 def define_and_call(source: Source) -> None:
     calls = plain_loads(source)
+    if not calls:
+        return
     first = next(statement for statement in source.tree.body if calls[0] in ast.walk(statement))
     source.insert_function_before(first, checkpoint_classes)
     source.insert_function_before(first, load_checkpoint_file)
@@ -110,27 +114,28 @@ def define_and_call(source: Source) -> None:
 @fix.edit(*READERS)
 def import_and_call(source: Source) -> None:
     calls = plain_loads(source)
+    if not calls:
+        return
     imports = [statement for statement in source.tree.body if isinstance(statement, ast.ImportFrom)]
     source.insert_after(imports[-1], f"from {ENGINE} import {load_checkpoint_file.__name__}")
     replace(source, calls)
 
 
 def plain_loads(source: Source) -> list[ast.Call]:
-    """The `torch.load` calls without `weights_only`.
+    """The `torch.load` calls without `weights_only`; none if upstream has fixed them all, by weights_only=False.
 
     Raises:
         NotNeeded: the module calls the inserted function.
-        NoMatch: no such call, or one in another form.
+        NoMatch: there is no call, or one in another form.
     """
     name = load_checkpoint_file.__name__
     own = source.all_of(ast.Call, source.function(name)) if source.has_function(name) else []
-    plain = [call for call in source.all("torch.load(...)") if all(k.arg != "weights_only" for k in call.keywords)]
+    every = source.all("torch.load(...)") if source.has(f"{name}(...)") else source.some("torch.load(...)")
+    plain = [call for call in every if all(keyword.arg != "weights_only" for keyword in call.keywords)]
     calls = [call for call in plain if call not in own]
     if source.has(f"{name}(...)"):
         defines = (checkpoint_classes, load_checkpoint_file) if own else (source.imports(name),)
         source.skip_if(*defines, not calls)
-    if not calls:
-        raise NoMatch("expected `torch.load(...)` without weights_only, found none")
     for call in calls:
         if len(call.args) != 1 or any(keyword.arg != "map_location" for keyword in call.keywords):
             raise NoMatch(f"expected `torch.load(path, map_location=...)`, found `{source.text(call)}`")

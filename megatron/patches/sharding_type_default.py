@@ -3,13 +3,12 @@
 https://github.com/NVIDIA/Megatron-LM/issues/2956
 """
 
-import re
-
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import NoMatch, Source
 
 MAPPING = "megatron.core.dist_checkpointing.mapping"
+REFUSED = b"if self.flattened_range is not None:"
 
 
 fix = Fix(
@@ -26,7 +25,9 @@ fix = Fix(
 @fix.edit(MAPPING)
 def flattened_ranges_are_refused(source: Source) -> None:
     """Up to 0.15, upstream's default, which uses flattened ranges, can be saved."""
-    if not re.search(rb"if self\.flattened_range is not None:\s+raise ", source.data):
+    lines = [line.strip() for line in source.data.splitlines()]
+    tests = [number for number, line in enumerate(lines) if line == REFUSED]
+    if not any(lines[number + 1].startswith(b"raise ") for number in tests):
         raise NoMatch("expected `if self.flattened_range is not None` with a `raise`, found none")
 
 
