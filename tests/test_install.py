@@ -27,8 +27,8 @@ for module in pkgutil.iter_modules(ckpt_patches.__path__):
     if module.name != "__main__":
         importlib.import_module(f"ckpt_patches.{module.name}")
 registry = ckpt_patches.engine.registry
-for name, modules in registry.FIXES.items():
-    importlib.import_module(f"{registry.PACKAGES[registry.package_with(modules[0])][0]}.{name}")
+for name, fix in ckpt_patches.engine.fix.every_fix().items():
+    importlib.import_module(f"{registry.PACKAGES[fix.package].folders[0]}.{name}")
 """
 
 
@@ -237,7 +237,7 @@ def test_status_fails_where_there_is_nothing_to_patch(installed: Environment) ->
     assert done.returncode == 1
     packages = "megatron-core or deepspeed or nvidia-resiliency-ext or apex or torch"
     assert f"error: nothing to patch: expected {packages} to be installed for {installed.executable}" in done.stdout
-    assert done.stdout.endswith("\n0 active, 0 not needed, 0 missing\n")
+    assert done.stdout.endswith("\n0 active, 0 not needed\n")
     found = json.loads(installed.python("-m", "ckpt_patches", "status", "--json").stdout)
     assert (found["complete"], len(found["errors"])) == (False, 1)
 
