@@ -230,7 +230,11 @@ def examine(switches: Switches, *, exit_of: int = 0) -> None:
     except StrictModeError:
         raise
     except Exception as error:
-        complain(f"could not find out which fixes run: {_described(error)}", switches)
+        message = f"could not find out which fixes run: {_described(error)}"
+        if exit_of and switches.mode == "strict":  # too late to refuse
+            tell(message)
+        else:
+            complain(message, switches)
 
 
 def complain(message: str, switches: Switches) -> None:
@@ -279,6 +283,8 @@ def run() -> None:
     global failure
     try:
         start()
+    except StrictModeError as error:  # the next import of what it is about raises it
+        tell(str(error))
     except Exception as error:
         failure = _described(error)
         tell(f"the import hook failed: {failure}")

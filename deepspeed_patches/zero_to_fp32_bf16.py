@@ -63,7 +63,7 @@ def take_files_without_a_stage(source: Source) -> None:
     source.replace(source.one(STAGE, within=parse), f"{WHY}\n{STAGE_OR_1}")
 
 
-@fix.edit(ENGINE, ours_alone=True)
+@fix.edit(ENGINE, independent=True, ours_alone=True)
 def put_the_fixed_script_into_the_checkpoint(source: Source) -> None:
     """Upstream copies the file on disk, which the import hook does not change."""
     copy = source.function("DeepSpeedEngine._copy_recovery_script")

@@ -643,7 +643,7 @@ def test_a_module_that_was_imported_before_takes_the_whole_fix_away(tmp_path: Pa
     assert "StrictModeError: the fix numpy2_product is NOT active" in stderr
 
 
-def test_a_module_of_another_tree_is_said(tmp_path: Path) -> None:
+def test_a_module_of_another_tree_is_patched_there(tmp_path: Path) -> None:
     """A namespace package may have portions in several folders."""
     make_two(tmp_path / "one")
     _, other = make_two(tmp_path / "two")
@@ -655,9 +655,39 @@ def test_a_module_of_another_tree_is_said(tmp_path: Path) -> None:
             if name == {SECOND!r}:
                 return importlib.util.spec_from_file_location(name, {str(other)!r})
     sys.meta_path.insert(1, Portions)
-    import {MODULE}, {SECOND}
+    {IS_PATCHED}
+    {IS_PATCHED_SECOND}
     """
-    assert f"{SECOND}: it is loaded from {other}" in program(tmp_path / "one", text)[2]
+    status, output, stderr = program(tmp_path / "one", text, **STRICT)
+    assert (status, output.split()) == (0, ["True", "True"]), stderr
+
+
+def test_a_package_that_is_imported_again_from_elsewhere_is_patched_there(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        make_two(tmp_path / name)
+    code = f"""
+    import sys
+    import {MODULE}, {SECOND}
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        del sys.modules[name]
+    sys.path.insert(0, {str(tmp_path / "two")!r})
+    {IS_PATCHED}
+    {IS_PATCHED_SECOND}
+    """
+    status, output, stderr = program(tmp_path / "one", code, **STRICT)
+    assert (status, output.split()) == (0, ["True", "True"]), stderr
+    assert "NOT active" not in stderr
+
+
+def test_a_path_through_a_link_and_back_is_the_one_on_the_disk(tmp_path: Path) -> None:
+    make(tmp_path / "real" / "tree")
+    make(tmp_path / "links" / "tree", "import numpy as np\nx = 'another tree'\n")
+    (tmp_path / "real" / "scripts").mkdir()
+    (tmp_path / "links" / "scripts").symlink_to(tmp_path / "real" / "scripts")
+    path = f"{tmp_path}/links/scripts/../tree"
+    code = f"import sys; sys.path.insert(0, {path!r}); {IS_PATCHED}"
+    status, output, stderr = program(tmp_path, code, **STRICT)
+    assert (status, output) == (0, "True"), stderr
 
 
 def test_a_package_in_a_folder_of_another_name_is_said(tmp_path: Path) -> None:

@@ -72,6 +72,13 @@ def test_both_are_idempotent(tree: Path) -> None:
     assert revert(tree) == []
 
 
+def test_files_that_were_replaced_do_not_have_the_fixes(tree: Path) -> None:
+    apply(tree)
+    assert sorted(rewrite.in_place(tree, CORE)) == sorted(NAMES)
+    (tree / ZARR).write_text("def another(): pass\n")
+    assert rewrite.in_place(tree, CORE) == ()
+
+
 @pytest.mark.parametrize("order", [NAMES, NAMES[::-1]])
 def test_fixes_come_and_go_one_by_one(tree: Path, order: tuple[str, ...]) -> None:
     """Two of them edit one file."""

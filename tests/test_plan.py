@@ -169,6 +169,20 @@ def test_a_range_up_to_the_newest_release_is_open(tree: Path, monkeypatch: pytes
     assert outcome(tree, monkeypatch, make())[0] is Outcome.NO_MATCH
 
 
+def test_half_an_edit_of_another_release_is_left_out(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is right alone: it has changed something before it misses its next anchor."""
+
+    def two(source: Source) -> None:
+        source.replace(source.one("old(1)"), "half(1)")
+        source.one("gone(1)")
+
+    fix = Fix("fix", releases=OTHERS)
+    fix.edit(FIRST, independent=True, releases=OTHERS)(two)
+    assert outcome(tree, monkeypatch, fix) == (Outcome.NOT_NEEDED, "", [])
+    fix.edit(SECOND, releases=WITH_BUG)(rename)
+    assert outcome(tree, monkeypatch, fix) == (Outcome.APPLIES, "", [SECOND])
+
+
 def bad(text: str, name: str = "bad") -> Fix:
     """A fix for both modules; its edit of the second module is bad."""
     fix = Fix(name, releases=WITH_BUG)

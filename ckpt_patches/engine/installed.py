@@ -14,6 +14,14 @@ DISTRIBUTIONS = ROOTS
 STATE_FOLDER = ".ckpt-patches"
 
 
+def absolute(path: str) -> str:
+    """An absolute path. What is before a `..` may be a link: then the path is resolved on the disk, as imports do."""
+    folder, name = os.path.split(path)
+    if os.pardir not in path.split(os.sep):
+        return os.path.abspath(path)
+    return os.path.realpath(path) if name == os.pardir else os.path.join(os.path.realpath(folder), name)
+
+
 def contains(root: str | Path, package: str) -> bool:
     """Whether a tree contains an upstream package."""
     return Path(root, *package.split(".")).is_dir()

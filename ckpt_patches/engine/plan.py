@@ -35,9 +35,9 @@ class Outcome(Enum):
 class _Found(Enum):
     """What an edit finds in a tree."""
 
-    CODE = "the code to edit; or the edit only looks, and finds what it looks for"
+    CODE = "the code to edit"
     FIXED = "code that does not need it"
-    ABSENT = "nothing, as the releases that the edit states let expect"
+    NOTHING = "nothing to edit: it only looks, or the releases that have its code are others"
 
 
 @dataclass(frozen=True)
@@ -275,6 +275,7 @@ def _make(fix: Fix, tree: _Tree) -> bool:
     wanted = [edit for edit in fix.edits if not (edit.ours_alone and tree.for_upstream)]
     before, found = tree.marks(), {}
     for edit in wanted:
+        marks = tree.marks()
         try:
             found[edit] = _make_one(fix, edit, tree)
         except NoMatch as error:
@@ -282,7 +283,8 @@ def _make(fix: Fix, tree: _Tree) -> bool:
                 raise
             if not edit.releases and not edit.independent:
                 return False
-            found[edit] = _Found.ABSENT
+            tree.take_back(marks)
+            found[edit] = _Found.NOTHING
     if not tree.edited_since(before):
         return False
     code, fixed = (
@@ -319,7 +321,7 @@ def _make_one(fix: Fix, edit: Edit, tree: _Tree) -> _Found:
             return _Found.FIXED
         if len(source.edits) > before and (fix.name, edit.module) in tree.unavailable:
             raise NoMatch(tree.unavailable[fix.name, edit.module])
-        return _Found.CODE
+        return _Found.CODE if len(source.edits) > before else _Found.NOTHING
 
 
 @contextmanager

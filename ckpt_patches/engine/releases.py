@@ -36,7 +36,7 @@ def _as_releases(package: str, version: str) -> list[tuple[int, ...]]:
     after = version.removeprefix(".".join(map(str, here)))
     if after.startswith("+"):
         return [here, min((release for release in known if release > here), default=_NEXT)]
-    if after and numbers(version):
+    if after and not after.startswith(".post") and numbers(version):
         return [max((release for release in known if release < here), default=(0,)), here]
     return [here]
 

@@ -172,13 +172,14 @@ class Source:
     def function(self, name: str) -> Function:
         """The only function of that name; a method is `Class.method`. Raises NoMatch."""
         if not all(part.encode() in self.data for part in name.split(".")):  # before the file is parsed
-            raise NoMatch(f"expected one definition of {name}, found 0")
+            raise NoMatch(f"expected one definition of {name}, found 0", functools.partial(self._near_definition, name))
         found: ast.AST = self.tree
         for part in name.split("."):
             body: list[ast.stmt] = getattr(found, "body", [])
             named = [s for s in body if isinstance(s, ast.FunctionDef | ast.ClassDef) and s.name == part]
             if len(named) != 1:
-                raise NoMatch(f"expected one definition of {name}, found {len(named)}")
+                near = functools.partial(self._near_definition, name)
+                raise NoMatch(f"expected one definition of {name}, found {len(named)}", near)
             found = named[0]
         if not isinstance(found, ast.FunctionDef):
             raise NoMatch(f"expected {name} to be a function, found a class")
@@ -234,15 +235,16 @@ class Source:
             raise NoMatch(f"expected `{_short(pattern)}` once{where}, found it {len(found)} times", near)
         return found[0]
 
+    def _near_definition(self, name: str) -> str:
+        """For a message: the line of the function with the most similar name."""
+        return self._near(f"def {name.rpartition('.')[2]}(self):", None, [])
+
     def _near(self, pattern: str, within: ast.AST | None, found: Sequence[Any]) -> str:
         """For a message: the lines of what was found, or the line that is most like the pattern."""
         if found:
             return f" (lines {', '.join(str(node.lineno) for node in found[:5])})"
-        root = within or self.tree
-        first = getattr(root, "lineno", 1)
-        lines = [
-            line.strip() for line in self.data.decode().splitlines()[first - 1 : getattr(root, "end_lineno", None)]
-        ]
+        first, last = getattr(within, "lineno", 1), getattr(within, "end_lineno", None)
+        lines = [line.decode(errors="replace").strip() for line in self.data.splitlines()[first - 1 : last]]
         near = difflib.get_close_matches(pattern.strip().splitlines()[0], lines, n=1, cutoff=LIKE)
         return f"; most like it is line {first + lines.index(near[0])}: `{_short(near[0])}`" if near else ""
 
@@ -272,7 +274,7 @@ class Source:
         branches = self.all_of(ast.If, within, having=pattern)
         found = [branch for branch in branches if any(self.has(pattern, line) for line in branch.body)]
         if len(found) != 1:
-            raise NoMatch(f"expected one `if` around `{pattern}`, found {len(found)}")
+            raise NoMatch(f"expected one `if` around `{_short(pattern)}`, found {len(found)}")
         return found[0]
 
     def loop(self, target: str, within: ast.AST | None = None) -> ast.For:
@@ -285,7 +287,7 @@ class Source:
         nodes = self.all_of(kind, within, having=pattern if names else "")
         found = [node for node in nodes if _same(wanted, getattr(node, field))]
         if len(found) != 1:
-            raise NoMatch(f"expected `{shown}` once, found it {len(found)} times")
+            raise NoMatch(f"expected `{_short(shown)}` once, found it {len(found)} times")
         return found[0]
 
     def text(self, node: ast.AST) -> str:
@@ -542,14 +544,14 @@ class Source:
         above = self.data[:line_start].rstrip(b"\r\n").rpartition(b"\n")[2]
         continued = above.endswith(b"\\") and not above.lstrip().startswith(b"#")
         if before.strip() or continued:
-            raise NoMatch(f"line {statement.lineno}: expected `{self.text(statement)}` to begin its line")
+            raise NoMatch(f"line {statement.lineno}: expected `{_short(self.text(statement))}` to begin its line")
 
     def _end_of_line(self, statement: Any) -> int:
         """The end of a statement's last line, with its comment. Raises NoMatch if the line has another statement."""
         stop = self._span(statement)[1]
         line = self.data[stop : self._lines[statement.end_lineno]]
         if line.strip() and not line.lstrip().startswith(b"#"):
-            raise NoMatch(f"line {statement.end_lineno}: expected `{self.text(statement)}` to end its line")
+            raise NoMatch(f"line {statement.end_lineno}: expected `{_short(self.text(statement))}` to end its line")
         return stop + len(line.rstrip())
 
     def _indented(self, text: str, indent: str) -> str:

@@ -1,12 +1,11 @@
 """Select the trees that a command works on: the one that the user names, or those that this environment imports."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.engine.fix import every_fix, package_of
-from ckpt_patches.engine.installed import contains, locate
+from ckpt_patches.engine.installed import absolute, contains, locate
 from ckpt_patches.engine.plan import fixes_for
 from ckpt_patches.engine.registry import PACKAGES
 from ckpt_patches.errors import UserError, unknown
@@ -60,4 +59,4 @@ def root_of(package: str, tree: str | None) -> str | None:
         return str(found) if found else None
     if not Path(tree).is_dir():
         raise UserError(f"expected a folder with one of the packages, found no folder {tree}")
-    return os.path.abspath(tree) if contains(tree, package) else None
+    return absolute(tree) if contains(tree, package) else None

@@ -20,7 +20,7 @@ from typing import Any
 
 from ckpt_patches import ROOTS, PatchedLoader, StrictModeError, Switches, examine
 from ckpt_patches.engine.fix import load, targets
-from ckpt_patches.engine.installed import state_folder, version_in
+from ckpt_patches.engine.installed import absolute, state_folder, version_in
 from ckpt_patches.engine.plan import FilePlan, Outcome, TreePlan, fixes_for, plan_tree, text_digest, tree_root
 from ckpt_patches.engine.registry import PART_OF, root_of
 from ckpt_patches.engine.releases import is_too_old, too_old
@@ -109,7 +109,7 @@ def part_of(name: str, path: str, switches: Switches) -> Part | None:
     """What is edited in a module that is loaded from `path`, if anything. Plans its tree, if it is new or changed."""
     if name not in targets(root_of(name)):
         return None
-    place = tree_root(os.path.abspath(path), name) or "", root_of(name), switches
+    place = tree_root(absolute(path), name) or "", root_of(name), switches
     tree = _trees.get(place) or _trees.setdefault(place, _planned(*place))
     if name in tree.plan.texts and _has_changed(path, tree.plan.texts[name]):
         tree = _trees[place] = _planned(*place)
@@ -143,7 +143,7 @@ def trees(switches: Switches) -> list[Tree]:
         module = namespace(sys.modules.get(name))
         path = getattr(module.get("__spec__"), "origin", None) or module.get("__file__")
         if isinstance(path, str) and not any(name in tree.plan.texts for tree in used()):
-            source = os.path.abspath(path.removesuffix("c") if path.endswith(".pyc") else path)
+            source = absolute(path.removesuffix("c") if path.endswith(".pyc") else path)
             place = tree_root(source, name) or "", root_of(name), switches
             if place not in _trees:
                 _trees.setdefault(place, _planned(*place))
@@ -189,7 +189,7 @@ def _has_changed(path: str, digest: bytes) -> bool:
 
 
 def _written_in_place(root: str, package: str) -> tuple[Sequence[str], Mapping[str, Functions]]:
-    """The fixes that `ckpt-patches apply` wrote, and by module their functions; none if the record is damaged."""
+    """The fixes that `ckpt-patches apply` wrote, and by module their functions; none if a file is another one now."""
     try:
         with open(os.path.join(state_folder(root, package), "state.json"), "rb") as file:
             state = json.load(file)
@@ -212,8 +212,10 @@ def _why_not_run(file: FilePlan, fix: str) -> str:
         return ""
     spec = namespace(module).get("__spec__")
     origin, loader = getattr(spec, "origin", None), getattr(spec, "loader", None)
-    if isinstance(origin, str) and os.path.abspath(origin) != file.path:
-        return f"it is loaded from {origin}"
+    if isinstance(origin, str) and absolute(origin) != file.path:
+        root = tree_root(absolute(origin), file.module)
+        is_planned = any(planned == root for planned, _, _ in _trees)  # then that plan says what runs
+        return "" if is_planned else f"it is loaded from {origin}"
     if part is not None and part.module is module:
         has = part.file is not None and fix in part.file.fixes
         return "" if has else "it was loaded without this fix: start the program again"

@@ -292,6 +292,14 @@ def test_apply_is_idempotent_and_revert_restores_every_byte(name: str, version: 
     assert contents(copy) == before
 
 
+@pytest.mark.parametrize(("name", "version"), in_the_newest())
+def test_a_tree_with_the_patch_for_upstream_is_no_mismatch(name: str, version: str, tmp_path: Path) -> None:
+    copy = edits.copy_of(tree_for(name, version), name, tmp_path)
+    edits.write(edits.plan(copy, name, for_upstream=True)[1])
+    assert edits.plan(copy, name)[0].outcome is not Outcome.NO_MATCH
+    assert edits.plan(copy, name, for_upstream=True)[0].outcome is Outcome.NOT_NEEDED
+
+
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
