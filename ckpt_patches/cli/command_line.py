@@ -1,6 +1,7 @@
 """The command `ckpt-patches`: status, diff, apply, revert, and the tools."""
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -247,10 +248,19 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     completed.set_defaults(run=_completion)
 
 
+def _standard_input() -> str:
+    """A text on standard input. Raises UserError if that is closed."""
+    if sys.stdin is None:
+        raise UserError("expected a text on standard input, found it closed")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    return sys.stdin.read()
+
+
 def _explain(options: argparse.Namespace) -> int:
     from ckpt_patches.cli import explain
 
-    text = sys.stdin.read() if options.text == ["-"] else " ".join(options.text)
+    text = _standard_input() if options.text == ["-"] else " ".join(options.text)
     if len(text.split()) > 1 or options.text == ["-"]:
         return _find(text)
     print(explain.overview() if not options.text else explain.text(text).rstrip())
