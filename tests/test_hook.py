@@ -426,6 +426,9 @@ def test_after_apply_the_line_says_that_fixes_are_active_in_place(tmp_path: Path
     original = tree_of_release("megatron-core", RELEASE).joinpath(*ZARR.split(".")).with_suffix(".py")
     tmp_path.joinpath(*ZARR.split(".")).with_suffix(".py").write_bytes(original.read_bytes())
     assert "INFO: 2 fixes active, 1 in place on megatron-core 0.14.0" in python("-c", program, tree=tmp_path).stderr
+    path = tmp_path.joinpath(*MODULE.split(".")).with_suffix(".py")
+    path.write_text(f"{path.read_text()}# of another release\n")
+    assert "INFO: 2 fixes active on megatron-core 0.14.0" in python("-c", program, tree=tmp_path).stderr
 
 
 def test_what_is_said_before_a_program_sets_up_logging_leaves_nothing_in_its_way(tmp_path: Path) -> None:

@@ -74,9 +74,9 @@ def test_both_are_idempotent(tree: Path) -> None:
 
 def test_files_that_were_replaced_do_not_have_the_fixes(tree: Path) -> None:
     apply(tree)
-    assert sorted(rewrite.in_place(tree, CORE)) == sorted(NAMES)
+    assert sorted(rewrite.in_place(tree, CORE).fixes) == sorted(NAMES)
     (tree / ZARR).write_text("def another(): pass\n")
-    assert rewrite.in_place(tree, CORE) == ()
+    assert rewrite.in_place(tree, CORE) == rewrite.State()
 
 
 @pytest.mark.parametrize("order", [NAMES, NAMES[::-1]])

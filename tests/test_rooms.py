@@ -12,7 +12,7 @@ ROOMS = {
     "ckpt_patches.runtime": {"ckpt_patches", "ckpt_patches.errors"},
     "ckpt_patches.engine": COMMON,
     "ckpt_patches.formats": COMMON,
-    "ckpt_patches.hook": COMMON | {"ckpt_patches.engine"},
+    "ckpt_patches.hook": COMMON | {"ckpt_patches.engine", "ckpt_patches.inplace"},
     "ckpt_patches.inplace": COMMON | {"ckpt_patches.engine"},
     "ckpt_patches.fingerprint": COMMON | {"ckpt_patches.formats"},
     "ckpt_patches.convert": COMMON

@@ -225,7 +225,7 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
     if root is None:
         reason = f"{DISTRIBUTIONS[package]} is not {'installed' if tree is None else f'in {tree}'}"
         return [FixStatus(name, package, NOT_NEEDED, reason) for name in fixes_for(package)]
-    in_place = rewrite.in_place(root, package)
+    in_place = rewrite.in_place(root, package).fixes
     whole = plan_tree(str(root), package, fixes_for(package))
     if tree is not None:
         whole.check_readable()

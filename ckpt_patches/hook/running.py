@@ -5,11 +5,10 @@ edits: two threads may do so at the same time, and one of the plans is used. `Tr
 our loader left in the modules: another hook may have loaded one, and another package may have replaced a function.
 """
 
+import contextlib
 import io
-import json
 import linecache
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from ckpt_patches.engine.installed import absolute, state_folder, version_in
 from ckpt_patches.engine.plan import FilePlan, Outcome, TreePlan, fixes_for, plan_tree, text_digest, tree_root
 from ckpt_patches.engine.registry import PART_OF, root_of
 from ckpt_patches.engine.releases import is_too_old, too_old
+from ckpt_patches.errors import UserError
 from ckpt_patches.hook import log_lines
 from ckpt_patches.hook.functions import Change, change, found, namespace
 from ckpt_patches.runtime.shown import shortened
@@ -190,13 +190,14 @@ def _has_changed(path: str, digest: bytes) -> bool:
 
 def _written_in_place(root: str, package: str) -> tuple[Sequence[str], Mapping[str, Functions]]:
     """The fixes that `ckpt-patches apply` wrote, and by module their functions; none if a file is another one now."""
-    try:
-        with open(os.path.join(state_folder(root, package), "state.json"), "rb") as file:
-            state = json.load(file)
-        functions = {module: dict(edited) for module, edited in state.get("functions", {}).items()}
-        return list(map(str, state["fixes"])), functions
-    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+    if not state_folder(root, package).exists():
         return (), {}
+    from ckpt_patches.inplace.rewrite import in_place
+
+    with contextlib.suppress(UserError):  # `status`, `apply` and `revert` say what is wrong
+        state = in_place(root, package)
+        return state.fixes, state.functions
+    return (), {}
 
 
 def _not_run(plan: TreePlan) -> dict[tuple[str, str], str]:

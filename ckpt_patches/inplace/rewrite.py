@@ -73,11 +73,11 @@ def read_state(root: str | Path, package: str) -> State:
         ) from error
 
 
-def in_place(root: str | Path, package: str) -> tuple[str, ...]:
-    """The fixes that the files have; none if one of the files was changed since. Raises UserError as `read_state`."""
+def in_place(root: str | Path, package: str) -> State:
+    """What the files have; nothing if one of them was changed since. Raises UserError as `read_state`."""
     state = read_state(root, package)
     have = all(_digest(_text(Path(root, path))) == file.patched for path, file in state.files.items())
-    return state.fixes if have else ()
+    return state if have else State()
 
 
 def apply(root: str, package: str, names: Collection[str]) -> TreePlan:
