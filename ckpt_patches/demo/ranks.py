@@ -9,6 +9,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def _keep_result(rank: int, folder: str, rank_main: Callable[..., Any], args: tu
     except Exception as error:
         message = re.split(r"\. |\n", str(error).strip())[0]
         Path(folder, f"{rank}.error").write_text(f"{type(error).__name__}: {message}".removesuffix(": "))
+        traceback.print_exc()  # torch shows that of one rank: it may be one that has lost the connection to this one
         raise
     Path(folder, str(rank)).write_text(json.dumps(result))
     sys.stdout.flush()
