@@ -326,8 +326,8 @@ def _make_one(fix: Fix, edit: Edit, tree: _Tree) -> _Found:
 
 @contextmanager
 def _said_of(path: str) -> Iterator[None]:
-    """Add the file's path to a NoMatch or UnreadableSource."""
+    """Add the file's path to a NoMatch, of either class."""
     try:
         yield
-    except (NoMatch, UnreadableSource) as error:
+    except NoMatch as error:
         raise type(error)(f"{path}: {error.text}", error.near) from error

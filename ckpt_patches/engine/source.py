@@ -24,8 +24,8 @@ COLUMNS = 100  # maximum line length of upstream
 SHOWN = 80  # characters of a line in a message
 LIKE = 0.4  # difflib's ratio of a line that may have been an anchor
 Function = ast.FunctionDef
-# Of a fix's code: a pattern, a pattern and the node that it is in, an inserted function, or whether it is there.
 Ranges = tuple[tuple[str, str], ...]  # the first and the last release of each range
+# Of a fix's code: a pattern, a pattern and the node that it is in, an inserted function, or whether it is there.
 Part = str | tuple[str, ast.AST] | Callable[..., Any] | bool
 NodeT = TypeVar("NodeT", bound=ast.AST)
 
@@ -171,14 +171,14 @@ class Source:
 
     def function(self, name: str) -> Function:
         """The only function of that name; a method is `Class.method`. Raises NoMatch."""
+        near = functools.partial(self._near_definition, name)
         if not all(part.encode() in self.data for part in name.split(".")):  # before the file is parsed
-            raise NoMatch(f"expected one definition of {name}, found 0", functools.partial(self._near_definition, name))
+            raise NoMatch(f"expected one definition of {name}, found 0", near)
         found: ast.AST = self.tree
         for part in name.split("."):
             body: list[ast.stmt] = getattr(found, "body", [])
             named = [s for s in body if isinstance(s, ast.FunctionDef | ast.ClassDef) and s.name == part]
             if len(named) != 1:
-                near = functools.partial(self._near_definition, name)
                 raise NoMatch(f"expected one definition of {name}, found {len(named)}", near)
             found = named[0]
         if not isinstance(found, ast.FunctionDef):
@@ -210,9 +210,8 @@ class Source:
 
     def all(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
         """Every node equal to the pattern, in text order. `...` is any expression, `f(...)` any call of f."""
-        wanted, names = _parse_pattern(pattern)
-        nodes = self.all_of(type(wanted), within, having=pattern if names else "")
-        found = [node for node in nodes if _same(wanted, node)]
+        wanted, _ = _parse_pattern(pattern)
+        found = [node for node in self.all_of(type(wanted), within, having=pattern) if _same(wanted, node)]
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
 
     def _lines_with(self, names: Sequence[bytes], within: ast.AST | None) -> list[int]:
@@ -251,8 +250,8 @@ class Source:
     def all_of(self, kind: type[NodeT], within: ast.AST | None = None, *, having: str = "") -> list[NodeT]:
         """Every node of a kind, such as `ast.For`; with `having`, of those that can have this pattern in them."""
         root = within or self.tree
-        if having:
-            lines = self._lines_with(_parse_pattern(having)[1], within)
+        if having and (names := _parse_pattern(having)[1]):
+            lines = self._lines_with(names, within)
             return _walk(root, kind, lines) if lines else []
         if root not in self._nodes:
             nodes, self._nodes[root] = [root], {}
@@ -283,9 +282,8 @@ class Source:
 
     def _one_with(self, kind: type[NodeT], field: str, pattern: str, within: ast.AST | None, shown: str) -> NodeT:
         """The only node of a kind whose field equals the pattern."""
-        wanted, names = _parse_pattern(pattern)
-        nodes = self.all_of(kind, within, having=pattern if names else "")
-        found = [node for node in nodes if _same(wanted, getattr(node, field))]
+        wanted, _ = _parse_pattern(pattern)
+        found = [node for node in self.all_of(kind, within, having=pattern) if _same(wanted, getattr(node, field))]
         if len(found) != 1:
             raise NoMatch(f"expected `{_short(shown)}` once, found it {len(found)} times")
         return found[0]
