@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -179,11 +180,11 @@ with started([tests.killed, tests.paused]) as workers:
 def test_no_process_outlives_one_that_is_killed() -> None:
     """No worker outlives a killed parent: their shared output closes. All have more to send than a pipe holds."""
     program = """
-import select, signal
+import signal
 from ckpt_patches.runtime.processes import started
 with started([lambda: [bytes(1 << 20)]] * 2) as workers:
     for worker in workers:
-        assert select.select([worker], [], [], 60)[0]
+        worker._wait()
     print("full", flush=True)
     signal.pause()
 """
@@ -242,6 +243,25 @@ def test_results_that_are_not_asked_for_any_more() -> None:
     found = in_order(lambda item: bytes(1 << 20), ITEMS, 2)
     assert next(found) == bytes(1 << 20)
     found.close()  # type: ignore[attr-defined]
+
+
+def test_a_ctrl_c_that_does_not_interrupt_the_system_call_is_seen() -> None:
+    """As if it came between Python's last look for signals and the call; the process then waited forever."""
+
+    def interrupt() -> None:
+        time.sleep(0.2)  # the main thread is in its system call by now
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+
+    def receive(worker: Worker) -> None:
+        thread.start()
+        worker.receive()
+
+    with started([partial(map, lambda _: signal.pause(), ITEMS)]) as (worker,):
+        with pytest.raises(KeyboardInterrupt):
+            receive(worker)
+        thread.join()
 
 
 # The converter's workers

@@ -28,6 +28,8 @@ from ckpt_patches.errors import UserError, WorkerDefect
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _VALUE, _ERROR, _DEFECT = range(3)  # kinds of a worker's messages
+_SIZE = 8  # bytes, before each message
+_MOMENT = 500  # milliseconds
 
 
 class WorkerDied(UserError):
@@ -51,12 +53,10 @@ class Worker:
             os.close(receiving)
             _run(run, sending)
         os.close(sending)
-        self._values = open(receiving, "rb")  # noqa: SIM115 - closed when the process is joined
+        self._receiving = receiving
+        self._joined = False
         self._status: int | None = None  # as in `subprocess`; 0 if unknown
         self.name = f"worker process {self._pid}"
-
-    def fileno(self) -> int:
-        return self._values.fileno()
 
     def receive(self) -> Any:
         """Wait for the next value that the function yields.
@@ -66,10 +66,7 @@ class Worker:
             WorkerDefect: the function raised something else.
             WorkerDied: the process has ended before it yielded a value.
         """
-        try:
-            kind, value = pickle.load(self._values)
-        except (EOFError, pickle.UnpicklingError):  # no message, or an incomplete one
-            raise WorkerDied(self._how_it_died()) from None
+        kind, value = pickle.loads(self._read(int.from_bytes(self._read(_SIZE), "little")))
         if kind == _DEFECT:
             raise WorkerDefect(
                 f"a worker process failed; this is a defect, please report it with what follows:\n{value.rstrip()}"
@@ -78,16 +75,38 @@ class Worker:
             raise value
         return value
 
+    def _read(self, nbytes: int) -> bytes:
+        """Raises: WorkerDied."""
+        found = bytearray()
+        while len(found) < nbytes:
+            self._wait()
+            part = os.read(self._receiving, nbytes - len(found))
+            if not part:
+                raise WorkerDied(self._how_it_died())
+            found += part
+        return bytes(found)
+
+    def _wait(self) -> None:
+        """Wait until there is something to read, or the worker has ended.
+
+        The wait is interrupted now and then: one without end does not see a Ctrl-C that comes just before it begins, or
+        that the system delivers to another thread.
+        """
+        poll = select.poll()
+        poll.register(self._receiving, select.POLLIN)
+        while not poll.poll(_MOMENT):
+            pass
+
     def stop(self) -> None:
         """Kill the worker if it still runs, and wait until it has ended."""
-        if not self._values.closed and not self._has_ended():
+        if not self._joined and not self._has_ended():
             os.kill(self._pid, signal.SIGKILL)
         self._join()
 
     def _has_ended(self) -> bool:
         """Whether its end of the pipe is closed. If SIGCHLD is ignored, its process id may be another's by now."""
         poll = select.poll()
-        poll.register(self.fileno(), 0)
+        poll.register(self._receiving, 0)
         return any(event & select.POLLHUP for _, event in poll.poll(0))
 
     def _how_it_died(self) -> str:
@@ -98,13 +117,14 @@ class Worker:
         return f"{self.name} {how} before it was done; is there enough memory? Run the same command again"
 
     def _join(self) -> None:
-        if self._values.closed:
+        if self._joined:
             return
         self._status = 0
         with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored: its exit status is unknown
             _, status = os.waitpid(self._pid, 0)
             self._status = os.waitstatus_to_exitcode(status)
-        self._values.close()
+        os.close(self._receiving)
+        self._joined = True
 
 
 def _run(run: Callable[[], Iterable[Any]], sending: int) -> None:
@@ -115,7 +135,7 @@ def _run(run: Callable[[], Iterable[Any]], sending: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         gc.freeze()  # otherwise the collector touches every object, and so copies its memory
         for message in _messages(run):
-            left = memoryview(message)
+            left = memoryview(len(message).to_bytes(_SIZE, "little") + message)
             while left:
                 left = left[os.write(sending, left) :]
         status = 0
