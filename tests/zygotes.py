@@ -61,6 +61,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
             "param_remainders",
             "padded_saving",
             "param_groups",
+            "proof",
             "ranks_that_differ",
             "run_proof",
             "shifted_saving",

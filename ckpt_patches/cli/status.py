@@ -163,9 +163,11 @@ def proven(status: Status, tree: str | None = None) -> Status:
     known = demonstrations()
     active = [fix.name for fix in status.fixes if fix.state in (ACTIVE, IN_PLACE)]
     environ = variables(os.environ, tree=os.path.abspath(tree) if tree else None, mode=status.mode)
-    found = prove([known[name] for name in active], environ)
+    found = prove([known[name] for name in active if name in known], environ)
     words = {True: DOES_NOT_WORK, False: WORKS, None: NOT_RUN}
-    return replace(status, proofs=tuple(Proof(name, words[found[name][0]], found[name][1]) for name in active))
+    none = (None, "it has no demonstration; its test is tests/fixes in the repository")
+    shown = {name: found.get(name, none) for name in active}
+    return replace(status, proofs=tuple(Proof(name, words[bug], text) for name, (bug, text) in shown.items()))
 
 
 def _errors(roots: Mapping[str, Path | None], tree: str | None, required: Sequence[str]) -> list[str]:

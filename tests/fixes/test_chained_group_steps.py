@@ -1,0 +1,66 @@
+"""chained_group_steps: experts keep their step in a resume where the first pipeline stage has no experts."""
+
+from pathlib import Path
+from typing import Any
+
+from upstream import affected, run_json, tree, with_fix, without_fix
+
+AFFECTED = affected("chained_group_steps")
+
+
+def steps_after_a_resume(version: str, delivery: str) -> Any:
+    """The steps of the groups with parameters on the second stage: those of the dense layer, those of the expert."""
+    found = run_json("proof", __file__, "resume", "2", "2", tree=tree("megatron-core", version), delivery=delivery)
+    return found[1]
+
+
+@without_fix(AFFECTED)
+def test_experts_lose_their_step(version: str, delivery: str) -> None:
+    assert steps_after_a_resume(version, delivery) == [2, 2, None, None]
+
+
+@with_fix(AFFECTED)
+def test_experts_keep_their_step(version: str, delivery: str) -> None:
+    assert steps_after_a_resume(version, delivery) == [2, 2, 2, 2]
+
+
+# What the ranks run
+
+
+def resume(rank: int, folder: Path) -> list[Any]:
+    """Two pipeline stages train, save in fully_reshardable, and resume. Returns the steps of groups with parameters."""
+    from ckpt_patches.demo import megatron_training as mt
+
+    mt.use_inner_optimizer("fused")
+    model, optimizer = mt.build(make_model=stage)
+    for iteration in range(2):
+        mt.step(model, optimizer, iteration)
+    mt.save("fully_reshardable", model, optimizer, folder)
+    resumed, of_resumed = mt.build(make_model=stage)
+    mt.load("fully_reshardable", resumed, of_resumed, folder)
+    groups = [group for part in of_resumed.chained_optimizers for group in part.optimizer.param_groups]
+    return [group.get("step") for group in groups if group["params"]]
+
+
+def stage(config: Any, dtype: Any, native_fp32: bool) -> Any:
+    """A dense layer on the first pipeline stage; on the second, another one and an expert."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.transformer.module import MegatronModule
+
+    class Stage(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(config)
+            if parallel_state.is_pipeline_first_stage():
+                self.layers = torch.nn.ModuleDict({"a": torch.nn.Linear(16, 16)})
+                return
+            self.layers = torch.nn.ModuleDict({"second_a": torch.nn.Linear(16, 16), "expert": torch.nn.Linear(16, 16)})
+            for parameter in self.layers["expert"].parameters():
+                parameter.allreduce = False  # as Megatron marks parameters of experts
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers.values():
+                x = layer(x)
+            return x
+
+    return Stage().to(dtype)

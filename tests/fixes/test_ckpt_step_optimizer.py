@@ -1,0 +1,49 @@
+"""ckpt_step_optimizer: `--ckpt-step 3` of a `torch` checkpoint loads the optimizer's state of iteration 3, too."""
+
+from pathlib import Path
+from typing import Any
+
+from upstream import affected, run_json, tree, with_fix, without_fix
+
+AFFECTED = affected("ckpt_step_optimizer")
+
+
+def resumed(version: str, delivery: str) -> Any:
+    """The iteration that `--ckpt-step 3` goes on from, and which iteration's weights and optimizer state it loads."""
+    found = run_json("proof", __file__, "resume", "2", tree=tree("megatron-core", version), delivery=delivery)
+    return found[0]
+
+
+@without_fix(AFFECTED)
+def test_main_parameters_and_moments_are_those_of_the_latest_iteration(version: str, delivery: str) -> None:
+    assert resumed(version, delivery) == {"iteration": 6, "weights": 3, "optimizer": 6}
+
+
+@with_fix(AFFECTED)
+def test_everything_is_of_the_iteration_that_was_asked_for(version: str, delivery: str) -> None:
+    assert resumed(version, delivery) == {"iteration": 3, "weights": 3, "optimizer": 3}
+
+
+# What the ranks run
+
+
+def resume(rank: int, folder: Path) -> dict[str, Any]:
+    import lm_run
+
+    run = lm_run.start(folder, "torch")
+    saved = {}
+    for iteration in (3, 6):
+        run.train(iteration - 2, iteration)
+        run.save(iteration)
+        saved[iteration] = run.state()
+    resumed = lm_run.start(folder, "torch", ckpt_step=3)
+    found: dict[str, Any] = {"iteration": resumed.load()}
+    loaded = resumed.state()
+    for part, names in {
+        "weights": [name for name in loaded if name in dict(run.model.named_parameters())],
+        "optimizer": [name for name in loaded if name.endswith((".param", ".exp_avg", ".exp_avg_sq"))],
+    }.items():
+        found[part] = next(
+            (at for at, state in saved.items() if all(state[name].equal(loaded[name]) for name in names)), None
+        )
+    return found
