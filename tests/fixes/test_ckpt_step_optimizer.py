@@ -29,6 +29,7 @@ def test_everything_is_of_the_iteration_that_was_asked_for(version: str, deliver
 
 def resume(rank: int, folder: Path) -> dict[str, Any]:
     import lm_run
+    from ckpt_patches.demo import megatron_training as mt
 
     run = lm_run.start(folder, "torch")
     saved = {}
@@ -37,13 +38,7 @@ def resume(rank: int, folder: Path) -> dict[str, Any]:
         run.save(iteration)
         saved[iteration] = run.state()
     resumed = lm_run.start(folder, "torch", ckpt_step=3)
-    found: dict[str, Any] = {"iteration": resumed.load()}
-    loaded = resumed.state()
-    for part, names in {
-        "weights": [name for name in loaded if name in dict(run.model.named_parameters())],
-        "optimizer": [name for name in loaded if name.endswith((".param", ".exp_avg", ".exp_avg_sq"))],
-    }.items():
-        found[part] = next(
-            (at for at, state in saved.items() if all(state[name].equal(loaded[name]) for name in names)), None
-        )
-    return found
+    iteration = resumed.load()
+    weights = resumed.is_at(saved, weights=True)
+    optimizer = resumed.is_at({at: {**state, **mt.weights(resumed.model)} for at, state in saved.items()})
+    return {"iteration": iteration, "weights": weights, "optimizer": optimizer}

@@ -38,6 +38,12 @@ class Run:
         """Every weight, main parameter and moment."""
         return mt.everything(self.model, self.optimizer)
 
+    def is_at(self, saved: dict[int, dict[str, Any]], *, weights: bool = False) -> int | None:
+        """The iteration whose saved state (or weights) these are; None if they are of none of them."""
+        own = mt.weights(self.model) if weights else self.state()
+        equal = (at for at, state in saved.items() if all(state[name].equal(value) for name, value in own.items()))
+        return next(equal, None)
+
 
 def start(folder: Path, ckpt_format: str = "torch_dist", **arguments: Any) -> Run:
     """Start Megatron-LM, which saves to a folder and loads from it, unless the arguments name others."""
