@@ -7,13 +7,13 @@ import importlib.util
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-
-from ckpt_patches.demo import megatron_training as mt
+from typing import Any
 
 
 def main() -> None:
-    file, function, ranks, *stages = sys.argv[1:]
+    file, function, *layout = sys.argv[1:]
     sys.path.append(str(Path(__file__).parents[1]))  # what a proof imports for pytest
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec
@@ -21,9 +21,17 @@ def main() -> None:
     proof = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(proof)
     with tempfile.TemporaryDirectory() as folder:
-        parallel = (1, int(stages[0]) if stages else 1)
-        found = mt.results(vars(proof)[function], int(ranks), Path(folder, "checkpoint"), parallel=parallel)
+        found = call(vars(proof)[function], Path(folder, "checkpoint"), list(map(int, layout)))
     print(json.dumps(found), flush=True)
+
+
+def call(function: Callable[..., Any], folder: Path, layout: list[int]) -> Any:
+    if not layout:
+        return function(folder)
+    from ckpt_patches.demo import megatron_training as mt
+
+    ranks, *stages = layout
+    return mt.results(function, ranks, folder, parallel=(1, stages[0] if stages else 1))
 
 
 if __name__ == "__main__":

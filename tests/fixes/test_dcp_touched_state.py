@@ -1,0 +1,79 @@
+"""dcp_touched_state: the states of an optimizer that has looked at them before its first step are restored."""
+
+from pathlib import Path
+from typing import Any
+
+from upstream import affected, run_json, tree, with_fix, without_fix
+
+AFFECTED = affected("dcp_touched_state")
+
+
+def resumed(version: str, delivery: str) -> Any:
+    """The names of the states that a resume has restored as they were saved, of those that the saved run had."""
+    root = tree("torch", version)
+    return run_json("proof", __file__, "resume", tree=root, delivery=delivery, imports=("torch",))
+
+
+@without_fix(AFFECTED)
+def test_no_state_is_restored_and_there_is_no_error(version: str, delivery: str) -> None:
+    assert resumed(version, delivery) == []
+
+
+@with_fix(AFFECTED)
+def test_each_state_is_restored(version: str, delivery: str) -> None:
+    assert resumed(version, delivery) == ["bias.exp_avg", "bias.step", "weight.exp_avg", "weight.step"]
+
+
+# What the process runs
+
+
+def resume(folder: Path) -> list[str]:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    class Touching(torch.optim.Optimizer):
+        """Looks at the state of each parameter in `train()`, as schedule-free optimizers do."""
+
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        def train(self) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if "exp_avg" in self.state[parameter]:
+                        parameter.data.lerp_(self.state[parameter]["exp_avg"], 0.5)
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    if not state:
+                        state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter))
+                    state["step"] += 1
+                    state["exp_avg"].lerp_(parameter.grad, 0.5)
+                    parameter.data.add_(state["exp_avg"], alpha=-group["lr"])
+
+    def start() -> tuple[Any, Any]:
+        model = torch.nn.Linear(8, 4)
+        optimizer = Touching(model.parameters())
+        optimizer.train()
+        return model, optimizer
+
+    def states(model: Any, optimizer: Any) -> dict[str, Any]:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        return {f"{names[p]}.{key}": value for p, state in optimizer.state.items() for key, value in state.items()}
+
+    model, optimizer = start()
+    for _ in range(2):
+        model(torch.ones(2, 8)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
+    saved = states(model, optimizer)
+    model, optimizer = start()
+    loaded = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    now = states(model, optimizer)
+    return sorted(name for name, value in saved.items() if name in now and torch.equal(value, now[name]))
