@@ -45,12 +45,10 @@ SAVED_SHARD = "tensors = self._saved_optimizer_state(model_param, sharded_model_
 SAVED_STATE = """self._saved_optimizer_state(
     model_param, main_param, self.optimizer.state.get(main_param, {})
 )"""
-# A lost step stays an error, as in upstream: a KeyError for one state, the assertion that follows for all states.
-STEPS = """list(
-    set([s["step"].item() for s in inner_state_dict["state"].values() if s])
-) or ([] if getattr(self, "step_taken", False) else [0.0])"""
-STEP_TAKEN = "self.step_taken = True"
-STEP_LOADED = "self.step_taken = steps[0] > 0"
+STEPS = 'self._steps_of_states(inner_state_dict["state"])'
+NO_STEP = "self.step_count = 0"
+STEP_TAKEN = "self.step_count += 1"
+STEP_LOADED = "self.step_count = int(steps[0])"
 
 
 class DistributedOptimizer:
@@ -59,6 +57,7 @@ class DistributedOptimizer:
     if TYPE_CHECKING:
         optimizer: Any
         optimizer_state_keys: tuple[str, ...]
+        step_count: int
 
     def _saved_optimizer_state(
         self, model_param: "torch.nn.Parameter", param: "torch.Tensor", state: "dict[str, Any]"
@@ -95,10 +94,29 @@ class DistributedOptimizer:
         """Whether the optimizer has updated a parameter. A step updates all trainable ones."""
         states, groups = self.optimizer.state.values(), self.optimizer.param_groups
         return model_param.requires_grad and (
-            getattr(self, "step_taken", False)
+            getattr(self, "step_count", 0) > 0
             or any(group.get("step", 0) > 0 for group in groups)
             or any(key in state for state in states for key in self.optimizer_state_keys)
         )
+
+    def _steps_of_states(self, states: "dict[int, dict[str, Any]]") -> "list[float]":
+        """Return the distinct steps in the states of torch's Adam.
+
+        There is no state before the first step, and none on a rank without parameters, such as
+        those of experts on a pipeline stage that has none.
+
+        Raises:
+            KeyError: the states of parameters that have stepped are missing.
+        """
+        steps = {state["step"].item() for state in states.values() if state}
+        if steps:
+            return list(steps)
+        if self.step_count > 0 and any(group["params"] for group in self.optimizer.param_groups):
+            raise KeyError(
+                f"step: lost from the state of all parameters, which have stepped {self.step_count}"
+                " times; resume from an earlier checkpoint"
+            )
+        return [float(self.step_count)]
 
     def _initial_main_param(self, param: "torch.Tensor") -> "torch.Tensor | None":
         """Return the initial main parameter of a shard, or None if the state does not hold one.
@@ -155,6 +173,7 @@ def complete_saved_states(source: Source) -> None:
         calls += [(SAVED_SHARD, LOOK_UP), (STATE_OF_SHARD, LOOK_UP)]
     if needs_step(source):
         calls += [
+            (NO_STEP, "__init__"),
             (STEPS, "state_dict"),
             (STEP_LOADED, "load_state_dict"),
             (STEP_TAKEN, "step_with_ready_grads"),
@@ -184,9 +203,11 @@ def methods_for(source: Source) -> list[Callable[..., Any]]:
     """The methods to insert into the class of this release."""
     has_hybrid = source.imports("HybridDeviceOptimizer")
     of_main_param = DistributedOptimizer if has_hybrid else WithoutHybridOffload
+    of_steps = [DistributedOptimizer._steps_of_states] if needs_step(source) else []
     return [
         DistributedOptimizer._saved_optimizer_state,
         DistributedOptimizer._has_stepped,
+        *of_steps,
         of_main_param._initial_main_param,
     ]
 
@@ -213,11 +234,12 @@ def complete_precision_aware_state(source: Source, look_up: Function) -> None:
 
 
 def step_of_empty_state(source: Source) -> None:
-    """torch's Adam keeps `step` only in the state, so a separate attribute records whether it has stepped."""
-    save, load, step = (
+    """torch's Adam keeps `step` only in the state, so a separate attribute counts the steps."""
+    init, save, load, step = (
         source.function(f"{CLASS}.{name}")
-        for name in ("state_dict", "load_state_dict", "step_with_ready_grads")
+        for name in ("__init__", "state_dict", "load_state_dict", "step_with_ready_grads")
     )
+    source.insert_at_start(init, NO_STEP)
     pattern = "list(set([s['step'].item() for s in inner_state_dict['state'].values()]))"
     source.replace(source.one(pattern, within=save), STEPS)
     loaded = source.one("step = torch.tensor(steps[0], dtype=torch.float)", within=load)

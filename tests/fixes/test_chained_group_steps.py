@@ -3,14 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from upstream import affected, run_json, tree, with_fix, without_fix
 
 AFFECTED = affected("chained_group_steps")
 
 
-def steps_after_a_resume(version: str, delivery: str) -> Any:
+def steps_after_a_resume(version: str, delivery: str, function: str = "resume") -> Any:
     """The steps of the groups with parameters on the second stage: those of the dense layer, those of the expert."""
-    found = run_json("proof", __file__, "resume", "2", "2", tree=tree("megatron-core", version), delivery=delivery)
+    found = run_json("proof", __file__, function, "2", "2", tree=tree("megatron-core", version), delivery=delivery)
     return found[1]
 
 
@@ -24,22 +26,44 @@ def test_experts_keep_their_step(version: str, delivery: str) -> None:
     assert steps_after_a_resume(version, delivery) == [2, 2, 2, 2]
 
 
+@without_fix(AFFECTED)
+def test_with_torchs_adam_the_first_stage_cannot_save(version: str, delivery: str) -> None:
+    with pytest.raises(AssertionError, match="RankError: AssertionError"):
+        steps_after_a_resume(version, delivery, "resume_torchs_adam")
+
+
+@with_fix(AFFECTED)
+def test_with_torchs_adam_experts_keep_their_step(version: str, delivery: str) -> None:
+    """By dp_zero_empty_state, which counts the steps of an optimizer without parameters."""
+    assert steps_after_a_resume(version, delivery, "resume_torchs_adam") == [2, 2, 2, 2]
+
+
 # What the ranks run
 
 
-def resume(rank: int, folder: Path) -> list[Any]:
+def resume(rank: int, folder: Path, inner: str = "fused") -> list[Any]:
     """Two pipeline stages train, save in fully_reshardable, and resume. Returns the steps of groups with parameters."""
     from ckpt_patches.demo import megatron_training as mt
 
-    mt.use_inner_optimizer("fused")
+    mt.use_inner_optimizer(inner)
     model, optimizer = mt.build(make_model=stage)
     for iteration in range(2):
         mt.step(model, optimizer, iteration)
     mt.save("fully_reshardable", model, optimizer, folder)
     resumed, of_resumed = mt.build(make_model=stage)
     mt.load("fully_reshardable", resumed, of_resumed, folder)
-    groups = [group for part in of_resumed.chained_optimizers for group in part.optimizer.param_groups]
-    return [group.get("step") for group in groups if group["params"]]
+    return [step for part in of_resumed.chained_optimizers for step in steps(part.optimizer, inner)]
+
+
+def steps(optimizer: Any, inner: str) -> list[Any]:
+    """The steps of the groups with parameters; torch's Adam keeps them in the states of the parameters."""
+    if inner == "torch":
+        return [state["step"].item() for state in optimizer.state.values()]
+    return [group.get("step") for group in optimizer.param_groups if group["params"]]
+
+
+def resume_torchs_adam(rank: int, folder: Path) -> list[Any]:
+    return resume(rank, folder, "torch")
 
 
 def stage(config: Any, dtype: Any, native_fp32: bool) -> Any:
