@@ -28,8 +28,7 @@ OFF = "off"
 REPLACED = "replaced"  # in this process: other code than the edited one is loaded
 # The bug is present, and its fix is not active.
 MISSING = (NO_MATCH, REPLACED, OFF)
-# Fixes of asynchronous saves: the prefix of their names for megatron-core, and the fix that replaces a missing NVRx.
-ASYNC, FALLBACK = "async_", "async_strategy_fallback"
+ASYNC = "async_"  # the prefix of the names of megatron-core's fixes for asynchronous saves
 
 
 @dataclass(frozen=True)
@@ -298,9 +297,7 @@ def _async_saves(core: Path | None, installed: Sequence[Installed], fixes: Seque
         return own
     if version := here[DISTRIBUTIONS[NVRX]]:
         return f"nvrx by default, nvidia-resiliency-ext {version}: {_covered(NVRX, 'nvrx_', fixes)}"
-    if any(fix.name == FALLBACK and fix.state in (ACTIVE, IN_PLACE) for fix in fixes):
-        return f"nvrx by default, which is not installed, so by {FALLBACK} {own}"
-    return f"nvrx by default, which is not installed: the first one fails ({FALLBACK} is not active)"
+    return "nvrx by default, which is not installed: the first one fails (pip install nvidia-resiliency-ext)"
 
 
 def _covered(package: str, prefix: str, fixes: Sequence[FixStatus]) -> str:
