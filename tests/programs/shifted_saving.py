@@ -9,7 +9,7 @@ With `--gloo` the state is gathered on one rank, as the memory-efficient option 
 
 With `--load FOLDER` the program loads that checkpoint into the model with many buckets instead, as upstream does, and
 prints JSON: by tensor-parallel rank, for each parameter and state, the elements that differ from
-OUT/shifted.<rank>.npz.
+OUT/<name>.<rank>.npz, the name being that of the folder.
 
     shifted_saving.py OUT [--ranks 2] [--tp 1] [--gloo] [--load FOLDER]
 """
@@ -147,9 +147,10 @@ def load(rank: int, options: argparse.Namespace) -> None:
             p.zero_()
     optimizer.reload_model_params()
     loaded = dist_checkpointing.load(sharded(model, optimizer, options, is_loading=True), str(options.load))
+    mt.set_weights(model, loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     tp = parallel_state.get_tensor_model_parallel_rank()
-    truth, state = np.load(f"{options.out / 'shifted'}.{tp}.npz"), live(model, optimizer)
+    truth, state = np.load(f"{options.load}.{tp}.npz"), live(model, optimizer)
     wrong = {key: np.flatnonzero(state[key].view(np.uint32) != truth[key].view(np.uint32)).tolist() for key in state}
     everyone = mt.gathered((tp, {key: found for key, found in wrong.items() if found}))
     if rank == 0:
