@@ -69,7 +69,9 @@ def statement_that_names(source: Source, function: Function) -> ast.If:
 
 
 def opens_latest(source: Source, statements: list[ast.stmt]) -> bool:
-    return any(isinstance(statement, ast.With) and source.has("'latest'", statement) for statement in statements)
+    """Whether one of them writes `latest`; by `latest_replaced` it is a call."""
+    writes = [statement for statement in statements if isinstance(statement, ast.With | ast.Expr)]
+    return any(source.has("os.path.join(..., 'latest')", statement) for statement in writes)
 
 
 def waits(source: Source, function: Function) -> bool:

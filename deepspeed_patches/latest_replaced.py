@@ -9,6 +9,10 @@ from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import NoMatch, Source
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import os
+
 ENGINE = "deepspeed.runtime.engine"
 
 fix = Fix(
@@ -22,36 +26,35 @@ fix = Fix(
 )
 
 LATEST = "os.path.join(..., 'latest')"
-OPEN, OPEN_TEMPORARY = f"open({LATEST}, 'w')", f"open({LATEST} + '.tmp', 'w')"
-LONG = 40  # characters of the path, which is in the statement twice
-SYNC = "fd.flush()\nos.fsync(fd.fileno())"
+OPEN = f"open({LATEST}, 'w')"
+
+
+def _replace_file(path: "str", text: "str") -> None:
+    """Write a text file. A crash leaves the old or the new one."""
+    with open(path + ".tmp", "w") as fd:
+        fd.write(text)
+        fd.flush()
+        os.fsync(fd.fileno())
+    os.replace(path + ".tmp", path)
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+    try:
+        os.fsync(folder)  # so that the new name is on disk, too
+    except OSError:  # some file systems cannot do this
+        pass
+    finally:
+        os.close(folder)
 
 
 @fix.edit(ENGINE)
 def write_a_temporary_file_and_rename_it(source: Source) -> None:
     """Upstream truncates and rewrites the file; since 0.17.1 also in a second place, for background writers."""
-    writes = [found for found in source.all_of(ast.With, having=LATEST) if source.has(LATEST, found)]
+    writes = [found for found in source.all_of(ast.With, having=LATEST) if source.has(OPEN, found.items[0])]
+    source.skip_if(f"_replace_file({LATEST}, ...)", *(False for _ in writes), _replace_file)
     if not writes:
         raise NoMatch("expected a place that writes `latest`, found none")
-    source.skip_if(*(part for statement in writes for part in parts_of(source, statement)))
-    for call in source.some(OPEN):
-        statement = next(found for found in writes if found.items[0].context_expr is call)
-        source.insert_at(call.args[0], " + '.tmp'", end=True)
-        source.insert_after(source.one("fd.write(...)", within=statement), SYNC)
-        source.insert_after(statement, renaming(source, call.args[0]))
-
-
-def parts_of(source: Source, statement: ast.With) -> tuple[tuple[str, ast.AST], ...]:
-    renamed = renaming(source, source.all(LATEST, statement)[0])
-    return (
-        (OPEN_TEMPORARY, statement),
-        ("fd.flush()", statement),
-        ("os.fsync(fd.fileno())", statement),
-        (renamed, source.tree),
-    )
-
-
-def renaming(source: Source, path: ast.expr) -> str:
-    """The statement that renames the temporary file, split into two lines if too long."""
-    gap = "" if len(source.text(path)) < LONG else "\n    "
-    return f"os.replace({gap}{source.text(path)} + '.tmp', {source.text(path)})"
+    for statement in writes:
+        path, written = source.one(LATEST, statement), source.one("fd.write(...)", statement)
+        if len(statement.body) != 1:
+            raise NoMatch(f"expected `{source.text(written)}` alone, found {len(statement.body)} statements")
+        source.replace(statement, f"_replace_file({source.text(path)}, {source.text(written.args[0])})")
+    source.insert_function_before(source.class_named("DeepSpeedEngine"), _replace_file)
