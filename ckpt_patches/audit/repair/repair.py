@@ -62,43 +62,31 @@ def repair(
     """
     with new_copy(path, output) as copy:
         report = audit(path, workers)
+        found = report.checkpoint
         if report.verdict in TO_RESUME_FROM:
             raise UserError(f"{path} is {report.verdict}: nothing to repair")
         older = audit(older_path, workers) if older_path else None
-        if older:
-            _check_older(report, older, trust=trust_source)
-        made = plan(report, FROM_OLDER if older else RESET)
-        _check_plan(report.checkpoint, made, reset_moments=reset_moments, workers=workers)
-        copy_checkpoint(path, copy, output, say)
         source = older.checkpoint if older else None
-        written = Result(source, made, _change(report.checkpoint, made, source, copy))
+        if older:
+            same_run.check(found, older.checkpoint, trust=trust_source)
+            unshift.check_older(older.checkpoint.path, older.shift)
+            if older.verdict not in TO_RESUME_FROM:
+                expected = f"expected a checkpoint that is {WHOLE}, found it {older.verdict} (audit {older_path})"
+                raise UserError(f"--from {older_path}: {expected}")
+        made = plan(report, FROM_OLDER if older else RESET)
+        if made.refused and not made.is_possible:
+            lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason or f.detail}" for f, reason in made.refused]
+            raise UserError("\n".join([f"{path} cannot be repaired, and nothing was written:", *lines]))
+        reset = next((fill for fill in made.fills if fill.source == RESET), None)
+        if reset and not reset_moments:
+            raise UserError(
+                f"{path}: expected a source of lost moments, as of {shown(reset.stream.array)}, found none, and "
+                f"nothing was written: repeat with --from {_neighbor(found, workers) or 'OLDER'}, a whole checkpoint "
+                "of the run, or with --reset-moments, which sets both moments of these elements to zero"
+            )
+        copy_checkpoint(path, copy, output, say)
+        written = Result(source, made, _change(found, made, source, copy))
         return _finish(report, written, audit(copy, workers), output)
-
-
-def _check_older(report: Report, older: Report, *, trust: bool) -> None:
-    """Refuse an older checkpoint that is damaged, or not known to be of the run."""
-    same_run.check(report.checkpoint, older.checkpoint, trust=trust)
-    path = older.checkpoint.path
-    unshift.check_older(path, older.shift)
-    if older.verdict not in TO_RESUME_FROM:
-        raise UserError(
-            f"--from {path}: expected a checkpoint that is {WHOLE}, found it {older.verdict} (audit {path})"
-        )
-
-
-def _check_plan(found: Checkpoint, made: Plan, *, reset_moments: bool, workers: int) -> None:
-    """Refuse a plan that repairs nothing, or that resets moments without being asked to."""
-    if made.refused and not made.is_possible:
-        lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason or f.detail}" for f, reason in made.refused]
-        raise UserError("\n".join([f"{found.path} cannot be repaired, and nothing was written:", *lines]))
-    reset = next((fill for fill in made.fills if fill.source == RESET), None)
-    if reset and not reset_moments:
-        has_them = _neighbor(found, workers)
-        raise UserError(
-            f"{found.path}: expected a source of lost moments, as of {shown(reset.stream.array)}, found none, and "
-            f"nothing was written: repeat with --from {has_them or 'OLDER'}, a whole checkpoint of the run, or with "
-            "--reset-moments, which sets both moments of these elements to zero"
-        )
 
 
 def _neighbor(found: Checkpoint, workers: int) -> Path | None:
