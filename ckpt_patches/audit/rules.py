@@ -6,19 +6,20 @@ gradient have their shape. Rules of several shards are in `rules_across.py`.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_patches.audit.judging import blocks, few_bits, remainders
-from ckpt_patches.audit.judging.scan import Odd, OddRuns, Tally, stretches
+from ckpt_patches.audit.judging.scan import Odd, OddRuns, stretches
 from ckpt_patches.formats import damages, elements
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.zero_inventory import numbered
 
+ZERO = {EXP_AVG: blocks.NO_AVG, EXP_AVG_SQ: blocks.NO_SQ}
 BOTH = blocks.NO_AVG | blocks.NO_SQ
 LEAST = 4  # elements of a lost slice; fewer zeros also occur in a complete state
 SLICES_PER_RANK = 2  # a write that is lost leaves one range, or two where it is between others
@@ -40,35 +41,33 @@ class Seen:
     """A shard, and what is odd in it."""
 
     shard: Shard
-    runs: OddRuns
-    is_cut: bool  # runs other than short zeros were dropped
-    tallies: dict[int, Tally]
+    odd: Odd
     found: Checkpoint
-    repaired: frozenset[int] = field(default_factory=frozenset)  # edges of ranges that `ckpt-patches repair` wrote
 
     @property
     def least(self) -> int:
         """The fewest elements of a lost slice: in a bucket, more than any padding."""
         return LEAST if self.shard.has_rows else max(PADDING, ALIGNMENT * (self.found.data_parallel or 1))
 
-    @property
-    def has_moments(self) -> bool:
-        return set(MOMENTS) <= self.shard.streams.keys()
+    def findings(
+        self, kind: damages.FindingKind, role: str, ranges: Sequence[Range], detail: str = ""
+    ) -> Iterator[Finding]:
+        """A finding for each range, or for all of them if they are too many to show."""
+        if len(ranges) > MOST_FINDINGS:
+            ranges, detail = [(ranges[0][0], ranges[-1][1])], f"{len(ranges)} places of these"
+        for begin, end in ranges:
+            own = ", ".join(filter(None, (detail, written_by(self.shard, begin, end, self.found.data_parallel))))
+            yield Finding(kind, self.shard.streams[role].array, own, self.shard.label, begin, end)
 
-    def finding(self, kind: damages.FindingKind, role: str, begin: int, end: int, detail: str = "") -> Finding:
-        written = written_by(self.shard, begin, end, self.found.data_parallel)
-        detail = ", ".join(filter(None, (detail, written)))
-        return Finding(kind, self.shard.streams[role].array, detail, self.shard.label, begin, end)
+    def of_all(self, kind: damages.FindingKind, role: str, detail: str = "") -> Iterator[Finding]:
+        """A finding for all elements."""
+        return self.findings(kind, role, [(0, self.shard.numel)], detail)
 
 
 def judge(shard: Shard, odd: Odd, found: Checkpoint) -> Iterator[Finding]:
     """The findings of a shard; none for padding, which can hold anything."""
-    if shard.is_padding:
-        return
-    repaired = frozenset(edge for own in found.repaired_in(shard) for edge in own)
-    seen = Seen(shard, odd.runs, odd.is_cut, odd.tallies, found, repaired)
-    for rule in RULES:
-        yield from _limited(list(rule(seen)))
+    for rule in () if shard.is_padding else RULES:
+        yield from rule(Seen(shard, odd, found))
 
 
 def written_by(shard: Shard, begin: int, end: int, data_parallel: int | None) -> str:
@@ -99,8 +98,7 @@ def not_finite(seen: Seen) -> Iterator[Finding]:
     is_buffer = seen.shard.parameter in seen.found.buffers
     if is_state or (MASTER in seen.shard.streams and not is_buffer):
         for role in seen.shard.streams:
-            for bit in (blocks.MASKED, blocks.INFINITE):
-                yield from _wrong(seen, damages.NOT_FINITE, role, bit)
+            yield from _wrong(seen, damages.NOT_FINITE, role, blocks.INFINITE)
 
 
 def negative_square(seen: Seen) -> Iterator[Finding]:
@@ -112,18 +110,18 @@ def negative_square(seen: Seen) -> Iterator[Finding]:
 
 def unrounded_master(seen: Seen) -> Iterator[Finding]:
     """Main parameters that do not round to the weights. If most do not and are near, nothing tells which are wrong."""
-    unrounded, zeros = (seen.tallies.get(bit) for bit in (blocks.UNROUNDED, blocks.NO_WEIGHT))
+    unrounded, zeros = (seen.odd.tallies.get(bit) for bit in (blocks.UNROUNDED, blocks.NO_WEIGHT))
     if unrounded is None:
         return
     if remainders.are_in(seen.shard):
         detail = "whole numbers of 16 bits, what a bf16 weight lacks of its main parameter: nothing contradicts them"
-        yield seen.finding(damages.NOT_JUDGED, MASTER, 0, seen.shard.numel, detail)
+        yield from seen.of_all(damages.NOT_JUDGED, MASTER, detail)
     elif 2 * unrounded.elements > seen.shard.numel and few_bits.are_near(seen.shard):
         if few_bits.are_in(seen.shard):
-            yield seen.finding(damages.FEW_BITS, WEIGHT, 0, seen.shard.numel)
+            yield from seen.of_all(damages.FEW_BITS, WEIGHT)
         else:
             detail = f"{unrounded.elements} of {seen.shard.numel} elements"
-            yield seen.finding(damages.OTHER_MASTERS, MASTER, unrounded.begin, unrounded.end, detail)
+            yield from seen.findings(damages.OTHER_MASTERS, MASTER, [(unrounded.begin, unrounded.end)], detail)
     else:
         # If all other masters round to their weights, a reload did reach the masters, and the weights are lost.
         is_lost_weight = zeros is not None and unrounded.elements == zeros.elements
@@ -133,53 +131,41 @@ def unrounded_master(seen: Seen) -> Iterator[Finding]:
 
 def lost_master(seen: Seen) -> Iterator[Finding]:
     """The main parameter is zero, and the weight is not; without a weight, the moments are not."""
-    if blocks.CONTRADICTED not in seen.tallies or remainders.are_in(seen.shard):
+    if blocks.CONTRADICTED not in seen.odd.tallies or remainders.are_in(seen.shard):
         return
-    ranges = holes(seen.runs, blocks.NO_MASTER, seen.runs.code & blocks.CONTRADICTED > 0)
-    if WEIGHT in seen.shard.streams and MASTER in seen.shard.streams:
+    ranges = holes(seen.odd.runs, blocks.NO_MASTER, seen.odd.runs.code & blocks.CONTRADICTED > 0)
+    role, kind, detail = MASTER if MASTER in seen.shard.streams else WEIGHT, damages.LOST_MASTER, ""
+    if {WEIGHT, MASTER} <= seen.shard.streams.keys():
         least = 1 if seen.shard.has_rows else seen.least
-        lost = [(begin, end) for begin, end in ranges if end - begin >= least]
-    else:
-        lost = few(seen, ranges)
-    role = MASTER if MASTER in seen.shard.streams else WEIGHT
-    for begin, end in lost:
-        if (begin, end) == (0, seen.shard.numel) and len(seen.shard.streams.keys() & {MASTER, WEIGHT}) == 1:
-            yield seen.finding(damages.RARE, role, begin, end, ZERO_MASTER)
-        else:
-            yield seen.finding(damages.LOST_MASTER, role, begin, end)
+        ranges = [(begin, end) for begin, end in ranges if end - begin >= least]
+    elif (ranges := few(seen, ranges)) == [(0, seen.shard.numel)]:
+        kind, detail = damages.RARE, ZERO_MASTER
+    yield from seen.findings(kind, role, ranges, detail)
 
 
 # Rules 3 and 4: moments that are zero
 
 
 def lost_moment(seen: Seen) -> Iterator[Finding]:
-    """Exactly one moment is zero over a run."""
-    if not seen.has_moments:
-        return
-    code = seen.runs.code
-    if seen.found.beta1 != 0:  # else the first moment is the last gradient
-        every = holes(seen.runs, blocks.NO_AVG, code & BOTH == blocks.NO_AVG)
+    """Exactly one moment is zero over a run. A note on zeros in more places than are lost, unless all of them are rows.
+
+    The first moment can decay to zero; if its factor is 0, it is the last gradient.
+    """
+    code, row = seen.odd.runs.code, seen.shard.row
+    certain = {EXP_AVG: code & BOTH == blocks.NO_AVG, EXP_AVG_SQ: code & blocks.AVG_IS_LARGE > 0}
+    for role in MOMENTS if set(MOMENTS) <= seen.shard.streams.keys() else ():
+        if role == EXP_AVG and seen.found.beta1 == 0:
+            continue
+        every = holes(seen.odd.runs, ZERO[role], certain[role])
         alone = few(seen, every)
-        yield from _sparse(seen, EXP_AVG, every, alone)
-        decayed = {own for own in alone if _has_decayed(seen, *own)}
-        for begin, end in alone:
-            if (begin, end) not in decayed:
-                yield seen.finding(damages.LOST_MOMENT, EXP_AVG, begin, end)
+        if len(every) > len(alone) and any(begin % row or end % row for begin, end in every):
+            detail = f"{len(every)} places"
+            yield from seen.findings(damages.SPARSE_MOMENT, role, [(every[0][0], every[-1][1])], detail)
+        decayed = [own for own in alone if role == EXP_AVG and _has_decayed(seen, *own)]
+        yield from seen.findings(damages.LOST_MOMENT, role, [own for own in alone if own not in decayed])
         if decayed:
-            detail = "the first moment has decayed to zero"
-            yield seen.finding(damages.NO_GRADIENT, EXP_AVG, min(decayed)[0], max(decayed)[1], detail)
-    every = holes(seen.runs, blocks.NO_SQ, code & blocks.AVG_IS_LARGE > 0)
-    alone = few(seen, every)
-    yield from _sparse(seen, EXP_AVG_SQ, every, alone)
-    for begin, end in alone:
-        yield seen.finding(damages.LOST_MOMENT, EXP_AVG_SQ, begin, end)
-
-
-def _sparse(seen: Seen, role: str, every: list[Range], alone: list[Range]) -> Iterator[Finding]:
-    """A note on zeros in too many places, unless all of them are rows."""
-    row = seen.shard.row
-    if len(every) > len(alone) and any(begin % row or end % row for begin, end in every):
-        yield seen.finding(damages.SPARSE_MOMENT, role, every[0][0], every[-1][1], f"{len(every)} places")
+            hull = decayed[0][0], decayed[-1][1]
+            yield from seen.findings(damages.NO_GRADIENT, role, [hull], "the first moment has decayed to zero")
 
 
 def _has_decayed(seen: Seen, begin: int, end: int) -> bool:
@@ -194,17 +180,19 @@ def _has_decayed(seen: Seen, begin: int, end: int) -> bool:
 
 def lost_in_both(seen: Seen) -> Iterator[Finding]:
     """Both moments are zero, over runs that are neither rows nor columns that other rows share."""
-    ranges = stretches(seen.runs, BOTH) if seen.has_moments else []
+    ranges = stretches(seen.odd.runs, BOTH) if set(MOMENTS) <= seen.shard.streams.keys() else []
     if not ranges or ranges == [(0, seen.shard.numel)]:
         return  # the full shard: see rules_across
-    natural = rows_or_columns(ranges, seen.shard.row, seen.repaired)
-    for begin, end in few(seen, [own for own in ranges if own not in natural]):
-        for role in MOMENTS:
-            yield seen.finding(damages.LOST_MOMENT, role, begin, end)
+    known = {edge for own in seen.found.repaired_in(seen.shard) for edge in own}  # not of a loss
+    natural = rows_or_columns(ranges, seen.shard.row, known)
+    lost = few(seen, [own for own in ranges if own not in natural])
+    for role in MOMENTS:
+        yield from seen.findings(damages.LOST_MOMENT, role, lost)
     if natural:
         elements = sum(end - begin for begin, end in natural)
         detail = f"{elements} elements in {len(natural)} places"
-        yield seen.finding(damages.NO_GRADIENT, EXP_AVG, min(natural)[0], max(natural)[1], detail)
+        hull = min(natural)[0], max(natural)[1]
+        yield from seen.findings(damages.NO_GRADIENT, EXP_AVG, [hull], detail)
 
 
 def holes(runs: OddRuns, bits: int, certain: npt.NDArray[np.bool_]) -> list[Range]:
@@ -235,7 +223,7 @@ def _as_long(seen: Seen, lengths: list[int], own: Range) -> int:
     return len(lengths) - int(np.searchsorted(lengths, least))
 
 
-def rows_or_columns(ranges: list[Range], row: int, known: frozenset[int] = frozenset()) -> set[Range]:
+def rows_or_columns(ranges: list[Range], row: int, known: Set[int] = frozenset()) -> set[Range]:
     """The ranges whose edges are those of rows, of columns that other ranges share, or known not to be of a loss."""
     begins, ends = (Counter(own[edge] % row for own in ranges) for edge in (0, 1))
 
@@ -252,14 +240,14 @@ def not_judged(seen: Seen) -> Iterator[Finding]:
     streams = seen.shard.streams
     if MASTER in streams and WEIGHT in streams and not blocks.is_compared(streams[WEIGHT].dtype):
         detail = f"the model's weights are of torch.{streams[WEIGHT].dtype}, with which no master was compared"
-        yield seen.finding(damages.NOT_JUDGED, WEIGHT, 0, seen.shard.numel, detail)
+        yield from seen.of_all(damages.NOT_JUDGED, WEIGHT, detail)
     for role in (MASTER, *MOMENTS):
         if role in streams and not elements.is_number(streams[role].dtype):
             detail = f"elements of torch.{streams[role].dtype}, which are no numbers by themselves"
-            yield seen.finding(damages.NOT_JUDGED, role, 0, seen.shard.numel, detail)
-    if seen.is_cut:
-        detail = f"zeros in more places than are kept, {len(seen.runs.begin)}: the shorter ones were not judged"
-        yield seen.finding(damages.NOT_JUDGED, next(iter(streams)), 0, seen.shard.numel, detail)
+            yield from seen.of_all(damages.NOT_JUDGED, role, detail)
+    if seen.odd.is_cut:
+        detail = f"zeros in more places than are kept, {len(seen.odd.runs.begin)}: the shorter ones were not judged"
+        yield from seen.of_all(damages.NOT_JUDGED, next(iter(streams)), detail)
 
 
 RULES: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
@@ -275,32 +263,18 @@ RULES: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
 
 def _wrong(seen: Seen, kind: damages.FindingKind, role: str, bit: int) -> Iterator[Finding]:
     """Findings for the elements with a bit; nearby elements form one range."""
+    if bit not in seen.odd.tallies:
+        return
     if not seen.shard.has_rows:
         kind = damages.ODD_IN_BUCKET
-    chosen = seen.runs.code & bit > 0
-    begin, end = seen.runs.begin[chosen], seen.runs.end[chosen]
-    if not len(begin):
-        return
-    tally, total = seen.tallies[bit], np.concatenate([[0], np.cumsum(end - begin)])
-    if tally.elements != total[-1]:  # some runs were dropped
-        yield seen.finding(kind, role, tally.begin, tally.end, f"{tally.elements} elements of these")
-        return
+    chosen, tally = seen.odd.runs.code & bit > 0, seen.odd.tallies[bit]
+    begin, end = seen.odd.runs.begin[chosen], seen.odd.runs.end[chosen]
     cuts = np.flatnonzero(begin[1:] - end[:-1] > NEAR) + 1
-    if len(cuts) >= MOST_FINDINGS:
-        cuts = cuts[:0]
-    for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), len(begin)], strict=True):
-        low, high, elements = int(begin[first]), int(end[last - 1]), int(total[last] - total[first])
-        yield seen.finding(kind, role, low, high, "" if elements == high - low else f"{elements} elements of these")
-
-
-def _limited(findings: list[Finding]) -> list[Finding]:
-    """Merge the findings of a kind and array if there are too many to show."""
-    by_array: dict[tuple[damages.FindingKind, str], list[Finding]] = {}
-    for finding in findings:
-        by_array.setdefault((finding.kind, finding.array), []).append(finding)
-    return [finding for own in by_array.values() for finding in (own if len(own) <= MOST_FINDINGS else [_hull(own)])]
-
-
-def _hull(findings: list[Finding]) -> Finding:
-    last = max(finding.end or 0 for finding in findings)
-    return replace(findings[0], end=last, detail=f"{len(findings)} places of these")
+    if tally.elements != (end - begin).sum() or len(cuts) >= MOST_FINDINGS:  # some runs were dropped, or they are many
+        hull = tally.begin, tally.end
+        yield from seen.findings(kind, role, [hull], f"{tally.elements} elements of these")
+        return
+    for first, last in zip(np.split(begin, cuts), np.split(end, cuts), strict=True):
+        low, high, count = int(first[0]), int(last[-1]), int((last - first).sum())
+        detail = "" if count == high - low else f"{count} elements of these"
+        yield from seen.findings(kind, role, [(low, high)], detail)
