@@ -4,6 +4,7 @@ Zeros are a lost slice only where the other arrays of the parameter contradict t
 gradient have their shape. Rules of several shards are in `rules_across.py`.
 """
 
+import bisect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -184,8 +185,10 @@ def lost_in_both(seen: Seen) -> Iterator[Finding]:
     if not ranges or ranges == [(0, seen.shard.numel)]:
         return  # the full shard: see rules_across
     known = {edge for own in seen.found.repaired_in(seen.shard) for edge in own}  # not of a loss
-    natural = rows_or_columns(ranges, seen.shard.row, known)
-    lost = few(seen, [own for own in ranges if own not in natural])
+    row, natural = seen.shard.row, rows_or_columns(ranges, seen.shard.row, known)
+    # Of sparse moments most edges are those of other ranges, too, by chance: only rows are not counted.
+    no_rows = [own for own in ranges if own[0] % row or own[1] % row]
+    lost = few(seen, [own for own in ranges if own not in natural], no_rows)
     for role in MOMENTS:
         yield from seen.findings(damages.LOST_MOMENT, role, lost)
     if natural:
@@ -207,20 +210,20 @@ def holes(runs: OddRuns, bits: int, certain: npt.NDArray[np.bool_]) -> list[Rang
     return found
 
 
-def few(seen: Seen, ranges: list[Range]) -> list[Range]:
+def few(seen: Seen, ranges: list[Range], among: list[Range] | None = None) -> list[Range]:
     """The ranges that can be lost slices: those of which a data-parallel rank can have lost that many.
 
-    Quantized or sparse moments have zeros in many places of all lengths.
+    Quantized or sparse moments have zeros in many places of all lengths. Counted are the ranges of `among` (by default
+    all) that are a quarter as long, or longer; in a small shard, all of them.
     """
     most = SLICES_PER_RANK * (seen.found.data_parallel or 1)
-    lengths = sorted(end - begin for begin, end in ranges)
-    return [own for own in ranges if own[1] - own[0] >= seen.least and _as_long(seen, lengths, own) <= most]
-
-
-def _as_long(seen: Seen, lengths: list[int], own: Range) -> int:
-    """How many ranges are a quarter as long as this one, or longer; in a small shard, how many there are."""
-    least = 1 if seen.shard.numel < SMALL else (own[1] - own[0]) // 4
-    return len(lengths) - int(np.searchsorted(lengths, least))
+    lengths = sorted(end - begin for begin, end in (ranges if among is None else among))
+    found = []
+    for begin, end in ranges:
+        least = 1 if seen.shard.numel < SMALL else (end - begin) // 4
+        if end - begin >= seen.least and len(lengths) - bisect.bisect_left(lengths, least) <= most:
+            found.append((begin, end))
+    return found
 
 
 def rows_or_columns(ranges: list[Range], row: int, known: Set[int] = frozenset()) -> set[Range]:
