@@ -28,32 +28,19 @@ class Part:
     end: int
     is_zero: bool  # whether both moments of all its elements are zero
 
-    @property
-    def numel(self) -> int:
-        return self.end - self.begin
-
 
 def parts_of(shard: Shard, runs: OddRuns) -> list[Part]:
     """The parts of a shard by rank, or one part; none if it has no moments."""
-    if not set(MOMENTS) <= shard.streams.keys() or not shard.numel or shard.is_padding:
+    if not set(MOMENTS) <= shard.streams.keys() or shard.is_padding:
         return []
-    zeros = stretches(runs, BOTH)
-    return [
-        Part(shard, own.rank, own.begin, own.end, any(begin <= own.begin and own.end <= end for begin, end in zeros))
-        for own in shard.owners
-        if own.end > own.begin
-    ]
+    zeros, owners = stretches(runs, BOTH), (own for own in shard.owners if own.end > own.begin)
+    return [Part(shard, *own, any(begin <= own.begin and own.end <= end for begin, end in zeros)) for own in owners]
 
 
 def scales_of(shard: Shard, runs: OddRuns) -> list[Part]:
     """The shard as a part, by its file, if it is the scales of a state of 8 bits, or a state in place of one."""
-    if (
-        shard.streams.keys() != {WEIGHT}
-        or not SCALES.search(shard.parameter)
-        or not OF_OPTIMIZER.search(shard.parameter)
-    ):
-        return []
-    if shard.streams[WEIGHT].dtype not in FLOATS:
+    is_state = SCALES.search(shard.parameter) and OF_OPTIMIZER.search(shard.parameter)
+    if not is_state or shard.streams.keys() != {WEIGHT} or shard.streams[WEIGHT].dtype not in FLOATS:
         return []
     file = Path(shard.streams[WEIGHT].extents[0].path).name
     return [Part(shard, file, 0, shard.numel, stretches(runs, blocks.NO_MASTER) == [(0, shard.numel)])]
@@ -95,7 +82,9 @@ def of_sparse_moments(found: Checkpoint, findings: list[Finding]) -> list[Findin
 def of_moments(found: Checkpoint, parts: list[Part]) -> Iterator[Finding]:
     """Findings for moments that are zero in a parameter, on a rank or everywhere, or not zero at step 0."""
     if found.step == 0:
-        yield from _at_step_0(found, [part for part in parts if not part.is_zero])
+        if places := sum(not part.is_zero for part in parts):
+            found.step = None
+            yield _at_step_0(found, f"moments that are not zero in {places} places, and ")
         return
     by_parameter: dict[str, list[Part]] = {}
     for part in parts:
@@ -139,14 +128,8 @@ def _zeros(kind: damages.FindingKind, parts: Iterable[Part], detail: str) -> Ite
             yield Finding(kind, part.shard.streams[role].array, detail, part.shard.label, part.begin, part.end)
 
 
-def _at_step_0(found: Checkpoint, with_moments: list[Part]) -> Iterator[Finding]:
-    """Moments that are not zero although the step is 0, or although no file has a step."""
-    if not with_moments:
-        return
-    is_absent = found.format.startswith("megatron") and not any("step" in group for group in found.groups)
-    found.step = None
-    detail = f"moments that are not zero in {len(with_moments)} places, and "
-    if is_absent:
-        yield Finding(damages.UNUSUAL, "param_groups", detail=f"{detail}no step: a load counts from 0")
-    else:
-        yield Finding(damages.CONTRADICTION, "the optimizer's step", detail=f"{detail}step 0: a load counts from there")
+def _at_step_0(found: Checkpoint, detail: str) -> Finding:
+    """Moments although the step is 0, or although no file has a step."""
+    if found.format.startswith("megatron") and not any("step" in group for group in found.groups):
+        return Finding(damages.UNUSUAL, "param_groups", detail=f"{detail}no step: a load counts from 0")
+    return Finding(damages.CONTRADICTION, "the optimizer's step", detail=f"{detail}step 0: a load counts from there")

@@ -21,7 +21,7 @@ from ckpt_patches.audit.repair_list import Repaired
 from ckpt_patches.audit.run_folder import unit_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages
-from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Stream
 from ckpt_patches.formats.damages import NOTE, Finding
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.elements import Block, as_float32, read_elements
@@ -109,12 +109,13 @@ def _change(found: Checkpoint, made: Plan, older: Checkpoint | None, copy: Path)
     changed = unshift.gather(made.shift, found.path, copy)
     source = same_run.tensors(older) if older else {}
     for fill in made.fills:
-        ranges = [part for begin, end in fill.ranges for part in _fill(fill, source, (begin, end), found.path, copy)]
+        own = copied(fill.stream, found.path, copy)
+        ranges = [part for begin, end in fill.ranges for part in _fill(fill, source, own, begin, end)]
         where = f": {older.path}, step {older.step}" if older and fill.source == FROM_OLDER else ""
-        now.add((fill.stream.array, fill.shard.label), ranges, f"{fill.source}{where}")
-        changed |= {in_copy(extent.path, found.path, copy) for extent in fill.stream.extents if ranges}
-    for own in made.copies:
-        changed |= {str(shutil.copy2(path_within(copy, own.name), path_within(copy, name))) for name in own.missing}
+        now.add((own.array, fill.shard.label), ranges, f"{fill.source}{where}")
+        changed |= {extent.path for extent in own.extents if ranges}
+    for one in made.copies:
+        changed |= {str(shutil.copy2(path_within(copy, one.name), path_within(copy, name))) for name in one.missing}
     if not changed and not made.cuts:
         raise UserError(f"{found.path} cannot be repaired, and nothing was written: {LEFT}")
     wrong = {finding.detail for finding, _ in made.refused}  # includes wrong checksums, which stay
@@ -125,17 +126,16 @@ def _change(found: Checkpoint, made: Plan, older: Checkpoint | None, copy: Path)
     for key, ranges in now.ranges.items():
         listed.add(key, ranges, now.sources[key])
     listed.moved += unshift.listed(made.shift)
-    listed.copied += [{"from": own.name, "to": list(own.missing)} for own in made.copies]
+    listed.copied += [{"from": one.name, "to": list(one.missing)} for one in made.copies]
     listed.files += [str(Path(name).relative_to(copy)) for name in changed]
     repair_list.write(copy, listed)
     return now
 
 
-def _fill(fill: Fill, source: same_run.Tensors, where: Range, path: Path, copy: Path) -> Iterator[Range]:
-    """Fill a range of elements in the copy. Yields the ranges of elements that change."""
-    own = copied(fill.stream, path, copy)
-    for first in range(*where, AT_A_TIME):
-        last = min(first + AT_A_TIME, where[1])
+def _fill(fill: Fill, source: same_run.Tensors, own: Stream, begin: int, end: int) -> Iterator[Range]:
+    """Fill a range of elements in the copy's stream. Yields the ranges of elements that change."""
+    for first in range(begin, end, AT_A_TIME):
+        last = min(first + AT_A_TIME, end)
         data = _content(fill, source, first, last).view(np.uint8)
         differs = np.ones(last - first, np.bool_)
         if fill.role not in fill.shard.lost and fill.kind is not damages.SHIFTED_STATE:  # those have none of their own
