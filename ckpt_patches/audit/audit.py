@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_patches.audit import repair_list, rules, rules_across
+from ckpt_patches.audit import repair_list, rules
 from ckpt_patches.audit.judging import blocks, coverage, record_checksums, recorded_states, scan, shifted
 from ckpt_patches.audit.run_folder import UNFINISHED, is_other_save, why_incomplete
 from ckpt_patches.errors import UserError
@@ -197,15 +197,15 @@ def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int) -> R
 def _apply_rules(found: Checkpoint, shards: list[Shard], parts: Iterable[scan.Part]) -> None:
     """Add the findings of all rules, of each shard and of several, and of the checksums."""
     pieces: list[PartRead] = []  # complete when all parts are read
-    moments: list[rules_across.Part] = []
-    scales: list[rules_across.Part] = []
+    moments: list[rules.Part] = []
+    scales: list[rules.Part] = []
     for shard, odd in zip(shards, scan.by_shard(parts, len(shards), pieces), strict=True):
         own = scan.without(odd.runs, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
         found.findings += rules.judge(shard, odd._replace(runs=own), found)
-        moments += rules_across.parts_of(shard, own)
-        scales += rules_across.scales_of(shard, own)
-    found.findings[:] = rules_across.of_zero_masters(found, found.findings)
-    found.findings[:] = rules_across.of_sparse_moments(found, found.findings)
+        moments += rules.parts_of(shard, own)
+        scales += rules.scales_of(shard, own)
+    found.findings[:] = rules.of_zero_masters(found, found.findings)
+    found.findings[:] = rules.of_sparse_moments(found, found.findings)
     found.findings += record_checksums.findings(found, pieces)
-    found.findings += rules_across.of_moments(found, moments)
-    found.findings += rules_across.of_scales(scales)
+    found.findings += rules.of_moments(found, moments)
+    found.findings += rules.of_scales(scales)

@@ -1,88 +1,38 @@
-"""What no correct run can contain, as pure rules on the runs of odd elements of one shard.
+"""What no correct run can contain, as pure rules: on the odd elements of one shard, and on all shards of a checkpoint.
 
 Zeros are a lost slice only where the other arrays of the parameter contradict them, or where no rows or columns without
-gradient have their shape. Rules of several shards are in `rules_across.py`.
+gradient have their shape.
 """
 
-import bisect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ckpt_patches.audit.judging import blocks, few_bits, remainders
+from ckpt_patches.audit.judging.odd_ranges import SMALL, Seen, few, holes, rows_or_columns, wrong
 from ckpt_patches.audit.judging.scan import Odd, OddRuns, stretches
 from ckpt_patches.formats import damages, elements
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
 from ckpt_patches.formats.damages import Finding
-from ckpt_patches.formats.zero_inventory import numbered
+from ckpt_patches.formats.dtypes import FLOATS
 
 ZERO = {EXP_AVG: blocks.NO_AVG, EXP_AVG_SQ: blocks.NO_SQ}
 BOTH = blocks.NO_AVG | blocks.NO_SQ
-LEAST = 4  # elements of a lost slice; fewer zeros also occur in a complete state
-SLICES_PER_RANK = 2  # a write that is lost leaves one range, or two where it is between others
-SMALL = 1 << 12  # elements
 # Settings of Adam in torch, apex and Megatron, and of its relatives in torch. Other optimizers have other moments.
 OF_ADAM = {"amsgrad", "bias_correction", "decoupled_weight_decay", "momentum_decay"}
 DECAYED = 1e-30  # a first moment that has decayed by this factor may have become zero
-# Megatron's buckets have padding with undefined content: after a parameter, and at the end.
-PADDING, ALIGNMENT = 1024, 256  # elements; ALIGNMENT is per data-parallel rank
 ZERO_MASTER = "all zeros, beside moments that are not: at a rate of 0, or in a first step, a run saves this"
 OF_OPTIMIZER = re.compile(r"(?:^|[./])state[./]")  # in the name of a state, as torch's optimizers nest them
-NEAR = 64  # elements: wrong elements at most this far apart are one range
-MOST_FINDINGS = 1000  # of one kind in one array; more are merged
-Range = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A shard, and what is odd in it."""
-
-    shard: Shard
-    odd: Odd
-    found: Checkpoint
-
-    @property
-    def least(self) -> int:
-        """The fewest elements of a lost slice: in a bucket, more than any padding."""
-        return LEAST if self.shard.has_rows else max(PADDING, ALIGNMENT * (self.found.data_parallel or 1))
-
-    def findings(
-        self, kind: damages.FindingKind, role: str, ranges: Sequence[Range], detail: str = ""
-    ) -> Iterator[Finding]:
-        """A finding for each range, or for all of them if they are too many to show."""
-        if len(ranges) > MOST_FINDINGS:
-            ranges, detail = [(ranges[0][0], ranges[-1][1])], f"{len(ranges)} places of these"
-        for begin, end in ranges:
-            own = ", ".join(filter(None, (detail, written_by(self.shard, begin, end, self.found.data_parallel))))
-            yield Finding(kind, self.shard.streams[role].array, own, self.shard.label, begin, end)
-
-    def of_all(self, kind: damages.FindingKind, role: str, detail: str = "") -> Iterator[Finding]:
-        """A finding for all elements."""
-        return self.findings(kind, role, [(0, self.shard.numel)], detail)
+# Names of the scales of a state of 8 bits, in bitsandbytes and torchao, or of a state that is too small for it.
+SCALES = re.compile(r"\.((absmax|state)[12]|scale)$")
 
 
 def judge(shard: Shard, odd: Odd, found: Checkpoint) -> Iterator[Finding]:
     """The findings of a shard; none for padding, which can hold anything."""
     for rule in () if shard.is_padding else RULES:
         yield from rule(Seen(shard, odd, found))
-
-
-def written_by(shard: Shard, begin: int, end: int, data_parallel: int | None) -> str:
-    """Name the ranks that wrote a range, by the files or an even division among ranks; empty if unknown."""
-    owners = shard.owners
-    ranks = [owner.rank for owner in owners if owner.begin < end and begin < owner.end]
-    if len(owners) > 1 and any(ranks):
-        return f"written by {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
-    if not data_parallel or shard.numel % data_parallel:
-        return ""
-    part = shard.numel // data_parallel
-    if begin % part or end % part or (begin, end) == (0, shard.numel):
-        return ""
-    return f"of data-parallel {numbered(begin // part, end // part - 1, data_parallel)}"
 
 
 # Rule 1: NaN and infinity. A negative second moment
@@ -93,17 +43,17 @@ def not_finite(seen: Seen) -> Iterator[Finding]:
     if seen.shard.parameter in seen.found.neither:
         return
     for role in ROLES:
-        yield from _wrong(seen, damages.NOT_FINITE, role, blocks.NOT_FINITE[role])
+        yield from wrong(seen, damages.NOT_FINITE, role, blocks.NOT_FINITE[role])
     # Without moments, infinity is a state, a trained weight, or the content of a buffer such as a mask.
     is_state = OF_OPTIMIZER.search(seen.shard.parameter) is not None and seen.shard.numel > 1
     is_buffer = seen.shard.parameter in seen.found.buffers
     if is_state or (MASTER in seen.shard.streams and not is_buffer):
         for role in seen.shard.streams:
-            yield from _wrong(seen, damages.NOT_FINITE, role, blocks.INFINITE)
+            yield from wrong(seen, damages.NOT_FINITE, role, blocks.INFINITE)
 
 
 def negative_square(seen: Seen) -> Iterator[Finding]:
-    yield from _wrong(seen, damages.NEGATIVE_SQUARE, EXP_AVG_SQ, blocks.NEGATIVE)
+    yield from wrong(seen, damages.NEGATIVE_SQUARE, EXP_AVG_SQ, blocks.NEGATIVE)
 
 
 # Rule 2: main parameters round to the weights
@@ -127,7 +77,7 @@ def unrounded_master(seen: Seen) -> Iterator[Finding]:
         # If all other masters round to their weights, a reload did reach the masters, and the weights are lost.
         is_lost_weight = zeros is not None and unrounded.elements == zeros.elements
         kind = damages.LOST_WEIGHT if is_lost_weight else damages.UNROUNDED_MASTER
-        yield from _wrong(seen, kind, MASTER, blocks.UNROUNDED)
+        yield from wrong(seen, kind, MASTER, blocks.UNROUNDED)
 
 
 def lost_master(seen: Seen) -> Iterator[Finding]:
@@ -183,7 +133,7 @@ def lost_in_both(seen: Seen) -> Iterator[Finding]:
     """Both moments are zero, over runs that are neither rows nor columns that other rows share."""
     ranges = stretches(seen.odd.runs, BOTH) if set(MOMENTS) <= seen.shard.streams.keys() else []
     if not ranges or ranges == [(0, seen.shard.numel)]:
-        return  # the full shard: see rules_across
+        return  # the full shard: see `of_moments`
     known = {edge for own in seen.found.repaired_in(seen.shard) for edge in own}  # not of a loss
     row, natural = seen.shard.row, rows_or_columns(ranges, seen.shard.row, known)
     # Of sparse moments most edges are those of other ranges, too, by chance: only rows are not counted.
@@ -196,44 +146,6 @@ def lost_in_both(seen: Seen) -> Iterator[Finding]:
         detail = f"{elements} elements in {len(natural)} places"
         hull = min(natural)[0], max(natural)[1]
         yield from seen.findings(damages.NO_GRADIENT, EXP_AVG, [hull], detail)
-
-
-def holes(runs: OddRuns, bits: int, certain: npt.NDArray[np.bool_]) -> list[Range]:
-    """In each run of zeros (`bits`), the range from the first to the last element that cannot be zero (`certain`)."""
-    where = np.flatnonzero(certain)
-    found, at = [], 0
-    for begin, end in stretches(runs, bits):
-        first = at + int(np.searchsorted(runs.begin[where[at:]], begin))
-        at = first + int(np.searchsorted(runs.begin[where[first:]], end))
-        if at > first:
-            found.append((int(runs.begin[where[first]]), int(runs.end[where[at - 1]])))
-    return found
-
-
-def few(seen: Seen, ranges: list[Range], among: list[Range] | None = None) -> list[Range]:
-    """The ranges that can be lost slices: those of which a data-parallel rank can have lost that many.
-
-    Quantized or sparse moments have zeros in many places of all lengths. Counted are the ranges of `among` (by default
-    all) that are a quarter as long, or longer; in a small shard, all of them.
-    """
-    most = SLICES_PER_RANK * (seen.found.data_parallel or 1)
-    lengths = sorted(end - begin for begin, end in (ranges if among is None else among))
-    found = []
-    for begin, end in ranges:
-        least = 1 if seen.shard.numel < SMALL else (end - begin) // 4
-        if end - begin >= seen.least and len(lengths) - bisect.bisect_left(lengths, least) <= most:
-            found.append((begin, end))
-    return found
-
-
-def rows_or_columns(ranges: list[Range], row: int, known: Set[int] = frozenset()) -> set[Range]:
-    """The ranges whose edges are those of rows, of columns that other ranges share, or known not to be of a loss."""
-    begins, ends = (Counter(own[edge] % row for own in ranges) for edge in (0, 1))
-
-    def is_natural(edge: int, shared: Counter[int]) -> bool:
-        return edge % row == 0 or shared[edge % row] > 1 or edge in known
-
-    return {own for own in ranges if is_natural(own[0], begins) and is_natural(own[1], ends)}
 
 
 # What was not judged
@@ -264,20 +176,121 @@ RULES: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
 )
 
 
-def _wrong(seen: Seen, kind: damages.FindingKind, role: str, bit: int) -> Iterator[Finding]:
-    """Findings for the elements with a bit; nearby elements form one range."""
-    if bit not in seen.odd.tallies:
+# Rules 3 and 4 on several shards: what a rank, a file or every parameter has lost. Rule 5: steps beside moments
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of a shard."""
+
+    shard: Shard
+    rank: str  # empty if unknown
+    begin: int
+    end: int
+    is_zero: bool  # whether both moments of all its elements are zero
+
+
+def parts_of(shard: Shard, runs: OddRuns) -> list[Part]:
+    """The parts of a shard by rank, or one part; none if it has no moments."""
+    if not set(MOMENTS) <= shard.streams.keys() or shard.is_padding:
+        return []
+    zeros, owners = stretches(runs, BOTH), (own for own in shard.owners if own.end > own.begin)
+    return [Part(shard, *own, any(begin <= own.begin and own.end <= end for begin, end in zeros)) for own in owners]
+
+
+def scales_of(shard: Shard, runs: OddRuns) -> list[Part]:
+    """The shard as a part, by its file, if it is the scales of a state of 8 bits, or a state in place of one."""
+    is_state = SCALES.search(shard.parameter) and OF_OPTIMIZER.search(shard.parameter)
+    if not is_state or shard.streams.keys() != {WEIGHT} or shard.streams[WEIGHT].dtype not in FLOATS:
+        return []
+    file = Path(shard.streams[WEIGHT].extents[0].path).name
+    return [Part(shard, file, 0, shard.numel, stretches(runs, blocks.NO_MASTER) == [(0, shard.numel)])]
+
+
+def of_scales(parts: list[Part]) -> Iterator[Finding]:
+    """Scales that are zero in all states of a file: so are the states."""
+    for own in _by_rank(parts):
+        if all(part.is_zero for part in own):
+            detail = f"all {len(own)} scales of the optimizer's states are zero, and so are the states"
+            yield Finding(damages.UNUSUAL, own[0].rank, detail=detail)
+
+
+def of_zero_masters(found: Checkpoint, findings: list[Finding]) -> Iterator[Finding]:
+    """The findings; a main parameter that is zero only in some shards becomes `LOST_MASTER`."""
+    counts = Counter(shard.streams[MASTER].array for shard in found.shards if MASTER in shard.streams)
+    zeros = Counter(finding.array for finding in findings if finding.detail.startswith(ZERO_MASTER))
+    for finding in findings:
+        if finding.detail.startswith(ZERO_MASTER) and zeros[finding.array] < counts[finding.array]:
+            yield replace(finding, kind=damages.LOST_MASTER, detail="all zeros, and the other shards are not")
+        else:
+            yield finding
+
+
+def of_sparse_moments(found: Checkpoint, findings: list[Finding]) -> list[Finding]:
+    """The findings, without short runs in a moment that is sparse in most other shards: those are no lost slices."""
+    small = {(s.array, shard.label) for shard in found.shards for s in shard.streams.values() if shard.numel < SMALL}
+    kept = list(findings)
+    for role in MOMENTS:
+        own = {(s.array, shard.label) for shard in found.shards if (s := shard.streams.get(role)) is not None}
+        lost = {(f.array, f.shard) for f in findings if f.kind is damages.LOST_MOMENT} & own
+        sparse = {(f.array, f.shard) for f in findings if f.kind is damages.SPARSE_MOMENT} & own
+        if len(sparse - lost) >= len(lost):
+            natural = lost & small
+            kept = [f for f in kept if f.kind is not damages.LOST_MOMENT or (f.array, f.shard) not in natural]
+    return kept
+
+
+def of_moments(found: Checkpoint, parts: list[Part]) -> Iterator[Finding]:
+    """Findings for moments that are zero in a parameter, on a rank or everywhere, or not zero at step 0."""
+    if found.step == 0:
+        if places := sum(not part.is_zero for part in parts):
+            found.step = None
+            yield _at_step_0(found, f"moments that are not zero in {places} places, and ")
         return
-    if not seen.shard.has_rows:
-        kind = damages.ODD_IN_BUCKET
-    chosen, tally = seen.odd.runs.code & bit > 0, seen.odd.tallies[bit]
-    begin, end = seen.odd.runs.begin[chosen], seen.odd.runs.end[chosen]
-    cuts = np.flatnonzero(begin[1:] - end[:-1] > NEAR) + 1
-    if tally.elements != (end - begin).sum() or len(cuts) >= MOST_FINDINGS:  # some runs were dropped, or they are many
-        hull = tally.begin, tally.end
-        yield from seen.findings(kind, role, [hull], f"{tally.elements} elements of these")
+    by_parameter: dict[str, list[Part]] = {}
+    for part in parts:
+        by_parameter.setdefault(part.shard.parameter, []).append(part)
+    empty = {name for name, own in by_parameter.items() if all(part.is_zero for part in own)}
+    if found.step is not None and parts and len(empty) == len(by_parameter):
+        yield from _zeros(damages.NO_MOMENTS, parts, f"step {found.step}")
         return
-    for first, last in zip(np.split(begin, cuts), np.split(end, cuts), strict=True):
-        low, high, count = int(first[0]), int(last[-1]), int((last - first).sum())
-        detail = "" if count == high - low else f"{count} elements of these"
-        yield from seen.findings(kind, role, [(low, high)], detail)
+    lost = [part for own in _by_rank(parts) if _is_lost(own, by_parameter) for part in own if part.is_zero]
+    for part in lost:
+        yield from _zeros(damages.LOST_MOMENT, [part], f"as all that {part.rank} holds")
+    for part in (part for part in parts if part.is_zero and part not in lost):
+        if part.shard.parameter in empty:
+            yield from _zeros(damages.PARAMETER_WITHOUT_MOMENTS, [part], f"step {found.step}")
+
+
+def _by_rank(parts: Iterable[Part]) -> Iterable[list[Part]]:
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        if part.rank:
+            found.setdefault(part.rank, []).append(part)
+    return found.values()
+
+
+def _is_lost(own: list[Part], by_parameter: dict[str, list[Part]]) -> bool:
+    """Whether a rank has no moments in most of its parameters, and other ranks have some of the same parameters.
+
+    Unseen tokens, experts and units leave a rank without moments in a few parameters.
+    """
+    names = {part.shard.parameter for part in own}
+    zero = names - {part.shard.parameter for part in own if not part.is_zero}
+    shared = {
+        name for name in zero if any(part.rank != own[0].rank and not part.is_zero for part in by_parameter[name])
+    }
+    return (len(shared) > 1 and 2 * len(zero) > len(names)) or (len(shared) > 0 and len(zero) == len(names) > 1)
+
+
+def _zeros(kind: damages.FindingKind, parts: Iterable[Part], detail: str) -> Iterator[Finding]:
+    for part in parts:
+        for role in MOMENTS:
+            yield Finding(kind, part.shard.streams[role].array, detail, part.shard.label, part.begin, part.end)
+
+
+def _at_step_0(found: Checkpoint, detail: str) -> Finding:
+    """Moments although the step is 0, or although no file has a step."""
+    if found.format.startswith("megatron") and not any("step" in group for group in found.groups):
+        return Finding(damages.UNUSUAL, "param_groups", detail=f"{detail}no step: a load counts from 0")
+    return Finding(damages.CONTRADICTION, "the optimizer's step", detail=f"{detail}step 0: a load counts from there")
