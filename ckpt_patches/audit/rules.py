@@ -247,18 +247,17 @@ def of_moments(found: Checkpoint, parts: list[Part]) -> Iterator[Finding]:
             found.step = None
             yield _at_step_0(found, f"moments that are not zero in {places} places, and ")
         return
-    by_parameter: dict[str, list[Part]] = {}
-    for part in parts:
-        by_parameter.setdefault(part.shard.parameter, []).append(part)
-    empty = {name for name, own in by_parameter.items() if all(part.is_zero for part in own)}
-    if found.step is not None and parts and len(empty) == len(by_parameter):
+    with_moments: dict[str, set[str]] = {part.shard.parameter: set() for part in parts}  # by parameter, the ranks
+    for part in (part for part in parts if not part.is_zero):
+        with_moments[part.shard.parameter].add(part.rank)
+    if found.step is not None and parts and not any(with_moments.values()):
         yield from _zeros(damages.NO_MOMENTS, parts, f"step {found.step}")
         return
-    lost = [part for own in _by_rank(parts) if _is_lost(own, by_parameter) for part in own if part.is_zero]
-    for part in lost:
-        yield from _zeros(damages.LOST_MOMENT, [part], f"as all that {part.rank} holds")
-    for part in (part for part in parts if part.is_zero and part not in lost):
-        if part.shard.parameter in empty:
+    lost = {own[0].rank for own in _by_rank(parts) if _is_lost(own, with_moments)}
+    for part in (part for part in parts if part.is_zero):
+        if part.rank in lost:
+            yield from _zeros(damages.LOST_MOMENT, [part], f"as all that {part.rank} holds")
+        elif not with_moments[part.shard.parameter]:
             yield from _zeros(damages.PARAMETER_WITHOUT_MOMENTS, [part], f"step {found.step}")
 
 
@@ -270,16 +269,14 @@ def _by_rank(parts: Iterable[Part]) -> Iterable[list[Part]]:
     return found.values()
 
 
-def _is_lost(own: list[Part], by_parameter: dict[str, list[Part]]) -> bool:
+def _is_lost(own: list[Part], with_moments: dict[str, set[str]]) -> bool:
     """Whether a rank has no moments in most of its parameters, and other ranks have some of the same parameters.
 
     Unseen tokens, experts and units leave a rank without moments in a few parameters.
     """
     names = {part.shard.parameter for part in own}
     zero = names - {part.shard.parameter for part in own if not part.is_zero}
-    shared = {
-        name for name in zero if any(part.rank != own[0].rank and not part.is_zero for part in by_parameter[name])
-    }
+    shared = {name for name in zero if any(rank != own[0].rank for rank in with_moments[name])}
     return (len(shared) > 1 and 2 * len(zero) > len(names)) or (len(shared) > 0 and len(zero) == len(names) > 1)
 
 
