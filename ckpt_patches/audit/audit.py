@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_patches.audit import repair_list, rules, rules_across
+from ckpt_patches.audit import repair_list, rules
 from ckpt_patches.audit.judging import blocks, coverage, record_checksums, recorded_states, scan, shifted
 from ckpt_patches.audit.run_folder import UNFINISHED, is_other_save, why_incomplete
 from ckpt_patches.errors import UserError
@@ -120,7 +120,9 @@ def _structure(path: Path) -> _Structure:
         if reader is not None:
             with without_garbage_collection():  # there can be millions of chunks
                 found = reader(path)
-                return _Structure(found, complete(found))
+                found.shards += coverage.others(found)
+                # Bytes outside all arrays are read for the checksums.
+                return _Structure(found, [*found.shards, *record_checksums.rest(found.records, found.shards)])
     except Exception as error:
         return _Structure(found, [], _unreadable(path, error))
     raise UserError(f"{path}: not a checkpoint in a format that is known")
@@ -178,13 +180,12 @@ def _in_order(found: Sequence[Share], spans: int) -> Iterator[scan.Part]:
 def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int) -> Report:
     """Judge a checkpoint from its scanned parts."""
     found, shift = structure.found, None
-    pieces: list[PartRead] = []
     try:
         if structure.unreadable:
             raise UnreadableError(structure.unreadable)
         found.repaired = repair_list.read(found).ranges
-        odds = scan.by_shard(parts, len(structure.shards), pieces)
-        shift = judged(found, structure.shards, odds, pieces)
+        _apply_rules(found, structure.shards, parts)
+        found.findings[:], shift = shifted.explained(found, found.findings)
         recorded_states.decide(found, workers)
     except UnreadableError as error:
         found.findings.append(error.finding)
@@ -193,35 +194,18 @@ def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int) -> R
     return Report(found, tuple(found.findings), shift)
 
 
-def judged(
-    found: Checkpoint, shards: list[Shard], odds: Iterable[scan.Odd], pieces: list[PartRead]
-) -> shifted.Shift | None:
-    """Add the findings for these shards, given each shard's odd elements. Returns the shift, if any.
-
-    When `odds` is exhausted, `pieces` must hold the checksums of all bytes read.
-    """
-    parts: list[rules_across.Part] = []
-    scales: list[rules_across.Part] = []
-    for shard, odd in zip(shards, odds, strict=True):
+def _apply_rules(found: Checkpoint, shards: list[Shard], parts: Iterable[scan.Part]) -> None:
+    """Add the findings of all rules, of each shard and of several, and of the checksums."""
+    pieces: list[PartRead] = []  # complete when all parts are read
+    moments: list[rules.Part] = []
+    scales: list[rules.Part] = []
+    for shard, odd in zip(shards, scan.by_shard(parts, len(shards), pieces), strict=True):
         own = scan.without(odd.runs, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
         found.findings += rules.judge(shard, odd._replace(runs=own), found)
-        parts += rules_across.parts_of(shard, own)
-        scales += rules_across.scales_of(shard, own)
-    found.findings[:] = rules_across.of_zero_masters(found, found.findings)
-    found.findings[:] = rules_across.of_sparse_moments(found, found.findings)
+        moments += rules.parts_of(shard, own)
+        scales += rules.scales_of(shard, own)
+    found.findings[:] = rules.of_zero_masters(found, found.findings)
+    found.findings[:] = rules.of_sparse_moments(found, found.findings)
     found.findings += record_checksums.findings(found, pieces)
-    found.findings += rules_across.of_moments(found, parts)
-    found.findings += rules_across.of_scales(scales)
-    found.findings[:], shift = shifted.explained(found, found.findings)
-    return shift
-
-
-def complete(found: Checkpoint) -> list[Shard]:
-    """Add the shards of tensors that no reader uses. Returns all shards to read."""
-    found.shards += coverage.others(found)
-    return all_shards(found)
-
-
-def all_shards(found: Checkpoint) -> list[Shard]:
-    """The shards, plus bytes outside all arrays, which are read for the checksums."""
-    return [*found.shards, *record_checksums.rest(found.records, found.shards)]
+    found.findings += rules.of_moments(found, moments)
+    found.findings += rules.of_scales(scales)

@@ -41,23 +41,16 @@ class FileRanges:
             by_path.setdefault(path, []).append((offset, offset + nbytes))
         self._by_path = {path: joined(ranges) for path, ranges in by_path.items()}
 
-    def meet(self, extent: Extent) -> bool:
-        """Whether a range overlaps the extent."""
-        begin, end = self._last_before(extent)
-        return begin < extent.offset + extent.nbytes and extent.offset < end
-
-    def cover(self, extent: Extent) -> bool:
-        """Whether a range contains the full extent."""
-        begin, end = self._last_before(extent)
-        return begin <= extent.offset and extent.offset + extent.nbytes <= end
-
-    def gaps(self, path: str, begin: int, end: int) -> Iterator[Extent]:
-        """The parts of a file's bytes that are in no range."""
-        for first, last in gaps(begin, end, self._by_path.get(path, [])):
+    def gaps(self, extent: Extent) -> Iterator[Extent]:
+        """The parts of the extent that are in no range."""
+        path, begin, nbytes = extent
+        for first, last in gaps(begin, begin + nbytes, self._by_path.get(path, [])):
             yield Extent(path, first, last - first)
 
-    def _last_before(self, extent: Extent) -> Range:
-        """The last range that begins before the end of the extent."""
-        ranges = self._by_path.get(extent.path, [])
-        at = bisect.bisect_left(ranges, (extent.offset + extent.nbytes, 0))
-        return ranges[at - 1] if at else (0, 0)
+    def meet(self, extent: Extent) -> bool:
+        """Whether a range overlaps the extent."""
+        return next(self.gaps(extent), None) != extent
+
+    def cover(self, extent: Extent) -> bool:
+        """Whether the ranges contain the full extent."""
+        return next(self.gaps(extent), None) is None

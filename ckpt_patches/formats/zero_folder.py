@@ -4,6 +4,7 @@ What contradicts the other files is a problem in the model, not an error: the au
 converter refuses the first.
 """
 
+import bisect
 import itertools
 import math
 from collections import Counter
@@ -189,7 +190,8 @@ class Slice:
         return ""
 
     def _next(self, part: Part) -> int:
-        return next((rank for rank in self.sharing if rank > part.file.rank), -1)
+        at = bisect.bisect_right(self.sharing, part.file.rank)
+        return self.sharing[at] if at < len(self.sharing) else -1
 
     def states(self) -> dict[str, ElementType]:
         """The states that all parts have, the main parameter first, and the type of their elements when merged.

@@ -1,1 +1,1 @@
-"""Judge what a reader found: scan the elements, find holes, name each kind of damage."""
+"""What the rules judge: the bytes of a checkpoint, read once, and the ranges of odd elements in them."""

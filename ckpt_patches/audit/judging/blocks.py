@@ -27,12 +27,11 @@ AVG_IS_LARGE = 16  # the square is zero, but the first moment is too large for t
 UNROUNDED = 32  # the master is not zero, and does not round to the weight
 NEGATIVE = 64  # the square is negative
 NOT_FINITE = {WEIGHT: 256, MASTER: 512, EXP_AVG: 1024, EXP_AVG_SQ: 2048}
-MASKED = 4096  # -inf in a tensor without moments, such as an attention mask
+INFINITE = 4096  # in a tensor without moments, such as an attention mask, or the least loss before the first one
 NO_WEIGHT = 8192  # unrounded, and the weight is zero
-INFINITE = 16384  # +inf in a tensor without moments, such as the least value seen before the first one
 
 # Bits that can be damage in a single element.
-CERTAIN = (CONTRADICTED, UNROUNDED, NO_WEIGHT, NEGATIVE, *NOT_FINITE.values(), MASKED, INFINITE)
+CERTAIN = (CONTRADICTED, UNROUNDED, NO_WEIGHT, NEGATIVE, *NOT_FINITE.values(), INFINITE)
 
 # exp_avg ~ (1 - beta1) g, exp_avg_sq ~ (1 - beta2) g^2: below this a square may have underflowed to zero.
 LARGE_AVG = np.float32(1e-15)
@@ -154,8 +153,7 @@ def codes(streams: Mapping[str, tuple[Block, str]], numel: int) -> Codes:
         if role in values:
             code[~np.isfinite(values[role])] |= np.uint16(bit)
     if streams.keys() <= {WEIGHT, MASTER} and streams.keys() == values.keys():  # no moments
-        for bit, infinity in ((MASKED, -np.inf), (INFINITE, np.inf)):
-            code[np.logical_and.reduce([value == infinity for value in values.values()])] = np.uint16(bit)
+        code[np.logical_and.reduce([np.isinf(value) for value in values.values()])] = np.uint16(INFINITE)
     zero = {role: _is_zero(values[role]) for role in values}
     main = MASTER if MASTER in values else WEIGHT  # a weight beside moments and no master is the main parameter
     for role, bit in ((main, NO_MASTER), (EXP_AVG, NO_AVG), (EXP_AVG_SQ, NO_SQ)):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ckpt_patches.audit.ranges import FileRanges
 from ckpt_patches.formats import damages, stored_zip
-from ckpt_patches.formats.checkpoint import Checkpoint, Record, Shard, Stream
+from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Record, Shard, Stream
 from ckpt_patches.formats.checksum import combined
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.elements import PartRead
@@ -19,7 +19,7 @@ def rest(expected: Iterable[Record], shards: Iterable[Shard]) -> list[Shard]:
     return [
         Shard(record.path, "", (gap.nbytes,), {REST: Stream(record.path, "uint8", (gap,))})
         for record in expected
-        for gap in read.gaps(record.path, record.offset, record.offset + record.nbytes)
+        for gap in read.gaps(Extent(record.path, record.offset, record.nbytes))
     ]
 
 

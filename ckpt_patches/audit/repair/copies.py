@@ -1,6 +1,5 @@
 """Copy a checkpoint, and write elements into the copy. No link is followed out of either."""
 
-import fnmatch
 import itertools
 import os
 import shutil
@@ -55,19 +54,19 @@ def copy_checkpoint(path: Path, copy: Path, output: Path, say: Callable[[str], o
     """
     files: dict[Path, os.stat_result] = {}
     for folder, folders, names in os.walk(path, followlinks=True, onerror=_give_up):
-        folders[:] = [name for name in folders if not fnmatch.fnmatch(name, f"*{LOCKS}")]
+        folders[:] = [name for name in folders if not name.endswith(LOCKS)]
         for name in (*folders, *names):
             inner = Path(folder, name).relative_to(path)
             files[inner] = path_within(path, str(inner)).stat()
     nbytes = sum(found.st_size for found in files.values() if not stat.S_ISDIR(found.st_mode))
     free = check_space(output, nbytes)
     say(f"{output}: copying {in_bytes(nbytes)}, and {in_bytes(free)} are free")
-    copy.mkdir(stat.S_IMODE(path.stat().st_mode) | stat.S_IRWXU)
-    for inner, found in files.items():
+    for inner, found in {Path(): path.stat(), **files}.items():
+        mode = stat.S_IMODE(found.st_mode) | stat.S_IWUSR
         if stat.S_ISDIR(found.st_mode):
-            (copy / inner).mkdir(stat.S_IMODE(found.st_mode) | stat.S_IRWXU)
+            (copy / inner).mkdir(mode | stat.S_IRWXU)
             continue
-        target = os.open(copy / inner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IMODE(found.st_mode) | stat.S_IWUSR)
+        target = os.open(copy / inner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(target, "wb") as writing, os.fdopen(open_regular(path / inner), "rb") as reading:
             shutil.copyfileobj(reading, writing, BUFFER)
 

@@ -16,7 +16,7 @@ from ckpt_patches.audit.repair import unshift
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, WEIGHT, Copies, Extent, Shard, Stream
-from ckpt_patches.formats.damages import NOTE, Finding
+from ckpt_patches.formats.damages import NOTE, Finding, FindingKind
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.ranged import RangedFiles
 
@@ -29,29 +29,32 @@ AT_A_TIME = 1 << 19  # elements; fewer than the odd runs that a scan keeps
 MOST, MOST_CONTRADICTED = 0.5, 0.1
 CONTRADICTED = (damages.UNROUNDED_MASTER, damages.OTHER_MASTERS)
 
-# The kinds that can be repaired, and the bits in the codes of the damaged elements.
-IN_MASTER = {
-    damages.LOST_MASTER: blocks.NO_MASTER,
-    damages.NOT_FINITE: blocks.NOT_FINITE[MASTER],
-    **dict.fromkeys(CONTRADICTED, blocks.UNROUNDED),
+# The kinds that can be repaired, and the bits in the codes of the damaged elements; 0: all elements of the range.
+COMPLETELY = dict.fromkeys((damages.SHIFTED_STATE, damages.MISSING_CHUNK, damages.SHORT_CHUNK), 0)
+REPAIRED: dict[str, dict[FindingKind, int]] = {
+    MASTER: {
+        **COMPLETELY,
+        **dict.fromkeys(CONTRADICTED, blocks.UNROUNDED),
+        damages.LOST_MASTER: blocks.NO_MASTER,
+        damages.NOT_FINITE: blocks.NOT_FINITE[MASTER],
+    },
+    **{
+        role: {
+            **COMPLETELY,
+            **dict.fromkeys((damages.LOST_MOMENT, damages.NO_MOMENTS), zero),
+            damages.NOT_FINITE: blocks.NOT_FINITE[role],
+            damages.NEGATIVE_SQUARE: blocks.NEGATIVE,
+        }
+        for role, zero in ((EXP_AVG, blocks.NO_AVG), (EXP_AVG_SQ, blocks.NO_SQ))
+    },
 }
-IN_MOMENT = {
-    role: {
-        **dict.fromkeys((damages.LOST_MOMENT, damages.NO_MOMENTS), bit),
-        damages.NOT_FINITE: blocks.NOT_FINITE[role],
-        damages.NEGATIVE_SQUARE: blocks.NEGATIVE,
-    }
-    for role, bit in ((EXP_AVG, blocks.NO_AVG), (EXP_AVG_SQ, blocks.NO_SQ))
-}
-REPAIRED = {MASTER: IN_MASTER, **IN_MOMENT}
-COMPLETELY = (damages.SHIFTED_STATE, damages.MISSING_CHUNK, damages.SHORT_CHUNK)  # all elements of the range
 
 
 @dataclass(frozen=True)
 class Fill:
     """Elements of an array to fill, and their source."""
 
-    kind: damages.FindingKind
+    kind: FindingKind
     shard: Shard
     role: str
     source: str
@@ -70,7 +73,7 @@ class Plan:
     cuts: list[Extent]  # files that are too long, with their correct length
     refused: list[tuple[Finding, str]]  # with the reason
     shift: Shift | None  # the shift to undo
-    copies: tuple[Copies, ...]  # files to copy from others
+    copies: list[Copies]  # files to copy for others
 
     @property
     def is_possible(self) -> bool:
@@ -90,54 +93,51 @@ def plan(report: Report, source: str) -> Plan:
         for shard in found.shards
         for role, stream in (*shard.streams.items(), *shard.lost.items())
     }
-    lost = {own.name: own.lost for own in found.copies}
-    made = Plan([], [], [], report.shift, tuple(own for own in found.copies if not own.lost))
+    made = Plan([], [], [], report.shift, [own for own in found.copies if not own.lost])
     wrong = [f for f in unshift.findings(report.findings, report.shift) if f.kind.severity != NOTE]
     # States that differ from the record are skipped: the audit of the copy compares them again.
     for finding in [f for f in wrong if f.kind is not damages.NOT_AS_RECORDED] or wrong:
         shard, role = places.get((finding.array, finding.shard), (None, ""))
         if finding.kind is damages.LONG_CHUNK and shard:
             made.cuts.extend(shard.streams[role].extents)
-        elif finding.kind is damages.ONE_MODEL_FILE and not lost[finding.array]:
-            continue
-        elif reason := lost.get(finding.array) or _why_not(finding, report.shift, shard, role, source):
+        elif reason := _why_not(finding, report, shard, role, source):
             made.refused.append((finding, reason))
         elif shard:
             made.fills.extend(_fills(finding, shard, role, source))
     _check_extent(report, [fill for fill in made.fills if fill.kind in CONTRADICTED], MOST_CONTRADICTED)
     others = [fill for fill in made.fills if fill.kind not in (*CONTRADICTED, damages.SHIFTED_STATE)]
+    roles = {fill.role for fill in others}
     # A rank that has lost all it holds leaves parameters without moments, which alone are only unusual.
     unusual = [f for f in report.findings if f.kind is damages.PARAMETER_WITHOUT_MOMENTS]
-    others += [
-        Fill(finding.kind, shard, role, "", [(finding.begin or 0, finding.end or 0)])
-        for finding in unusual
-        for shard, role in [places[finding.array, finding.shard]]
-        if role in {fill.role for fill in others}
-    ]
-    _check_extent(report, others, MOST)
+    empty = [Fill(f.kind, *places[f.array, f.shard], "", [(f.begin or 0, f.end or 0)]) for f in unusual]
+    _check_extent(report, [*others, *(fill for fill in empty if fill.role in roles)], MOST)
     return made
 
 
-def _why_not(finding: Finding, shift: Shift | None, shard: Shard | None, role: str, source: str) -> str:
+def _why_not(finding: Finding, report: Report, shard: Shard | None, role: str, source: str) -> str:
     """Why a finding cannot be repaired; empty if it can."""
-    if shard and finding.begin is not None and (reason := unshift.why_not(finding, shift)):
-        return reason
-    if shard and role in REPAIRED and finding.begin is not None and finding.kind in (*REPAIRED[role], *COMPLETELY):
-        if role == MASTER and WEIGHT not in shard.streams:
-            return "the checkpoint does not have the model's own weights of these elements"
-        if role in MOMENTS and source == RESET and not {*MOMENTS} <= shard.streams.keys() | shard.lost.keys():
-            return "the other moment of these elements, which would be reset with it, is absent or cut in another way"
-        return ""
+    if finding.kind is damages.ONE_MODEL_FILE:
+        return next(own.lost for own in report.checkpoint.copies if own.name == finding.array)
     if finding.kind is damages.MIXED_ROWS:
         return finding.kind.remedy
-    return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"
+    if shard is None or finding.begin is None:
+        return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"
+    if reason := unshift.why_not(finding, report.shift):
+        return reason
+    if finding.kind not in REPAIRED.get(role, ()):
+        return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"
+    if role == MASTER and WEIGHT not in shard.streams:
+        return "the checkpoint does not have the model's own weights of these elements"
+    if role in MOMENTS and source == RESET and not {*MOMENTS} <= shard.streams.keys() | shard.lost.keys():
+        return "the other moment of these elements, which would be reset with it, is absent or cut in another way"
+    return ""
 
 
 def _fills(finding: Finding, shard: Shard, role: str, source: str) -> Iterator[Fill]:
     """The fills for a finding."""
-    bits = REPAIRED[role].get(finding.kind, 0)
-    begin, end = finding.begin or 0, finding.end or 0
-    ranges = list(_damaged(shard, begin, end, bits)) if bits and role in shard.streams else [(begin, end)]
+    bits, ranges = REPAIRED[role][finding.kind], [(finding.begin or 0, finding.end or 0)]
+    if bits and role in shard.streams:
+        ranges = list(_damaged(shard, *ranges[0], bits))
     for own in MOMENTS if role in MOMENTS and source == RESET else (role,):
         yield Fill(finding.kind, shard, own, FROM_WEIGHT if own == MASTER else source, ranges)
 
@@ -156,18 +156,20 @@ def _check_extent(report: Report, fills: list[Fill], most: float) -> None:
     Raises:
         UserError: it is so.
     """
-    shards, arrays = report.checkpoint.shards, dict[str, set[str]]()
-    for stream in (stream for shard in shards for stream in shard.streams.values()):
-        for extent in stream.extents:
-            arrays.setdefault(extent.path, set()).add(stream.array)
     ranges: dict[tuple[str, int], list[Range]] = {}
     for fill in fills:
         ranges.setdefault((fill.role, id(fill.shard)), []).extend(fill.ranges)
+    shards, arrays = report.checkpoint.shards, dict[str, set[str]]()  # by file
+    for stream in (stream for shard in shards for stream in shard.streams.values()):
+        for extent in stream.extents:
+            arrays.setdefault(extent.path, set()).add(stream.array)
     for role in dict.fromkeys(fill.role for fill in fills):
-        wrong, total = Counter[str](), Counter[str]()
+        wrong, total = Counter[str](), Counter[str]()  # elements by file
         for shard in (shard for shard in shards if role in {*shard.streams, *shard.lost}):
-            total += _by_file(shard, role, [(0, shard.numel)])
-            wrong += _by_file(shard, role, joined(ranges.get((role, id(shard)), [])))
+            own = joined(ranges.get((role, id(shard)), []))
+            for name, first, last in _parts(shard, role):
+                total[name] += last - first
+                wrong[name] += sum(max(0, min(end, last) - max(begin, first)) for begin, end in own)
         for name, elements in wrong.items():
             if elements > (MOST if name else most) * total[name] and len(arrays.get(name, ())) != 1:
                 raise UserError(
@@ -178,13 +180,13 @@ def _check_extent(report: Report, fills: list[Fill], most: float) -> None:
                 )
 
 
-def _by_file(shard: Shard, role: str, ranges: list[Range]) -> Counter[str]:
-    """How many of these elements lie in each file; in all of them under ''. Weights are counted with their masters."""
-    found = Counter({"": sum(end - begin for begin, end in ranges)})
-    for own in (role, WEIGHT) if role == MASTER else (role,):
-        stream, first = shard.streams.get(own, Stream("", "uint8", ())), 0
+def _parts(shard: Shard, role: str) -> Iterator[tuple[str, int, int]]:
+    """A state's elements in each file, and in all of them under ''. Weights are counted with their masters."""
+    yield "", 0, shard.numel
+    own = (role, WEIGHT) if role == MASTER else (role,)
+    for stream in (shard.streams[role] for role in own if role in shard.streams):
+        first = 0
         for extent in stream.extents:
             last = first + extent.nbytes // item_size(stream.dtype)
-            found[extent.path] += sum(max(0, min(end, last) - max(begin, first)) for begin, end in ranges)
+            yield extent.path, first, last
             first = last
-    return found

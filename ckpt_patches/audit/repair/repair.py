@@ -21,7 +21,7 @@ from ckpt_patches.audit.repair_list import Repaired
 from ckpt_patches.audit.run_folder import unit_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages
-from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Stream
 from ckpt_patches.formats.damages import NOTE, Finding
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.elements import Block, as_float32, read_elements
@@ -62,43 +62,31 @@ def repair(
     """
     with new_copy(path, output) as copy:
         report = audit(path, workers)
+        found = report.checkpoint
         if report.verdict in TO_RESUME_FROM:
             raise UserError(f"{path} is {report.verdict}: nothing to repair")
         older = audit(older_path, workers) if older_path else None
-        if older:
-            _check_older(report, older, trust=trust_source)
-        made = plan(report, FROM_OLDER if older else RESET)
-        _check_plan(report.checkpoint, made, reset_moments=reset_moments, workers=workers)
-        copy_checkpoint(path, copy, output, say)
         source = older.checkpoint if older else None
-        written = Result(source, made, _change(report.checkpoint, made, source, copy))
+        if older:
+            same_run.check(found, older.checkpoint, trust=trust_source)
+            unshift.check_older(older.checkpoint.path, older.shift)
+            if older.verdict not in TO_RESUME_FROM:
+                expected = f"expected a checkpoint that is {WHOLE}, found it {older.verdict} (audit {older_path})"
+                raise UserError(f"--from {older_path}: {expected}")
+        made = plan(report, FROM_OLDER if older else RESET)
+        if made.refused and not made.is_possible:
+            lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason or f.detail}" for f, reason in made.refused]
+            raise UserError("\n".join([f"{path} cannot be repaired, and nothing was written:", *lines]))
+        reset = next((fill for fill in made.fills if fill.source == RESET), None)
+        if reset and not reset_moments:
+            raise UserError(
+                f"{path}: expected a source of lost moments, as of {shown(reset.stream.array)}, found none, and "
+                f"nothing was written: repeat with --from {_neighbor(found, workers) or 'OLDER'}, a whole checkpoint "
+                "of the run, or with --reset-moments, which sets both moments of these elements to zero"
+            )
+        copy_checkpoint(path, copy, output, say)
+        written = Result(source, made, _change(found, made, source, copy))
         return _finish(report, written, audit(copy, workers), output)
-
-
-def _check_older(report: Report, older: Report, *, trust: bool) -> None:
-    """Refuse an older checkpoint that is damaged, or not known to be of the run."""
-    same_run.check(report.checkpoint, older.checkpoint, trust=trust)
-    path = older.checkpoint.path
-    unshift.check_older(path, older.shift)
-    if older.verdict not in TO_RESUME_FROM:
-        raise UserError(
-            f"--from {path}: expected a checkpoint that is {WHOLE}, found it {older.verdict} (audit {path})"
-        )
-
-
-def _check_plan(found: Checkpoint, made: Plan, *, reset_moments: bool, workers: int) -> None:
-    """Refuse a plan that repairs nothing, or that resets moments without being asked to."""
-    if made.refused and not made.is_possible:
-        lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason or f.detail}" for f, reason in made.refused]
-        raise UserError("\n".join([f"{found.path} cannot be repaired, and nothing was written:", *lines]))
-    reset = next((fill for fill in made.fills if fill.source == RESET), None)
-    if reset and not reset_moments:
-        has_them = _neighbor(found, workers)
-        raise UserError(
-            f"{found.path}: expected a source of lost moments, as of {shown(reset.stream.array)}, found none, and "
-            f"nothing was written: repeat with --from {has_them or 'OLDER'}, a whole checkpoint of the run, or with "
-            "--reset-moments, which sets both moments of these elements to zero"
-        )
 
 
 def _neighbor(found: Checkpoint, workers: int) -> Path | None:
@@ -121,12 +109,13 @@ def _change(found: Checkpoint, made: Plan, older: Checkpoint | None, copy: Path)
     changed = unshift.gather(made.shift, found.path, copy)
     source = same_run.tensors(older) if older else {}
     for fill in made.fills:
-        ranges = [part for begin, end in fill.ranges for part in _fill(fill, source, (begin, end), found.path, copy)]
+        own = copied(fill.stream, found.path, copy)
+        ranges = [part for begin, end in fill.ranges for part in _fill(fill, source, own, begin, end)]
         where = f": {older.path}, step {older.step}" if older and fill.source == FROM_OLDER else ""
-        now.add((fill.stream.array, fill.shard.label), ranges, f"{fill.source}{where}")
-        changed |= {in_copy(extent.path, found.path, copy) for extent in fill.stream.extents if ranges}
-    for own in made.copies:
-        changed |= {str(shutil.copy2(path_within(copy, own.name), path_within(copy, name))) for name in own.missing}
+        now.add((own.array, fill.shard.label), ranges, f"{fill.source}{where}")
+        changed |= {extent.path for extent in own.extents if ranges}
+    for one in made.copies:
+        changed |= {str(shutil.copy2(path_within(copy, one.name), path_within(copy, name))) for name in one.missing}
     if not changed and not made.cuts:
         raise UserError(f"{found.path} cannot be repaired, and nothing was written: {LEFT}")
     wrong = {finding.detail for finding, _ in made.refused}  # includes wrong checksums, which stay
@@ -137,17 +126,16 @@ def _change(found: Checkpoint, made: Plan, older: Checkpoint | None, copy: Path)
     for key, ranges in now.ranges.items():
         listed.add(key, ranges, now.sources[key])
     listed.moved += unshift.listed(made.shift)
-    listed.copied += [{"from": own.name, "to": list(own.missing)} for own in made.copies]
+    listed.copied += [{"from": one.name, "to": list(one.missing)} for one in made.copies]
     listed.files += [str(Path(name).relative_to(copy)) for name in changed]
     repair_list.write(copy, listed)
     return now
 
 
-def _fill(fill: Fill, source: same_run.Tensors, where: Range, path: Path, copy: Path) -> Iterator[Range]:
-    """Fill a range of elements in the copy. Yields the ranges of elements that change."""
-    own = copied(fill.stream, path, copy)
-    for first in range(*where, AT_A_TIME):
-        last = min(first + AT_A_TIME, where[1])
+def _fill(fill: Fill, source: same_run.Tensors, own: Stream, begin: int, end: int) -> Iterator[Range]:
+    """Fill a range of elements in the copy's stream. Yields the ranges of elements that change."""
+    for first in range(begin, end, AT_A_TIME):
+        last = min(first + AT_A_TIME, end)
         data = _content(fill, source, first, last).view(np.uint8)
         differs = np.ones(last - first, np.bool_)
         if fill.role not in fill.shard.lost and fill.kind is not damages.SHIFTED_STATE:  # those have none of their own
