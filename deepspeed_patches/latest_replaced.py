@@ -48,7 +48,9 @@ def _replace_file(path: "str", text: "str") -> None:
 @fix.edit(ENGINE)
 def write_a_temporary_file_and_rename_it(source: Source) -> None:
     """Upstream truncates and rewrites the file; since 0.17.1 also in a second place, for background writers."""
-    writes = [found for found in source.all_of(ast.With, having=LATEST) if source.has(OPEN, found.items[0])]
+    writes = [
+        found for found in source.all_of(ast.With, having=LATEST) if source.has(OPEN, found.items[0].context_expr)
+    ]
     source.skip_if(f"_replace_file({LATEST}, ...)", *(False for _ in writes), _replace_file)
     if not writes:
         raise NoMatch("expected a place that writes `latest`, found none")
