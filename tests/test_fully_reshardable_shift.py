@@ -1,11 +1,17 @@
 """fully_reshardable_shift: the real megatron-core saves its ranks' state as `fully_reshardable`."""
 
 import re
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import edits
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
+from ckpt_patches.cli import main
+from ckpt_patches.formats.checkpoint import MASTER
+from ckpt_patches.formats.damages import NOTE
 from upstream import affected, newest_affected, run, run_json, tree, with_fix, without_fix
 
 FIX = "fully_reshardable_shift"
@@ -105,6 +111,51 @@ def test_other_ranks_than_the_saving_ones_are_refused(shifted: Path) -> None:
 def test_what_was_saved_right_is_loaded_as_it_is(shifted: Path) -> None:
     """A run with many padded buckets loads what one with one bucket has saved."""
     assert loaded(shifted, "one_bucket") == {"0": {}}
+
+
+# The tools
+
+
+def findings(path: Path) -> tuple[str, set[str]]:
+    report = audit(path)
+    return report.verdict, {finding.kind.name for finding in report.findings if finding.kind.severity != NOTE}
+
+
+def test_the_audit_names_the_shift(shifted: Path) -> None:
+    verdict, found = findings(shifted / "shifted")
+    assert verdict == DAMAGED
+    assert found >= {"shifted_state"}
+    assert found <= {"shifted_state", "lost_master", "lost_weight", "lost_moment"}
+
+
+@pytest.mark.parametrize("name", ["one_bucket", "even"])
+def test_one_bucket_and_buckets_without_padding_are_whole(shifted: Path, name: str) -> None:
+    assert findings(shifted / name) == (WHOLE, set())
+
+
+def test_other_wrong_masters_are_not_called_shifted(shifted: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(shifted / "one_bucket", tmp_path / "copy"))
+    shards = audit(path).checkpoint.shards
+    (shard,) = [shard for shard in shards if shard.parameter == "module.layers.1.weight" and MASTER in shard.streams]
+    (extent,) = shard.streams[MASTER].extents
+    with open(extent.path, "r+b") as file:
+        file.seek(extent.offset)
+        masters = np.frombuffer(file.read(extent.nbytes), np.float32)
+        file.seek(extent.offset)
+        file.write(np.roll(masters, -40).tobytes())
+    verdict, found = findings(path)
+    assert verdict == DAMAGED
+    assert "unrounded_master" in found
+    assert "shifted_state" not in found
+
+
+@pytest.mark.parametrize("command", ["repair", "migrate"])
+def test_the_tools_refuse_a_shifted_checkpoint(
+    command: str, shifted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(shifted / "shifted"), "--output", str(tmp_path / "new")]) == 2
+    assert "load it with the fix fully_reshardable_shift" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_upstreams_own_repair_is_told_from_other_code(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import shared
-import test_audit_shifted
 from ckpt_patches.cli import command_line
 from ckpt_patches.formats import torch_dist
 from every_checkpoint import in_torch_dist
@@ -220,15 +219,3 @@ def elements(folder: Path) -> dict[str, bytes]:
                 at = at * n + first + i
             whole[at * size : at * size + row] = data[number * row : (number + 1) * row]
     return {name: bytes(whole) for name, whole in found.items()}
-
-
-def test_a_shifted_checkpoint_is_to_be_repaired_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A shifted checkpoint is refused, since later releases would load wrong values."""
-    shifted, repaired = test_audit_shifted.saved(test_audit_shifted.DEFAULT), tmp_path / "repaired"
-    new = ("--output", str(tmp_path / "new"))
-    assert command_line.main(["migrate", str(shifted), *new]) == 2
-    assert "is shifted: repair it first" in capsys.readouterr().err
-    assert command_line.main(["repair", str(shifted), "--output", str(repaired), "--reset-moments"]) == 0
-    assert command_line.main(["migrate", str(repaired), *new]) == 2
-    assert "needs nothing: megatron-core 0.16 and later load it as it is" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["repaired"]

@@ -3,8 +3,7 @@
 `ckpt_patches.formats` reads each format as shards: a main parameter with its moments and its weight. In `judging`,
 `coverage` adds the tensors that no reader uses, `scan` reads each byte once, `blocks` classifies odd elements, and
 `odd_ranges` joins them to ranges, of which `rules` makes findings. `record_checksums` and `recorded_states` verify
-checksums and fingerprints; `shifted` with `shift_search` detects an optimizer state saved in the wrong place. `audit`
-runs all steps, and `report` shows the results. `run_folder` finds the checkpoints of a run, and `unit` joins the parts
-of one. `repair` writes a repaired copy, and `repair_list` lists the repaired elements. With several ranks
-(`ckpt_patches.runtime.distributed`), each rank reads its share, and rank 0 judges.
+checksums and fingerprints. `audit` runs all steps, and `report` shows the results. `run_folder` finds the checkpoints
+of a run, and `unit` joins the parts of one. `repair` writes a repaired copy, and `repair_list` lists the repaired
+elements. With several ranks (`ckpt_patches.runtime.distributed`), each rank reads its share, and rank 0 judges.
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.audit import repair_list, rules
-from ckpt_patches.audit.judging import blocks, coverage, record_checksums, recorded_states, scan, shifted
+from ckpt_patches.audit.judging import blocks, coverage, record_checksums, recorded_states, scan
 from ckpt_patches.audit.run_folder import UNFINISHED, is_other_save, why_incomplete
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages
@@ -29,7 +29,6 @@ class Report:
 
     checkpoint: Checkpoint
     findings: tuple[Finding, ...]
-    shift: shifted.Shift | None = None  # set if the optimizer state was saved shifted
 
     @property
     def verdict(self) -> str:
@@ -179,19 +178,18 @@ def _in_order(found: Sequence[Share], spans: int) -> Iterator[scan.Part]:
 
 def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int) -> Report:
     """Judge a checkpoint from its scanned parts."""
-    found, shift = structure.found, None
+    found = structure.found
     try:
         if structure.unreadable:
             raise UnreadableError(structure.unreadable)
         found.repaired = repair_list.read(found).ranges
         _apply_rules(found, structure.shards, parts)
-        found.findings[:], shift = shifted.explained(found, found.findings)
         recorded_states.decide(found, workers)
     except UnreadableError as error:
         found.findings.append(error.finding)
     except Exception as error:
         found.findings.append(_unreadable(found.path, error))
-    return Report(found, tuple(found.findings), shift)
+    return Report(found, tuple(found.findings))
 
 
 def _apply_rules(found: Checkpoint, shards: list[Shard], parts: Iterable[scan.Part]) -> None:
@@ -206,6 +204,7 @@ def _apply_rules(found: Checkpoint, shards: list[Shard], parts: Iterable[scan.Pa
         scales += rules.scales_of(shard, own)
     found.findings[:] = rules.of_zero_masters(found, found.findings)
     found.findings[:] = rules.of_sparse_moments(found, found.findings)
+    found.findings[:] = rules.of_shifted_states(found, found.findings)
     found.findings += record_checksums.findings(found, pieces)
     found.findings += rules.of_moments(found, moments)
     found.findings += rules.of_scales(scales)

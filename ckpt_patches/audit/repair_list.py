@@ -34,7 +34,6 @@ class Repaired:
     ranges: dict[Key, list[Range]] = field(default_factory=dict)  # elements of the shard
     sources: dict[Key, str] = field(default_factory=dict)  # source of the last repair
     files: list[str] = field(default_factory=list)  # names in the folder of the files with these elements
-    moved: list[Any] = field(default_factory=list)  # information only: sources of moved elements
     copied: list[Any] = field(default_factory=list)  # information only: sources of copied files
 
     def add(self, key: Key, ranges: list[Range], source: str) -> None:
@@ -54,7 +53,7 @@ def read(found: Checkpoint) -> Repaired:
         return Repaired()
     try:
         content = json.loads(read_metadata(path))
-        listed = Repaired(moved=list(content.get("moved", [])), copied=list(content.get("copied", [])))
+        listed = Repaired(copied=list(content.get("copied", [])))
         for entry in content["repaired"]:
             key = str(entry["array"]), str(entry["shard"])
             listed.add(key, [_range(*own) for own in entry["ranges"]], str(entry["source"]))
@@ -80,7 +79,6 @@ def write(folder: Path, listed: Repaired) -> None:
             {"array": array, "shard": shard, "source": listed.sources[array, shard], "ranges": ranges}
             for (array, shard), ranges in sorted(listed.ranges.items())
         ],
-        "moved": listed.moved,
         "copied": listed.copied,
         "files": {name: fingerprint(folder, name) for name in sorted(set(listed.files))},
     }

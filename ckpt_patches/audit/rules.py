@@ -23,6 +23,7 @@ BOTH = blocks.NO_AVG | blocks.NO_SQ
 # Settings of Adam in torch, apex and Megatron, and of its relatives in torch. Other optimizers have other moments.
 OF_ADAM = {"amsgrad", "bias_correction", "decoupled_weight_decay", "momentum_decay"}
 DECAYED = 1e-30  # a first moment that has decayed by this factor may have become zero
+SHIFTABLE = "optimizer.state.param."  # in the names of arrays; chained optimizers add a prefix
 ZERO_MASTER = "all zeros, beside moments that are not: at a rate of 0, or in a first step, a run saves this"
 OF_OPTIMIZER = re.compile(r"(?:^|[./])state[./]")  # in the name of a state, as torch's optimizers nest them
 # Names of the scales of a state of 8 bits, in bitsandbytes and torchao, or of a state that is too small for it.
@@ -224,6 +225,18 @@ def of_zero_masters(found: Checkpoint, findings: list[Finding]) -> Iterator[Find
             yield replace(finding, kind=damages.LOST_MASTER, detail="all zeros, and the other shards are not")
         else:
             yield finding
+
+
+def of_shifted_states(found: Checkpoint, findings: list[Finding]) -> list[Finding]:
+    """The findings; main parameters that do not round are called shifted where a shift leaves such findings.
+
+    It concerns all parameters behind the first padded bucket of a buffer, and leaves zeros at the end of the last one.
+    """
+    wrong, zero = (damages.UNROUNDED_MASTER, damages.OTHER_MASTERS), (damages.LOST_MASTER, damages.LOST_WEIGHT)
+    own = [f for f in findings if SHIFTABLE in f.array] if found.sharding in ("", "fully_reshardable") else []
+    if len({f.array for f in own if f.kind in wrong}) < 2 or not any(f.kind in zero for f in own):
+        return findings
+    return [replace(f, kind=damages.SHIFTED_STATE) if f in own and f.kind in wrong else f for f in findings]
 
 
 def of_sparse_moments(found: Checkpoint, findings: list[Finding]) -> list[Finding]:

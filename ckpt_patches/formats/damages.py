@@ -79,10 +79,9 @@ LOST_WEIGHT = _kind(
 SHIFTED_STATE = _kind(
     "shifted_state",
     DAMAGE,
-    "the states of a parameter were saved by megatron-core 0.15.0 or later from the wrong place of their buffer: the "
-    "master rounds to the model's weight some elements on",
-    "repair gathers them from where they are, takes masters that are in no file from the model's weights, and the "
-    "moments of these from an older checkpoint (`--from`), or resets them (`--reset-moments`)",
+    "main parameters do not round to the model's weights, as megatron-core 0.15.0 to 0.19.2 leaves them in "
+    "`fully_reshardable` with several buckets: shifted into their neighbors, and zeros at the end",
+    "load it with the fix fully_reshardable_shift on the ranks and bucket size that saved it: it puts the states back",
 )
 MIXED_ROWS = _kind(
     "mixed_rows",

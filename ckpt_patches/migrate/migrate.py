@@ -90,7 +90,7 @@ def _nothing_to_do(path: Path, kind: str) -> UserError:
     if kind == keys.RESHARDABLE:
         report = audit.audit(path)
         if any(finding.kind is SHIFTED_STATE for finding in report.findings):
-            return UserError(f"{path} is shifted: repair it first (ckpt-patches repair {path} --output NEW)")
+            return UserError(f"{path} is shifted: {SHIFTED_STATE.remedy}")
         more += "; but it is damaged, as ckpt-patches audit says" if report.verdict == audit.DAMAGED else ""
     return UserError(f"{path} needs nothing: megatron-core 0.16 and later load it as it is{more}")
 

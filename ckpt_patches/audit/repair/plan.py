@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 from ckpt_patches.audit.audit import Report
 from ckpt_patches.audit.judging import blocks, scan
-from ckpt_patches.audit.judging.shifted import Shift
 from ckpt_patches.audit.ranges import Range, joined
-from ckpt_patches.audit.repair import unshift
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, WEIGHT, Copies, Extent, Shard, Stream
@@ -30,7 +28,7 @@ MOST, MOST_CONTRADICTED = 0.5, 0.1
 CONTRADICTED = (damages.UNROUNDED_MASTER, damages.OTHER_MASTERS)
 
 # The kinds that can be repaired, and the bits in the codes of the damaged elements; 0: all elements of the range.
-COMPLETELY = dict.fromkeys((damages.SHIFTED_STATE, damages.MISSING_CHUNK, damages.SHORT_CHUNK), 0)
+COMPLETELY = dict.fromkeys((damages.MISSING_CHUNK, damages.SHORT_CHUNK), 0)
 REPAIRED: dict[str, dict[FindingKind, int]] = {
     MASTER: {
         **COMPLETELY,
@@ -72,20 +70,19 @@ class Plan:
     fills: list[Fill]
     cuts: list[Extent]  # files that are too long, with their correct length
     refused: list[tuple[Finding, str]]  # with the reason
-    shift: Shift | None  # the shift to undo
     copies: list[Copies]  # files to copy for others
 
     @property
     def is_possible(self) -> bool:
-        """Whether a repair does anything. Damage beyond repair is left as it is; with a shift it prevents repair."""
-        return bool(self.fills or self.cuts or self.copies or self.shift) and not (self.shift and self.refused)
+        """Whether a repair does anything. Damage beyond repair is left as it is."""
+        return bool(self.fills or self.cuts or self.copies)
 
 
 def plan(report: Report, source: str) -> Plan:
     """Plan the repair of each finding of a report, with `FROM_OLDER` or `RESET` as the source of moments.
 
     Raises:
-        UserError: so much is damaged that the rest is to be doubted as well.
+        UserError: so much is damaged that the rest is to be doubted as well, or the states are shifted.
     """
     found = report.checkpoint
     places = {
@@ -93,8 +90,10 @@ def plan(report: Report, source: str) -> Plan:
         for shard in found.shards
         for role, stream in (*shard.streams.items(), *shard.lost.items())
     }
-    made = Plan([], [], [], report.shift, [own for own in found.copies if not own.lost])
-    wrong = [f for f in unshift.findings(report.findings, report.shift) if f.kind.severity != NOTE]
+    if any(finding.kind is damages.SHIFTED_STATE for finding in report.findings):
+        raise UserError(f"{found.path} cannot be repaired, and nothing was written: {damages.SHIFTED_STATE.remedy}")
+    made = Plan([], [], [], [own for own in found.copies if not own.lost])
+    wrong = [f for f in report.findings if f.kind.severity != NOTE]
     # States that differ from the record are skipped: the audit of the copy compares them again.
     for finding in [f for f in wrong if f.kind is not damages.NOT_AS_RECORDED] or wrong:
         shard, role = places.get((finding.array, finding.shard), (None, ""))
@@ -105,7 +104,7 @@ def plan(report: Report, source: str) -> Plan:
         elif shard:
             made.fills.extend(_fills(finding, shard, role, source))
     _check_extent(report, [fill for fill in made.fills if fill.kind in CONTRADICTED], MOST_CONTRADICTED)
-    others = [fill for fill in made.fills if fill.kind not in (*CONTRADICTED, damages.SHIFTED_STATE)]
+    others = [fill for fill in made.fills if fill.kind not in CONTRADICTED]
     roles = {fill.role for fill in others}
     # A rank that has lost all it holds leaves parameters without moments, which alone are only unusual.
     unusual = [f for f in report.findings if f.kind is damages.PARAMETER_WITHOUT_MOMENTS]
@@ -122,8 +121,6 @@ def _why_not(finding: Finding, report: Report, shard: Shard | None, role: str, s
         return finding.kind.remedy
     if shard is None or finding.begin is None:
         return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"
-    if reason := unshift.why_not(finding, report.shift):
-        return reason
     if finding.kind not in REPAIRED.get(role, ()):
         return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"
     if role == MASTER and WEIGHT not in shard.streams:

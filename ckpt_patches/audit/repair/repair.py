@@ -14,7 +14,7 @@ from ckpt_patches.audit.audit import TO_RESUME_FROM, WHOLE, Report, audit
 from ckpt_patches.audit.judging import record_checksums
 from ckpt_patches.audit.judging.record_checksums import of_checksum
 from ckpt_patches.audit.ranges import Range
-from ckpt_patches.audit.repair import same_run, unshift
+from ckpt_patches.audit.repair import same_run
 from ckpt_patches.audit.repair.copies import copied, copy_checkpoint, in_copy, new_copy, write_elements
 from ckpt_patches.audit.repair.plan import AT_A_TIME, FROM_OLDER, RESET, Fill, Plan, plan
 from ckpt_patches.audit.repair_list import Repaired
@@ -69,7 +69,6 @@ def repair(
         source = older.checkpoint if older else None
         if older:
             same_run.check(found, older.checkpoint, trust=trust_source)
-            unshift.check_older(older.checkpoint.path, older.shift)
             if older.verdict not in TO_RESUME_FROM:
                 expected = f"expected a checkpoint that is {WHOLE}, found it {older.verdict} (audit {older_path})"
                 raise UserError(f"--from {older_path}: {expected}")
@@ -106,7 +105,7 @@ def _change(found: Checkpoint, made: Plan, older: Checkpoint | None, copy: Path)
     now = Repaired()
     for cut in made.cuts:
         os.truncate(in_copy(cut.path, found.path, copy), cut.nbytes)
-    changed = unshift.gather(made.shift, found.path, copy)
+    changed = set[str]()
     source = same_run.tensors(older) if older else {}
     for fill in made.fills:
         own = copied(fill.stream, found.path, copy)
@@ -125,7 +124,6 @@ def _change(found: Checkpoint, made: Plan, older: Checkpoint | None, copy: Path)
     listed = repair_list.read(replace(found, findings=[]))
     for key, ranges in now.ranges.items():
         listed.add(key, ranges, now.sources[key])
-    listed.moved += unshift.listed(made.shift)
     listed.copied += [{"from": one.name, "to": list(one.missing)} for one in made.copies]
     listed.files += [str(Path(name).relative_to(copy)) for name in changed]
     repair_list.write(copy, listed)

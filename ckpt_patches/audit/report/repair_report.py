@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit.repair import unshift
 from ckpt_patches.audit.repair.repair import Result
 from ckpt_patches.audit.repair_list import NAME
 
-SCHEMA = 1  # of the JSON; raised when a key is renamed, removed or changes its meaning
+SCHEMA = 2  # of the JSON; raised when a key is renamed, removed or changes its meaning
 
 
 def as_text(output: Path, result: Result) -> str:
@@ -16,9 +15,7 @@ def as_text(output: Path, result: Result) -> str:
     for own in result.made.copies:
         doubt = f", with what can differ between ranks: {own.differs}" if own.differs else ""
         lines.append(f"{own.name}: copied for {len(own.missing)} ranks{doubt}")
-    elements, moved = sum(map(now.elements, now.ranges)), unshift.moved(result.made.shift)
-    and_moved = f", {moved} of masters, and of their moments, moved to their places" if moved else ""
-    changed = f"{elements} elements repaired{and_moved}, no other changed"
+    changed = f"{sum(map(now.elements, now.ranges))} elements repaired, no other changed"
     lines.append(f"{output} is {result.verdict}: {changed}; they are listed in it ({NAME})")
     if result.left:
         lines[-1] += f"; {len(result.left)} findings are left:"
@@ -37,7 +34,6 @@ def as_json(output: Path, result: Result) -> dict[str, Any]:
             for key in now.ranges
         ],
         "copied": [{"from": own.name, "to": list(own.missing)} for own in result.made.copies],
-        "moved": unshift.moved(result.made.shift),
         "verdict": result.verdict,
         "left": [
             {"kind": found.kind.name, "array": found.array, "shard": found.shard, "reason": reason}
