@@ -19,7 +19,7 @@ KEYS = {
     "status --json": "version mode hook_active hook_reason installed fixes warnings errors async_saves proofs complete",
     "list --json": "fixes",
     "audit --json": "checkpoints runs",
-    "repair --json": "output source repaired copied moved verdict left",
+    "repair --json": "output source repaired copied verdict left",
     "migrate --json": "output source_type target_type bytes files files_before seconds plan_seconds workers verdict "
     "findings",
     "migrate --dry-run --json": "source_type target_type bytes files notes",
