@@ -181,15 +181,13 @@ class Slice:
         if self.numel != expected:
             why = "a fragment is missing" if self.numel < expected else "fragments overlap"
             return f"{self.numel} elements in all fragments, {expected} in the model's shape: {why}"
+        next_rank = dict(itertools.pairwise(sorted(self.sharing)))
         for one, other in itertools.pairwise(part for part in self.parts if part.numel):
             ends = one.start + one.numel >= one.partition.states[MASTER].numel
-            if other.start or not ends or other.file.rank != self._next(one):
+            if other.start or not ends or other.file.rank != next_rank.get(one.file.rank):
                 ranks = f"{one.file.rank} and {other.file.rank}"
                 return f"the fragments of data-parallel ranks {ranks} do not follow on one another"
         return ""
-
-    def _next(self, part: Part) -> int:
-        return next((rank for rank in self.sharing if rank > part.file.rank), -1)
 
     def states(self) -> dict[str, ElementType]:
         """The states that all parts have, the main parameter first, and the type of their elements when merged.
