@@ -198,8 +198,8 @@ def lost_in_both(seen: Seen) -> Iterator[Finding]:
     if not ranges or ranges == [(0, seen.shard.numel)]:
         return  # the full shard: see rules_across
     natural = rows_or_columns(ranges, seen.shard.row, seen.repaired)
-    for begin, end in few(seen, [own for own in ranges if own not in natural]):
-        for role in MOMENTS:
+    for begin, end in few(seen, irregular(ranges, seen.shard.row, seen.repaired)):
+        for role in MOMENTS if (begin, end) not in natural else ():
             yield seen.finding(damages.LOST_MOMENT, role, begin, end)
     if natural:
         elements = sum(end - begin for begin, end in natural)
@@ -243,6 +243,17 @@ def rows_or_columns(ranges: list[Range], row: int, known: frozenset[int] = froze
         return edge % row == 0 or shared[edge % row] > 1 or edge in known
 
     return {own for own in ranges if is_natural(own[0], begins) and is_natural(own[1], ends)}
+
+
+def irregular(ranges: list[Range], row: int, known: frozenset[int] = frozenset()) -> list[Range]:
+    """The ranges whose edges are neither those of rows, nor of columns that are zero in two rows that follow.
+
+    A mask that prunes elements at random leaves many of them, of which some share columns by chance.
+    """
+    every = {*ranges}
+    twins = [own for own in ranges if every & {(own[0] + row, own[1] + row), (own[0] - row, own[1] - row)}]
+    columns = {0, *(edge % row for own in twins for edge in own)}
+    return [own for own in ranges if not all(edge % row in columns or edge in known for edge in own)]
 
 
 # What was not judged
