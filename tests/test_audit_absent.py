@@ -288,6 +288,17 @@ def test_groups_of_megatron_at_different_steps_are_unusual(run: Configuration, t
     assert (report.verdict, "unusual" in {finding.kind.name for finding in report.findings}) == (UNKNOWN, True)
 
 
+@pytest.mark.parametrize("run", [ZARR, TORCH_DIST], ids=str)
+def test_a_multiplier_of_megatron_that_is_no_number_is_unusual(run: Configuration, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written(run).whole[-1], tmp_path / "iter_0000003"))
+    of_common(lambda value: groups_in(value)[0].update(wd_mult=[{}]))(folder)
+    report = audit(folder)
+    assert (report.verdict, {f.kind.name for f in report.findings if f.kind.severity == "suspicion"}) == (
+        UNKNOWN,
+        {"unusual"},
+    )
+
+
 # Universal
 
 
