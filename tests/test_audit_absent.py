@@ -14,6 +14,7 @@ import torch
 
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.formats.zero import look
+from ckpt_patches.formats.zero_inventory import taken_steps
 from crafted_files import with_other_value
 from every_checkpoint import EVERY
 from megatron_checkpoints import ZARR, Configuration, written
@@ -156,6 +157,20 @@ def test_groups_at_different_steps_are_unusual(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("more", "verdict"), [({"d_coef": 1.0}, WHOLE), ({}, UNKNOWN)], ids=["Prodigy's", "Adam's"])
+def test_a_step_in_settings_can_begin_at_1_if_they_are_not_adams(
+    more: dict[str, float], verdict: str, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(trained("0.19.8", "stage1")["stage1"], tmp_path / "global_step2"))
+    counted = taken_steps(torch_value(folder / MODEL))
+    of_all(each_state(lambda state: state.pop("step")))(folder)
+    of_all(lambda value: [group.pop("capturable") for group in value["param_groups"]])(folder)  # torch's own
+    of_all(each_group(step=counted + 1, **more))(folder)
+    assert audit(folder).verdict == verdict
+    of_all(each_group(step=counted + 2, **more))(folder)
+    assert audit(folder).verdict == UNKNOWN
+
+
 def test_a_frozen_fragment_is_missed(tmp_path: Path) -> None:
     change = of_model(lambda value: value["frozen_param_fragments"].clear())
     check(trained("0.19.8", "stage3_frozen")["stage3_frozen"], change, {"missing_weight"}, tmp_path)
@@ -271,6 +286,17 @@ def test_groups_of_megatron_at_different_steps_are_unusual(run: Configuration, t
     of_common(lambda value: groups_in(value)[0].update(step=groups_in(value)[0]["step"] + 2))(folder)
     report = audit(folder)
     assert (report.verdict, "unusual" in {finding.kind.name for finding in report.findings}) == (UNKNOWN, True)
+
+
+@pytest.mark.parametrize("run", [ZARR, TORCH_DIST], ids=str)
+def test_a_multiplier_of_megatron_that_is_no_number_is_unusual(run: Configuration, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written(run).whole[-1], tmp_path / "iter_0000003"))
+    of_common(lambda value: groups_in(value)[0].update(wd_mult=[{}]))(folder)
+    report = audit(folder)
+    assert (report.verdict, {f.kind.name for f in report.findings if f.kind.severity == "suspicion"}) == (
+        UNKNOWN,
+        {"unusual"},
+    )
 
 
 # Universal

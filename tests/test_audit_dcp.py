@@ -131,6 +131,14 @@ def test_a_flipped_bit_fails_its_checksum(whole: Path) -> None:
     assert (report.verdict, names(report)) == (DAMAGED, {"bad_file"})
 
 
+def test_a_ranks_file_with_other_steps_than_the_others_is_suspicious(whole: Path) -> None:
+    shutil.copyfile(saved() / "step-9" / "__1_0.distcp", whole / "__1_0.distcp")
+    report = audit(whole)
+    (suspicion,) = (own for own in report.findings if own.kind.severity != "note")
+    assert (report.verdict, suspicion.kind.name) == (UNKNOWN, "unusual")
+    assert "step 9 in __1_0.distcp" in suspicion.detail
+
+
 def test_a_save_without_its_index_is_incomplete(whole: Path) -> None:
     (whole / INDEX).unlink()
     assert audit(whole).verdict == INCOMPLETE

@@ -56,6 +56,28 @@ def with_dead_units(states: Arrays, pairs: int) -> None:
             states[state][:, 10 * pair : 10 * pair + 2] = 0
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_elements_that_are_pruned_at_random_are_no_lost_slices(tmp_path: Path, seed: int) -> None:
+    states = arrays(64, 16)
+    for state in STATES[1:]:
+        states[state] *= np.random.default_rng(seed).random((64, 16)) > 0.9
+    report = audit(written(tmp_path, states))
+    assert (report.verdict, found(report)) == (WHOLE, {})
+
+
+def test_a_slice_is_lost_beside_dead_units_and_rows(tmp_path: Path) -> None:
+    states = arrays(64, 16)
+    for state in STATES[1:]:
+        states[state][:, [2, 5, 6, 11]] = 0  # input units
+        states[state][[7, 20, 21, 40]] = 0  # tokens
+    assert audit(written(tmp_path / "whole", states)).verdict == WHOLE
+    for state in STATES[1:]:
+        states[state].reshape(-1)[30 * 16 + 3 : 33 * 16 + 9] = 0
+    report = audit(written(tmp_path / "damaged", states))
+    assert report.verdict == DAMAGED
+    assert {name: own[:2] for name, own in found(report).items()} == {"lost_moment": (30 * 16 + 2, 33 * 16 + 9)}
+
+
 @pytest.mark.slow
 def test_a_few_nan_among_many_dead_units_are_damage(tmp_path: Path) -> None:
     states = arrays(40_000, 64)

@@ -22,7 +22,17 @@ from ckpt_patches.audit.judging import record_checksums
 from ckpt_patches.audit.repair import same_run
 from ckpt_patches.audit.repair.same_run import tensors
 from ckpt_patches.cli import main
-from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, Checkpoint, Extent, Shard, Stream
+from ckpt_patches.formats.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTS,
+    WEIGHT,
+    Checkpoint,
+    Extent,
+    Shard,
+    Stream,
+)
 from ckpt_patches.formats.elements import read_elements
 from dcp_checkpoints import saved
 from megatron_checkpoints import ZARR, written
@@ -133,6 +143,23 @@ def test_a_part_of_the_main_parameters_that_contradicts_the_weights(
         np.testing.assert_array_equal(own, expected[key])
     change(zero, MASTER, 0, shard.numel, 3.0)
     assert "of master in all parameters" in refused(capsys, zero, tmp_path / "other")
+
+
+@pytest.mark.parametrize("role", [MASTER, WEIGHT])
+def test_a_parameter_that_contradicts_its_weight_is_refused(
+    role: str, zero: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Either of the two can be the one that was written again."""
+    found = audit(zero, 1).checkpoint
+    shards = [own for own in found.shards if {MASTER, WEIGHT} <= own.streams.keys() and own.numel >= 8]
+    for extent in min(shards, key=lambda own: own.numel).streams[role].extents:
+        with open(extent.path, "r+b") as file:
+            file.seek(extent.offset)
+            file.write(b"\x40\x40" * (extent.nbytes // 2))  # about 3, in float32 and bfloat16
+    for record in found.records:
+        record_checksums.update_checksum(record)
+    assert {f.kind.name for f in audit(zero).findings if f.kind.severity == "damage"} == {"unrounded_master"}
+    assert "nothing tells which of the two is right" in refused(capsys, zero, tmp_path / "new")
 
 
 def test_all_that_a_rank_holds_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_patches.audit.judging import blocks, few_bits, remainders
-from ckpt_patches.audit.judging.odd_ranges import SMALL, Seen, few, holes, rows_or_columns, wrong
+from ckpt_patches.audit.judging.odd_ranges import SMALL, Seen, few, holes, irregular, rows_or_columns, wrong
 from ckpt_patches.audit.judging.scan import Odd, OddRuns, stretches
 from ckpt_patches.formats import damages, elements
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
@@ -136,10 +136,8 @@ def lost_in_both(seen: Seen) -> Iterator[Finding]:
     if not ranges or ranges == [(0, seen.shard.numel)]:
         return  # the full shard: see `of_moments`
     known = {edge for own in seen.found.repaired_in(seen.shard) for edge in own}  # not of a loss
-    row, natural = seen.shard.row, rows_or_columns(ranges, seen.shard.row, known)
-    # Of sparse moments most edges are those of other ranges, too, by chance: only rows are not counted.
-    no_rows = [own for own in ranges if own[0] % row or own[1] % row]
-    lost = few(seen, [own for own in ranges if own not in natural], no_rows)
+    natural = rows_or_columns(ranges, seen.shard.row, known)
+    lost = few(seen, [own for own in ranges if own not in natural], irregular(ranges, seen.shard.row, known))
     for role in MOMENTS:
         yield from seen.findings(damages.LOST_MOMENT, role, lost)
     if natural:

@@ -62,7 +62,7 @@ OTHER_MASTERS = _kind(
     SUSPICION,
     "most master parameters do not round to the model's own weights, and are near to them: a reload did not reach one "
     "of the two, or one is of another step",
-    "if the weights are right, repair takes the masters from them",
+    "no repair: nothing tells which of the two is right; take another checkpoint",
 )
 FEW_BITS = _kind(
     "few_bits",

@@ -35,6 +35,7 @@ from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 from ckpt_patches.runtime.shown import shown
 
 FORMAT, WEIGHTS_ALONE = "torch.distributed.checkpoint", f"torch.distributed.checkpoint{ALONE}"
+LEAST_STEPS = 3  # of parameters, in one file: those of fewer can be equal by chance
 ROLES = {**dict.fromkeys(MASTERS, MASTER), "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 NUMBER = re.compile(r"(?:global_)?(?:step|iter|checkpoint)[-_]?(\d{1,15})")  # in a checkpoint folder's name
 
@@ -147,9 +148,22 @@ def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
         detail = "no param group, with its settings, is in the checkpoint"
         found.add(damages.UNUSUAL, f"{own.prefix}{dcp.GROUPS}", detail)
     found.findings += _of_weights(own, contents)
+    found.findings += _steps_by_file(own, contents)
     if not states and any("betas" in group and group.get("params") for group in groups):
         return [0]  # Adam's states exist after its first step
     return [*steps.values(), *(group["step"] for group in groups if settings.is_step(group.get("step")))]
+
+
+def _steps_by_file(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
+    """Check that no file has other steps than the others have: parameters that were unused are in several files."""
+    by_file: dict[str, list[Any]] = {}
+    for name in (state["step"] for state in own.states.values() if "step" in state):
+        if name in contents.tensors and name in contents.steps and (extents := contents.tensors[name].extents):
+            by_file.setdefault(next(iter(extents.values())).path, []).append(contents.steps[name])
+    one_each = {Path(path).name: steps[0] for path, steps in by_file.items() if len(steps) >= LEAST_STEPS}
+    if len({*one_each.values()}) > 1 and all(len({*steps}) == 1 for steps in by_file.values()):
+        detail = ", ".join(f"step {step:g} in {name}" for name, step in sorted(one_each.items())[:5])
+        yield Finding(damages.UNUSUAL, f"{own.prefix}{dcp.STATE}".rstrip("."), f"{detail}: are they of one save?")
 
 
 def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:

@@ -128,7 +128,7 @@ def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
 
 def _groups_of_states(found: Checkpoint) -> Iterator[str]:
     """Missing param groups that the states require. Megatron decays weights, but not biases and norms."""
-    multipliers = {group.get("wd_mult") for group in found.groups}
+    multipliers = [group.get("wd_mult") for group in found.groups]  # anything, if the file is damaged
     if not found.groups or not all(map(settings.is_number, multipliers)):
         return
     trained = [shard.parameter for shard in found.shards if shard.has_rows and shard.streams.keys() - {WEIGHT}]
@@ -136,7 +136,7 @@ def _groups_of_states(found: Checkpoint) -> Iterator[str]:
     if without and 0 not in multipliers:
         yield f"none without weight decay, and {without[0]} is trained: Megatron-LM does not decay it"
     decayed = next((name for name in trained if name not in without), None)
-    if decayed and multipliers == {0}:
+    if decayed and not any(multipliers):
         yield f"none with weight decay, and {decayed} is trained: Megatron-LM decays it"
     expert = next((name for name in trained if EXPERTS in name), None)
     of_experts = [group.get("is_expert_parallel") for group in found.groups]

@@ -237,6 +237,9 @@ def number(dtype: str, data: bytes) -> float | None:
     return float(struct.unpack(NUMBERS[dtype], data)[0])
 
 
+HOLDS = (dict, list, tuple, Instance)  # what can have tensors in it, and tensors, which are tuples
+
+
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, TensorHeader]]:
     """All tensors at any depth of a file's value, with their path in it. The value can contain itself."""
     return ((place, found) for place, found in parts_of(value, name) if isinstance(found, TensorHeader))
@@ -252,7 +255,7 @@ def parts_of(value: Any, name: str = "") -> "Iterator[tuple[str, TensorHeader | 
             yield name, value
             left += [(f"{name}.{index}", inner) for index, inner in enumerate(value.wrapping)]
             continue
-        if id(value) in seen or not isinstance(value, (dict, list, tuple, Instance)):
+        if id(value) in seen or not isinstance(value, HOLDS):
             continue
         seen.add(id(value))
         if isinstance(value, Instance):
@@ -263,7 +266,7 @@ def parts_of(value: Any, name: str = "") -> "Iterator[tuple[str, TensorHeader | 
             inner = [*enumerate((value.args, value.listed, value.pairs)), ("", value.state)]
         else:
             inner = list(enumerate(value))
-        left += [(f"{name}.{_part(key)}".strip("."), one) for key, one in reversed(inner)]
+        left += [(f"{name}.{_part(key)}".strip("."), one) for key, one in reversed(inner) if isinstance(one, HOLDS)]
 
 
 def storages_in(value: Any) -> list[StorageHeader]:

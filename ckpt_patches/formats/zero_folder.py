@@ -4,7 +4,6 @@ What contradicts the other files is a problem in the model, not an error: the au
 converter refuses the first.
 """
 
-import bisect
 import itertools
 import math
 from collections import Counter
@@ -182,16 +181,13 @@ class Slice:
         if self.numel != expected:
             why = "a fragment is missing" if self.numel < expected else "fragments overlap"
             return f"{self.numel} elements in all fragments, {expected} in the model's shape: {why}"
+        next_rank = dict(itertools.pairwise(sorted(self.sharing)))
         for one, other in itertools.pairwise(part for part in self.parts if part.numel):
             ends = one.start + one.numel >= one.partition.states[MASTER].numel
-            if other.start or not ends or other.file.rank != self._next(one):
+            if other.start or not ends or other.file.rank != next_rank.get(one.file.rank):
                 ranks = f"{one.file.rank} and {other.file.rank}"
                 return f"the fragments of data-parallel ranks {ranks} do not follow on one another"
         return ""
-
-    def _next(self, part: Part) -> int:
-        at = bisect.bisect_right(self.sharing, part.file.rank)
-        return self.sharing[at] if at < len(self.sharing) else -1
 
     def states(self) -> dict[str, ElementType]:
         """The states that all parts have, the main parameter first, and the type of their elements when merged.

@@ -363,10 +363,17 @@ def _steps_of_groups(own: Iterable[RankFile], newest: float | None) -> Iterator[
 def _counted_steps(ranks: Ranks, models: Models) -> Iterator[Finding]:
     """Check that the engine's and the optimizer's steps agree. After a load without optimizer states they differ."""
     steps = {int(facts.step) for facts in ranks.values() if facts.step is not None}
+    begins = {0, 1} if all(map(_has_a_count_of_its_own, ranks.values())) else {0}
     for facts in models.values():
         counted = taken_steps(facts.value)
-        if len(steps) == 1 and counted not in steps:
+        if len(steps) == 1 and steps.isdisjoint(counted + begin for begin in begins):
             yield Finding(UNUSUAL, facts.name, f"the engine has counted {counted} steps, the optimizer {min(steps)}")
+
+
+def _has_a_count_of_its_own(facts: RankFile) -> bool:
+    """Whether only settings have the step, beside numbers that Adam's have not: Prodigy's and PSGD's begin at 1."""
+    of_states = any(own.stated_step is not None for own in facts.partitions)
+    return not of_states and any(settings.is_own(*one) for group in facts.settings for one in group.items())
 
 
 def _layers(layers: Mapping[tuple[int, int], str], models: Models) -> Iterator[Finding]:

@@ -3,8 +3,8 @@
 One program writes all ranks' files, so that their keys are equal, except for rank-specific ones (fragments, states).
 """
 
+import functools
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -41,11 +41,16 @@ def _keys(value: Any, path: str, *, own: bool) -> Iterator[tuple[str, Any]]:
     else:
         return
     for name, item in entries:
-        key = sys.intern(f"{path}[{shown(name)}]")  # shared by all ranks
+        key = _below(path, name)
         plain = isinstance(item, (int, float, str)) and not own
         yield key, item if plain else None
         if name not in OWN:
             yield from _keys(item, key, own=own or name in OWN_VALUES)
+
+
+@functools.lru_cache(MOST_KEYS, typed=True)  # of all ranks' files, of which there can be thousands
+def _below(path: str, name: Any) -> str:
+    return f"{path}[{shown(name)}]"
 
 
 def contradictions(own: Mapping[str, Any], usual: Mapping[str, Any]) -> Iterator[str]:

@@ -46,6 +46,7 @@ from ckpt_patches.cli.command_line import main as command  # noqa: E402
 from every_checkpoint import EVERY  # noqa: E402
 
 SECONDS, MEMORY, RESIDENT = 20, 3 << 30, 600 << 20
+LONGEST_JSON = 4 << 20  # characters
 KINDS = (
     "0.14, zarr",
     "0.14, torch_dist",
@@ -425,7 +426,14 @@ def _pickled(found: Any, value: dict[str, Any], path: Path) -> None:
 
 
 def _as_json(value: Any, path: Path) -> None:
-    path.write_text(json.dumps(value))
+    """Write a value, unless its text is too long: that of tuples in each other doubles with each of them."""
+    parts, length = [], 0
+    for part in json.JSONEncoder().iterencode(value):
+        parts.append(part)
+        length += len(part)
+        if length > LONGEST_JSON:
+            raise ValueError("too long")
+    path.write_text("".join(parts))
 
 
 def values(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path], bool]]]:

@@ -13,6 +13,7 @@ import contextlib
 import fnmatch
 import io
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -54,7 +55,7 @@ def difference(output: Path, before: Path, older: Path | None) -> str:
     source = values(older)[0] if older else {}
     for entry in json.loads((output / NAME).read_text())["repaired"]:
         own = entry["array"], entry["shard"]
-        both = [key for key in expected if key[1] == own[1] and key[0].startswith(own[0].removesuffix("_sq"))]
+        both = [key for key in expected if key[1] == own[1] and square(key[0]) == square(own[0])]
         for key in [own] if own in weights or older else both:
             for begin, end in entry["ranges"]:
                 if key in weights:
@@ -62,6 +63,11 @@ def difference(output: Path, before: Path, older: Path | None) -> str:
                 elif "exp_avg" in key[0]:
                     expected[key][begin:end] = source[key][begin:end] if older else 0
     return next((str(key) for key in expected if not is_equal(found[key], expected[key], rounds=key in weights)), "")
+
+
+def square(array: str) -> str:
+    """The second moment of a moment's parameter, which stands anywhere in the name."""
+    return re.sub(r"exp_avg(_sq)?\b", "exp_avg_sq", array)
 
 
 def is_equal(found: Any, expected: Any, *, rounds: bool) -> bool:

@@ -121,3 +121,14 @@ def wrong(seen: Seen, kind: damages.FindingKind, role: str, bit: int) -> Iterato
         low, high, count = int(first[0]), int(last[-1]), int((last - first).sum())
         detail = "" if count == high - low else f"{count} elements of these"
         yield from seen.findings(kind, role, [(low, high)], detail)
+
+
+def irregular(ranges: list[Range], row: int, known: Set[int]) -> list[Range]:
+    """The ranges whose edges are neither those of rows, nor of columns that are zero in two rows that follow.
+
+    A mask that prunes elements at random leaves many of them, of which some share columns by chance.
+    """
+    every = {*ranges}
+    twins = [own for own in ranges if every & {(own[0] + row, own[1] + row), (own[0] - row, own[1] - row)}]
+    columns = {0, *(edge % row for own in twins for edge in own)}
+    return [own for own in ranges if not all(edge % row in columns or edge in known for edge in own)]

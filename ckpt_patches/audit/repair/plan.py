@@ -104,6 +104,7 @@ def plan(report: Report, source: str) -> Plan:
         elif shard:
             made.fills.extend(_fills(finding, shard, role, source))
     _check_extent(report, [fill for fill in made.fills if fill.kind in CONTRADICTED], MOST_CONTRADICTED)
+    _refuse_parameters(made, [(f, *places.get((f.array, f.shard), (None, ""))) for f in wrong])
     others = [fill for fill in made.fills if fill.kind not in CONTRADICTED]
     roles = {fill.role for fill in others}
     # A rank that has lost all it holds leaves parameters without moments, which alone are only unusual.
@@ -111,6 +112,18 @@ def plan(report: Report, source: str) -> Plan:
     empty = [Fill(f.kind, *places[f.array, f.shard], "", [(f.begin or 0, f.end or 0)]) for f in unusual]
     _check_extent(report, [*others, *(fill for fill in empty if fill.role in roles)], MOST)
     return made
+
+
+def _refuse_parameters(made: Plan, wrong: list[tuple[Finding, Shard | None, str]]) -> None:
+    """Refuse parameters of which most do not round to their weights: the weights may be another run's, or new."""
+    fills = [fill for fill in made.fills if fill.kind in CONTRADICTED]
+    elements = Counter[int]()
+    for fill in fills:
+        elements[id(fill.shard)] += sum(end - begin for begin, end in fill.ranges)
+    refused = {id(fill.shard) for fill in fills if elements[id(fill.shard)] > MOST * fill.shard.numel}
+    made.fills[:] = [fill for fill in made.fills if fill.kind not in CONTRADICTED or id(fill.shard) not in refused]
+    reason = "most of the parameter is not what rounds to its weight, and nothing tells which of the two is right"
+    made.refused.extend((f, reason) for f, shard, _ in wrong if f.kind in CONTRADICTED and id(shard) in refused)
 
 
 def _why_not(finding: Finding, report: Report, shard: Shard | None, role: str, source: str) -> str:
