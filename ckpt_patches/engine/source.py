@@ -16,9 +16,8 @@ import re
 import textwrap
 import tokenize
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from io import BytesIO
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 COLUMNS = 100  # maximum line length of upstream
 SHOWN = 80  # characters of a line in a message
@@ -53,13 +52,13 @@ class UnreadableSource(NoMatch):
     """The file cannot be edited at all: it is unreadable or not UTF-8, or does not parse with this Python."""
 
 
-@dataclass(frozen=True)
-class TextEdit:
+class TextEdit(NamedTuple):
     """Replace the bytes [start, stop) of the file with `text`."""
 
     start: int
     stop: int
     text: bytes
+    fix: str
 
 
 def _same(pattern: Any, node: Any) -> bool:
@@ -139,6 +138,7 @@ class Source:
         self.path = path
         self.is_expected = is_expected
         self.edits: list[TextEdit] = []
+        self.fix = ""  # that requests edits now
         self._tree: ast.Module | None = None
         self._nodes: dict[ast.AST, dict[type[ast.AST], list[Any]]] = {}
 
@@ -249,10 +249,10 @@ class Source:
 
     def all_of(self, kind: type[NodeT], within: ast.AST | None = None, *, having: str = "") -> list[NodeT]:
         """Every node of a kind, such as `ast.For`; with `having`, of those that can have this pattern in them."""
-        root = within or self.tree
         if having and (names := _parse_pattern(having)[1]):
             lines = self._lines_with(names, within)
-            return _walk(root, kind, lines) if lines else []
+            return _walk(within or self.tree, kind, lines) if lines else []
+        root = within or self.tree
         if root not in self._nodes:
             nodes, self._nodes[root] = [root], {}
             for node in nodes:  # the list grows meanwhile
@@ -487,10 +487,13 @@ class Source:
             position = edit.stop
         return b"".join([*parts, self.data[position:]])
 
-    def functions_of(self, edits: Sequence[TextEdit]) -> list[str]:
-        """The functions and methods (`Class.name`) of the module that contain these edits, or that the edits add."""
+    def edits_of(self, fix: str) -> list[TextEdit]:
+        return [edit for edit in self.edits if edit.fix == fix]
+
+    def functions_of(self, fix: str) -> list[str]:
+        """The functions and methods (`Class.name`) of the module that a fix edits or adds."""
         found: dict[str, None] = {}
-        for edit in edits:
+        for edit in self.edits_of(fix):
             inside = [name for start, stop, name in self._functions if start <= edit.start and edit.stop <= stop]
             before = [(start, name) for start, _, name in self._functions if start == edit.start == edit.stop]
             brought = re.match(r"(?:@.*\s+)*def (\w+)", edit.text.decode().lstrip())
@@ -564,7 +567,7 @@ class Source:
             if start < other.stop and other.start < stop:
                 ours, theirs = _short(text), _short(other.text.decode())
                 raise NoMatch(f"another fix edits the same place: `{theirs}` and `{ours}`")
-        self.edits.append(TextEdit(start, stop, text.encode()))
+        self.edits.append(TextEdit(start, stop, text.encode(), self.fix))
 
 
 def _definitions(body: Sequence[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
