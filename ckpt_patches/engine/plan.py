@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from ckpt_patches.engine.releases import have_code, too_old
 from ckpt_patches.engine.source import NoMatch, NotNeeded, Source, UnreadableSource
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.pause import without_garbage_collection, without_syntax_warnings
+
+Reasons = Mapping[tuple[str, str], str]  # by fix and module
 
 
 class Outcome(Enum):
@@ -46,8 +49,6 @@ class FixResult(NamedTuple):
     outcome: Outcome
     reason: str = ""  # for NO_MATCH: file, expected and found code
     unreadable: bool = False  # NO_MATCH because the file is unreadable, not UTF-8, or does not parse
-    modules: tuple[str, ...] = ()  # for APPLIES: the edited modules
-    functions: tuple[tuple[str, str], ...] = ()  # for APPLIES: module and name of the functions it edits or adds
 
 
 class FilePlan(NamedTuple):
@@ -116,13 +117,7 @@ class _Tree:
     """
 
     def __init__(
-        self,
-        root: str,
-        package: str,
-        originals: Mapping[str, bytes],
-        unavailable: Mapping[tuple[str, str], str],
-        *,
-        for_upstream: bool = False,
+        self, root: str, package: str, originals: Mapping[str, bytes], unavailable: Reasons, for_upstream: bool
     ) -> None:
         self.root = root
         self.package = package
@@ -136,8 +131,9 @@ class _Tree:
         """The source of a module. Raises NoMatch if there is none, or it cannot be read."""
         if module not in self.sources:
             try:
+                data = self.originals[path] if path in self.originals else Path(path).read_bytes()
                 expected = partial(have_code, package=self.package, version=self.version)  # no cycle of references
-                self.sources[module] = Source(self._read(path), path, expected)
+                self.sources[module] = Source(data, path, expected)
             except FileNotFoundError:
                 if os.path.exists(path + "c"):
                     raise NoMatch("no source, only bytecode") from None
@@ -148,15 +144,6 @@ class _Tree:
         if source is None:
             raise NoMatch("there is no such file")
         return source
-
-    def _read(self, path: str) -> bytes:
-        if path in self.originals:
-            return self.originals[path]
-        with open(path, "rb") as file:
-            return file.read()
-
-    def texts(self) -> dict[str, bytes]:
-        return {module: text_digest(source.data) if source else b"" for module, source in self.sources.items()}
 
     def edited(self) -> Iterator[tuple[str, Source]]:
         """The modules that are edited."""
@@ -175,7 +162,7 @@ def plan_tree(
     package: str,
     names: Iterable[str] | None = None,
     originals: Mapping[str, bytes] | None = None,
-    unavailable: Mapping[tuple[str, str], str] | None = None,
+    unavailable: Reasons | None = None,
     *,
     for_upstream: bool = False,
 ) -> TreePlan:
@@ -189,17 +176,18 @@ def plan_tree(
         unavailable: by fix and module, why the fix cannot edit the module here; if it would, it does not match.
         for_upstream: omit the edits that do not belong in a patch for upstream.
     """
-    tree = _Tree(root, package, originals or {}, unavailable or {}, for_upstream=for_upstream)
+    tree = _Tree(root, package, originals or {}, unavailable or {}, for_upstream)
     names = fixes_for(package) if names is None else list(names)
     results = [_try(name, tree) for name in names]
-    files, defect = _compile(tree, results)
+    files, defect = _compile(tree)
     if defect:
         results = _one_by_one(names, tree)
-        files, _ = _compile(tree, results)
-    return TreePlan(package, root, tuple(results), files, tree.texts())
+        files, _ = _compile(tree)
+    texts = {module: text_digest(source.data) if source else b"" for module, source in tree.sources.items()}
+    return TreePlan(package, root, tuple(results), files, texts)
 
 
-def _compile(tree: _Tree, results: Sequence[FixResult]) -> tuple[dict[str, FilePlan], str]:
+def _compile(tree: _Tree) -> tuple[dict[str, FilePlan], str]:
     """The edited files; and the defect of one of them, if the edits together do not give a valid program."""
     files: dict[str, FilePlan] = {}
     for module, source in tree.edited():
@@ -208,11 +196,11 @@ def _compile(tree: _Tree, results: Sequence[FixResult]) -> tuple[dict[str, FileP
             code = compile(patched, source.path, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             return {}, f"{source.path}: the edited source does not compile: {error}"
-        fixes = tuple(result.name for result in results if module in result.modules)
+        fixes = tuple(dict.fromkeys(edit.fix for edit in source.edits))
         functions: dict[str, tuple[str, ...]] = {}
-        for result in results:
-            for name in (name for of, name in result.functions if of == module):
-                functions[name] = (*functions.get(name, ()), result.name)
+        for fix in fixes:
+            for name in source.functions_of(fix):
+                functions[name] = (*functions.get(name, ()), fix)
         files[module] = FilePlan(module, source.path, source.data, patched, code, fixes, functions)
     return files, ""
 
@@ -224,7 +212,7 @@ def _one_by_one(names: Sequence[str], tree: _Tree) -> list[FixResult]:
     results: list[FixResult] = []
     for name in names:
         result = _try(name, tree)
-        if result.outcome is Outcome.APPLIES and (defect := _compile(tree, results)[1]):
+        if result.outcome is Outcome.APPLIES and (defect := _compile(tree)[1]):
             tree.take_back(name)
             result = FixResult(name, Outcome.NO_MATCH, defect)
         results.append(result)
@@ -238,9 +226,7 @@ def _try(name: str, tree: _Tree) -> FixResult:
         if too_old(tree.package, tree.version) and not fix.affects(tree.version):
             return FixResult(name, Outcome.NOT_NEEDED, "the release is older than those that the fix is for")
         if _make(fix, tree):
-            edited = {module: source for module, source in tree.edited() if source.edits_of(name)}
-            functions = [(module, each) for module, source in edited.items() for each in source.functions_of(name)]
-            return FixResult(name, Outcome.APPLIES, modules=tuple(edited), functions=tuple(functions))
+            return FixResult(name, Outcome.APPLIES)
         result = FixResult(name, Outcome.NOT_NEEDED)
     except NoMatch as error:
         result = FixResult(name, Outcome.NO_MATCH, str(error), isinstance(error, UnreadableSource))

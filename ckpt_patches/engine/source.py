@@ -487,13 +487,10 @@ class Source:
             position = edit.stop
         return b"".join([*parts, self.data[position:]])
 
-    def edits_of(self, fix: str) -> list[TextEdit]:
-        return [edit for edit in self.edits if edit.fix == fix]
-
     def functions_of(self, fix: str) -> list[str]:
         """The functions and methods (`Class.name`) of the module that a fix edits or adds."""
         found: dict[str, None] = {}
-        for edit in self.edits_of(fix):
+        for edit in (edit for edit in self.edits if edit.fix == fix):
             inside = [name for start, stop, name in self._functions if start <= edit.start and edit.stop <= stop]
             before = [(start, name) for start, _, name in self._functions if start == edit.start == edit.stop]
             brought = re.match(r"(?:@.*\s+)*def (\w+)", edit.text.decode().lstrip())
