@@ -104,7 +104,7 @@ def _walk(root: ast.AST, kind: type[NodeT], lines: Sequence[int]) -> list[NodeT]
     """
     nodes = [root]
     for node in nodes:  # the list grows meanwhile
-        nodes += [child for child in _children(node) if not hasattr(child, "lineno") or _is_on(child, lines)]
+        nodes += [child for child in _children(node) if not child._attributes or _is_on(child, lines)]
     return [node for node in nodes if isinstance(node, kind)]
 
 
@@ -196,9 +196,7 @@ class Source:
     def class_named(self, name: str) -> ast.ClassDef:
         """The only top-level class of that name. Raises NoMatch."""
         found = [node for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-        if len(found) != 1:
-            raise NoMatch(f"expected one class {name}, found {len(found)}")
-        return found[0]
+        return self._only(found, f"class {name}")
 
     def has_function(self, name: str) -> bool:
         """Whether that function or method is defined exactly once."""
@@ -227,11 +225,14 @@ class Source:
 
     def one(self, pattern: str, within: ast.AST | None = None) -> Any:
         """The only node equal to the pattern. Raises NoMatch unless there is exactly one."""
-        found = self.all(pattern, within)
+        return self._only(self.all(pattern, within), pattern, within)
+
+    def _only(self, found: Sequence[NodeT], shown: str, within: ast.AST | None = None) -> NodeT:
+        """The only node that was found. Raises NoMatch, which says what is there instead of the code that is shown."""
         if len(found) != 1:
             where = f" in {within.name}" if isinstance(within, ast.FunctionDef | ast.ClassDef) else ""
-            near = functools.partial(self._near, pattern, within, found)
-            raise NoMatch(f"expected `{_short(pattern)}` once{where}, found it {len(found)} times", near)
+            near = functools.partial(self._near, shown, within, found)
+            raise NoMatch(f"expected `{_short(shown)}` once{where}, found it {len(found)} times", near)
         return found[0]
 
     def _near_definition(self, name: str) -> str:
@@ -272,9 +273,7 @@ class Source:
         """The only `if` that has this code in its body, not just in its `else`. Raises NoMatch."""
         branches = self.all_of(ast.If, within, having=pattern)
         found = [branch for branch in branches if any(self.has(pattern, line) for line in branch.body)]
-        if len(found) != 1:
-            raise NoMatch(f"expected one `if` around `{_short(pattern)}`, found {len(found)}")
-        return found[0]
+        return self._only(found, f"if ...: {pattern}", within)
 
     def loop(self, target: str, within: ast.AST | None = None) -> ast.For:
         """The only `for` with that target. Raises NoMatch."""
@@ -284,9 +283,7 @@ class Source:
         """The only node of a kind whose field equals the pattern."""
         wanted, _ = _parse_pattern(pattern)
         found = [node for node in self.all_of(kind, within, having=pattern) if _same(wanted, getattr(node, field))]
-        if len(found) != 1:
-            raise NoMatch(f"expected `{_short(shown)}` once, found it {len(found)} times")
-        return found[0]
+        return self._only(found, shown, within)
 
     def text(self, node: ast.AST) -> str:
         """The source text of a node, as in the file."""
