@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.3.0.dev0"
 
 MODES = ("off", "warn", "strict")
-FINGERPRINT_ON = ("1", "warn")
-SWITCHED_OFF = ("0", "off", "")
+FINGERPRINT = {"1": True, "warn": True, "0": False, "off": False, "": False}
 REMOVED = ("CKPT_PATCHES_LOST_HOST", "CKPT_PATCHES_ANNOUNCED", "CKPT_PATCHES_ENABLE", "CKPT_PATCHES_OFFLOAD_STEP")
 # The packages that fixes edit, and their distributions.
 ROOTS = {
@@ -64,10 +63,10 @@ class Switches:
         self.skip = frozenset(filter(None, map(str.strip, environ.get("CKPT_PATCHES_SKIP", "").split(","))))
         self.overlays: tuple[str, ...] = ()  # edits of upstream that are not fixes
         fingerprint = environ.get("CKPT_PATCHES_FINGERPRINT", "")
-        if fingerprint not in SWITCHED_OFF:
+        if FINGERPRINT.get(fingerprint, True):
             self.overlays = ("fingerprint",)
-        if fingerprint not in (*FINGERPRINT_ON, *SWITCHED_OFF):
-            found, expected = _shown(fingerprint), ", ".join(filter(None, (*FINGERPRINT_ON, *SWITCHED_OFF)))
+        if fingerprint not in FINGERPRINT:
+            found, expected = _shown(fingerprint), ", ".join(filter(None, FINGERPRINT))
             self.errors.append(f"CKPT_PATCHES_FINGERPRINT={found}: expected one of {expected}; going on with 1")
         if self.overlays and self.mode == "off":
             setting = f"CKPT_PATCHES_FINGERPRINT={_shown(fingerprint)}"
@@ -185,11 +184,6 @@ installed: "PatchFinder | None" = None
 _told: set[str] = set()
 
 
-def installed_finder() -> "PatchFinder | None":
-    """The finder in sys.meta_path, or None."""
-    return next((finder for finder in sys.meta_path if isinstance(finder, PatchFinder)), None)
-
-
 def start() -> "PatchFinder | None":
     """Put the finder in front of the meta path, unless one is there, and return it; None with `CKPT_PATCHES=off`.
 
@@ -203,8 +197,8 @@ def start() -> "PatchFinder | None":
             tell(error)
     if switches.mode == "off":
         return None
-    if found := installed_finder():
-        return found
+    if installed in sys.meta_path:
+        return installed
     installed = PatchFinder(switches)
     sys.meta_path.insert(0, installed)
     atexit.register(examine, switches, exit_of=os.getpid())

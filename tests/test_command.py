@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import upstream
-from ckpt_patches.cli import command_line
+from ckpt_patches.cli import command_line, status
 from ckpt_patches.engine.fix import package_of
 from ckpt_patches.engine.installed import version_in
 from ckpt_patches.engine.registry import CORE
@@ -167,6 +167,12 @@ def test_status_without_torch_says_that_nothing_can_run() -> None:
     done = python("-c", code, tree=tree("megatron-core", "0.16.1"), check=False)
     assert done.returncode == 1
     assert "error: torch is not installed for" in done.stdout
+
+
+def test_the_help_of_status_has_every_state() -> None:
+    shown = " ".join(python("-m", "ckpt_patches", "status", "--help", tree=Path("/")).stdout.split())
+    states = (status.ACTIVE, status.IN_PLACE, status.NOT_NEEDED, status.NO_MATCH, status.OFF, status.REPLACED)
+    assert [state for state in states if state not in shown] == []
 
 
 def test_status_in_a_process_names_what_was_replaced() -> None:
@@ -505,8 +511,10 @@ def test_an_output_that_is_full_is_one_line(arguments: list[str], unbuffered: st
     assert "Exception ignored" not in done.stderr
 
 
-def test_a_standard_output_that_is_closed_is_no_error() -> None:
-    for arguments in (["list"], ["status"], ["--help"]):
+def test_a_standard_output_that_is_closed_is_no_error(tmp_path: Path) -> None:
+    make(tmp_path)
+    of_tree = ["--tree", str(tmp_path)]
+    for arguments in (["list"], ["status"], ["--help"], ["diff", *of_tree], ["diff", "--module", MODULE, *of_tree]):
         command = [sys.executable, "-m", "ckpt_patches", *arguments]
         done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True)
         assert "Traceback" not in done.stderr

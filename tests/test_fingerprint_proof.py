@@ -5,8 +5,11 @@ import json
 import math
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -307,3 +310,11 @@ def test_records_that_differ_are_an_error_on_all_ranks(monkeypatch: pytest.Monke
     one_lacks, none_reads = results(prove_with_one_record, 2, free_port())
     assert one_lacks.startswith("  not verified: the checkpoint: its fingerprint is not the same on all ranks; ")
     assert [text.count("the checkpoint: ") for text in (one_lacks, none_reads)] == [2, 2]
+
+
+def test_a_standard_error_that_is_full_ends_no_training() -> None:
+    program = "from test_fingerprint_proof import *; prove(live(some()), recorded(live(some()))); print('goes on')"
+    with open("/dev/full", "w") as full:
+        command, here = [sys.executable, "-c", program], Path(__file__).parent
+        done = subprocess.run(command, cwd=here, stdout=subprocess.PIPE, stderr=full, text=True)
+    assert (done.returncode, done.stdout) == (0, "goes on\n")

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -203,32 +202,6 @@ def test_package_indexes_and_linters_of_wheels_take_them(environment: Environmen
     for command in (["twine", "check", "--strict", str(wheel), archive], ["check_wheel_contents", str(wheel)]):
         done = subprocess.run([sys.executable, "-m", *command], cwd=source, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-SOURCE = "https://example.org/patches.git"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("origin", "named"),
-    [(SOURCE, [f"Source, {SOURCE}"]), ("https://me:secret@example.org/p.git", []), ("/home/me/patches", []), ("", [])],
-)
-def test_the_repository_that_it_was_cloned_from_is_named(
-    origin: str, named: list[str], environment: Environment, source: Path
-) -> None:
-    """Only a URL is named: no password, no folder, and nothing without a repository."""
-    if origin:
-        subprocess.run(["git", "init", "--quiet", source], check=True)
-        subprocess.run(["git", "-C", source, "remote", "add", "origin", origin], check=True)
-    (wheel,) = as_wheel(environment, source)
-    with zipfile.ZipFile(wheel) as files:
-        (metadata,) = (files.read(name).decode() for name in files.namelist() if name.endswith(".dist-info/METADATA"))
-    urls = [line.removeprefix("Project-URL: ") for line in metadata.splitlines() if line.startswith("Project-URL: ")]
-    upstream_urls = [
-        "Megatron-LM, https://github.com/NVIDIA/Megatron-LM",
-        "DeepSpeed, https://github.com/deepspeedai/DeepSpeed",
-    ]
-    assert urls == [*named, *upstream_urls]
 
 
 def test_status_fails_where_there_is_nothing_to_patch(installed: Environment) -> None:

@@ -1,6 +1,7 @@
 """A fix in a tree: all of its edits or none, in all of its modules, decided by code structure."""
 
 import gc
+import threading
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from ckpt_patches.engine.plan import Outcome, TreePlan, plan_tree
 from ckpt_patches.engine.registry import CORE
 from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import NotNeeded, Ranges, Source
+from ckpt_patches.runtime.pause import without_syntax_warnings
 
 WITH_BUG: Ranges = (("0.12.0", newest("megatron-core")),)
 OTHERS: Ranges = (("0.12.0", "0.12.3"),)
@@ -262,3 +264,27 @@ def test_what_is_ours_alone_is_not_for_upstream(tree: Path, monkeypatch: pytest.
     ours, theirs = (plan_tree(str(tree), CORE, ["one"], for_upstream=choice) for choice in (False, True))
     assert [b"print" in made.files[FIRST].patched for made in (ours, theirs)] == [True, False]
     assert [b"new(1)" in made.files[FIRST].patched for made in (ours, theirs)] == [True, True]
+
+
+def test_a_pause_of_warnings_is_that_of_one_thread() -> None:
+    """A filter that another thread adds meanwhile stays, and what that thread compiles is not silenced."""
+    before, odd, seen = list(warnings.filters), r"'\d'", list[bool]()
+
+    def other() -> None:
+        warnings.filterwarnings("error", message="invalid escape")
+        with pytest.raises(SyntaxError):
+            compile(odd, "other.py", "exec")
+        seen.append(True)
+
+    with warnings.catch_warnings():
+        with without_syntax_warnings():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        assert seen == [True]
+        assert list(warnings.filters)[1:] == before
+        with without_syntax_warnings():
+            compile(odd, "ours.py", "exec")
+        with pytest.raises(SyntaxError):
+            compile(odd, "ours.py", "exec")
+    assert list(warnings.filters) == before

@@ -149,7 +149,7 @@ def test_a_loop_is_found_by_its_target() -> None:
 def test_a_class_is_found_by_its_name() -> None:
     assert source().class_named("Box").name == "Box"
     for name in ("outer", "missing"):
-        with pytest.raises(NoMatch, match=f"expected one class {name}, found 0"):
+        with pytest.raises(NoMatch, match=f"expected `class {name}` once, found it 0 times"):
             source().class_named(name)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches.engine.registry import CORE, DEEPSPEED, NVRX
-from ckpt_patches.engine.releases import RECORDED, newest
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, NVRX, PACKAGES
+from ckpt_patches.engine.releases import newest
 from stacks import environments
 from stacks.__main__ import failures, installed
 from stacks.environments import Environment, NotInstalled
@@ -26,9 +26,9 @@ def test_a_row_names_what_can_be_installed(row: Row) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", row.torch)
     assert row.megatron or row.deepspeed
     assert row.is_commit is bool(row.formats_of)
-    assert not row.megatron or row.megatron_release in RECORDED[CORE]
-    assert row.deepspeed in ("", *RECORDED[DEEPSPEED])
-    assert row.nvrx in ("", *RECORDED[NVRX])
+    assert not row.megatron or row.megatron_release in PACKAGES[CORE].releases
+    assert row.deepspeed in ("", *PACKAGES[DEEPSPEED].releases)
+    assert row.nvrx in ("", *PACKAGES[NVRX].releases)
 
 
 def test_rows_are_distinct() -> None:
@@ -42,7 +42,8 @@ def test_one_row_has_the_newest_releases() -> None:
 
 def test_the_python_of_a_row_is_one_that_its_megatron_core_supports() -> None:
     """Rows with megatron-core 0.17 and later have Python 3.12 or 3.13, as its wheels require."""
-    newer = [row for row in ROWS if row.megatron_release in RECORDED[CORE][RECORDED[CORE].index("0.17.0") :]]
+    known = PACKAGES[CORE].releases
+    newer = [row for row in ROWS if row.megatron_release in known[known.index("0.17.0") :]]
     assert newer
     assert {row.python for row in newer} <= {"3.12", "3.13"}
 

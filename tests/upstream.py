@@ -43,8 +43,7 @@ from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.demo.run import Outcome
 from ckpt_patches.engine import fix as fix_files
 from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, TORCH
-from ckpt_patches.engine.releases import RECORDED
+from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, PACKAGES, TORCH
 from registered import FIXES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -90,18 +89,20 @@ OLDEST_REPORTED = "0.9.0"
 RELEASES: tuple[Release, ...] = (
     *_table(
         "megatron-core",
-        [OLDEST_REPORTED, *RECORDED[CORE]],
+        [OLDEST_REPORTED, *PACKAGES[CORE].releases],
         default=f"{OLDEST_REPORTED} 0.12.0 0.14.0 0.19.2",
         notes={OLDEST_REPORTED: "uses np.product, which NumPy 2 does not have"} if HAS_NUMPY_2 else {},
     ),
-    *_table("deepspeed", RECORDED[DEEPSPEED], default="0.15.0 0.16.2 0.19.2 0.19.8", notes={}),
-    *_table("nvidia-resiliency-ext", RECORDED[NVRX], default="0.4.1 0.6.0", notes={}),
-    *_table("apex", RECORDED[APEX], default="0.1", notes={}),  # a checkout: CHECKOUT_VARIABLES
+    *_table("deepspeed", PACKAGES[DEEPSPEED].releases, default="0.15.0 0.16.2 0.19.2 0.19.8", notes={}),
+    *_table("nvidia-resiliency-ext", PACKAGES[NVRX].releases, default="0.4.1 0.6.0", notes={}),
+    *_table("apex", PACKAGES[APEX].releases, default="0.1", notes={}),  # a checkout: CHECKOUT_VARIABLES
     *_table(
         "torch",
-        sorted({*RECORDED[TORCH], INSTALLED_TORCH}, key=numbers),
+        sorted({*PACKAGES[TORCH].releases, INSTALLED_TORCH}, key=numbers),
         default=INSTALLED_TORCH,
-        notes=dict.fromkeys({*RECORDED[TORCH]} - {INSTALLED_TORCH}, "not the installed torch; `make stacks` runs it"),
+        notes=dict.fromkeys(
+            {*PACKAGES[TORCH].releases} - {INSTALLED_TORCH}, "not the installed torch; `make stacks` runs it"
+        ),
     ),
     *_table("megatron-bridge", ["0.3.1"], default="0.3.1", notes={}),
     *_table("numpy", ["2.2.6"], default="2.2.6", notes={}),

@@ -117,7 +117,8 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "status",
         help="show what is installed, and the state of every fix",
         **described(
-            "Show the installed packages and the state of every fix: active, in place, not needed, NO MATCH or off.",
+            "Show the installed packages and the state of every fix: active, in place, not needed, NO MATCH, off or "
+            "replaced.",
             "ckpt-patches status --require megatron-core",
             after="exit status: 0 success, 1 a needed fix or a required package is missing, a fix was not proven to "
             "work, or nothing to patch is installed",
@@ -430,10 +431,16 @@ def _diff(options: argparse.Namespace) -> int:
     for plan in plans:
         plan.check_readable()
     for plan in plans:
-        sys.stdout.buffer.write(tree_diff(plan, with_test=options.with_test))
-    sys.stdout.flush()
+        _write(tree_diff(plan, with_test=options.with_test))
     _print_missing_dependencies(plans)
     return _tell([r for plan in plans for r in plan.results if r.outcome is not Outcome.APPLIES])
+
+
+def _write(text: bytes) -> None:
+    """Write bytes to standard output; nothing if it is closed, as `print` does."""
+    if sys.stdout is not None:
+        sys.stdout.buffer.write(text)
+        sys.stdout.flush()
 
 
 def _print_missing_dependencies(plans: Sequence[TreePlan]) -> None:
@@ -502,8 +509,7 @@ def _diff_of_module(options: argparse.Namespace) -> int:
     if file is None and not path.exists():
         raise UserError(f"expected {path}, found no such file: this release does not have the module")
     if file is not None:
-        sys.stdout.buffer.write(file_diff(plan.root, file))
-    sys.stdout.flush()
+        _write(file_diff(plan.root, file))
     return _tell([one for one in plan.results if options.module in load(one.name).modules])
 
 

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_patches import Switches, __version__, installed_finder
+import ckpt_patches
+from ckpt_patches import Switches, __version__
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
 from ckpt_patches.engine.registry import CORE, NVRX, PACKAGES, TORCH
-from ckpt_patches.engine.releases import is_too_old, too_old
+from ckpt_patches.engine.releases import too_old
 from ckpt_patches.engine.trees import root_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import running
@@ -175,8 +176,7 @@ def _errors(roots: Mapping[str, Path | None], tree: str | None, required: Sequen
     absent = [DISTRIBUTIONS[package] for package in PACKAGES if roots[package] is None]
     if not any(roots.values()):
         return [f"nothing to patch: expected {' or '.join(absent)} to be installed {where}, found none"]
-    versions = {package: version_in(root, package) for package, root in roots.items() if root}
-    old = [too_old(package, version) for package, version in versions.items() if is_too_old(package, version)]
+    old = [*filter(None, (too_old(package, version_in(root, package)) for package, root in roots.items() if root))]
     if tree is None and find_spec("torch") is None:
         old.append(f"torch is not installed for {sys.executable}: nothing that is shown here can run")
     return [*old, *(f"expected {name} to be installed {where}, found none" for name in absent if name in required)]
@@ -185,7 +185,7 @@ def _errors(roots: Mapping[str, Path | None], tree: str | None, required: Sequen
 def _why_inactive(switches: Switches) -> str:
     if switches.mode == "off":
         return "CKPT_PATCHES=off"
-    if installed_finder() is None:
+    if ckpt_patches.installed not in sys.meta_path:
         return "this Python read no .pth file of ours: install the package into its site-packages, or use apply"
     return ""
 
@@ -231,7 +231,7 @@ def _fixes(package: str, root: Path | None, tree: str | None, switches: Switches
     if tree is not None:
         whole.check_readable()
     results = {result.name: result for result in whole.results}
-    hook = installed_finder() if tree is None else None
+    hook = ckpt_patches.installed if tree is None else None
     trees = running.trees(hook.switches) if hook is not None else ()
     # What runs in this process, if it has imported the package.
     problems = {name: what for one in trees if one.plan.root == str(root) for name, what in one.problems().items()}

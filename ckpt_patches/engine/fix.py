@@ -1,11 +1,13 @@
 """The definition of a fix: its name, upstream links, and functions that edit upstream source."""
 
 import functools
-import importlib.util
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+from typing import NamedTuple
 
 from ckpt_patches.engine.registry import PACKAGES, PART_OF, folder, package_with, root_of
 from ckpt_patches.engine.source import Ranges, Source
@@ -19,8 +21,7 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-@dataclass(frozen=True)
-class Edit:
+class Edit(NamedTuple):
     """One edit of one upstream module.
 
     The function requests edits from the source. It raises `NotNeeded` if the source has its code, or `NoMatch`. A
@@ -94,12 +95,19 @@ class Fix:
 
 
 @functools.cache
+def _paths(package: str) -> dict[str, str]:
+    """By name, the files in the folder of an upstream package's fixes."""
+    place = folder(package)
+    return {name[:-3]: os.path.join(place, name) for name in sorted(os.listdir(place)) if name.endswith(".py")}
+
+
+@functools.cache
 def fixes_of(package: str) -> dict[str, Fix]:
     """The fixes of an upstream package by name, in the order of application: alphabetical, behind their dependencies.
 
     Those with a switch come last: they decorate what the others have edited.
     """
-    found = {fix.name: fix for fix in (_load(path) for path in _files(package))}
+    found = {name: fix for name, path in _paths(package).items() if (fix := _load(name, path)) is not None}
     ordered: dict[str, Fix] = {}
 
     def add(fix: Fix) -> None:
@@ -113,26 +121,18 @@ def fixes_of(package: str) -> dict[str, Fix]:
     return ordered
 
 
-def _files(package: str) -> list[str]:
-    """The files of an upstream package's fixes."""
-    paths = (
-        os.path.join(folder(package), name) for name in sorted(os.listdir(folder(package))) if name.endswith(".py")
-    )
-    return [path for path in paths if _defines_fix(path)]
+def _load(name: str, path: str) -> Fix | None:
+    """Load a fix from its file, which works in an install and a checkout, and never imports `megatron`.
 
-
-def _defines_fix(path: str) -> bool:
-    with open(path, "rb") as file:
-        return b"\nfix = Fix(" in file.read()
-
-
-def _load(path: str) -> Fix:
-    """Load a fix from its file. This works in an install and a checkout, and never imports `megatron`."""
-    spec = importlib.util.spec_from_file_location(f"ckpt_patches.fixes.{os.path.basename(path)[:-3]}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"expected a fix in {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    The other files, which bind no `fix`, do not run.
+    """
+    module = ModuleType(f"ckpt_patches.fixes.{name}")
+    code = SourceFileLoader(module.__name__, path).get_code(module.__name__)
+    assert code is not None
+    if "fix" not in code.co_names:
+        return None
+    module.__file__ = path
+    exec(code, module.__dict__)
     fix = module.fix
     assert isinstance(fix, Fix)
     return fix
@@ -162,14 +162,14 @@ def load(name: str) -> Fix:
 def package_of(name: str) -> str:
     """The upstream package that a fix is for. Raises KeyError for a name of no fix."""
     for package in PACKAGES:
-        if os.path.exists(os.path.join(folder(package), f"{name}.py")):
+        if name in _paths(package):
             return package
     raise KeyError(name)
 
 
 def path_of(name: str) -> str:
     """The file of a fix."""
-    return os.path.join(folder(package_of(name)), f"{name}.py")
+    return _paths(package_of(name))[name]
 
 
 def sentence(name: str) -> str:

@@ -45,11 +45,6 @@ def version_in(root: str | Path, package: str) -> str:
     return found or _recorded_version(Path(root), DISTRIBUTIONS[package]) or "?"
 
 
-def is_released(root: str | Path, package: str) -> bool:
-    """Whether pip installed the package into a tree; a checkout may be at any commit."""
-    return bool(_recorded_version(Path(root), DISTRIBUTIONS[package]))
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")

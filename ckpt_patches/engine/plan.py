@@ -6,19 +6,21 @@ A tree is the folder that contains the package: site-packages, a `--target` fold
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from types import CodeType
+from typing import NamedTuple
 
 from ckpt_patches.engine.fix import Edit, Fix, fixes_of, load
 from ckpt_patches.engine.installed import contains, version_in
 from ckpt_patches.engine.registry import root_of
-from ckpt_patches.engine.releases import have_code, is_too_old
+from ckpt_patches.engine.releases import have_code, too_old
 from ckpt_patches.engine.source import NoMatch, NotNeeded, Source, UnreadableSource
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.pause import without_garbage_collection, without_syntax_warnings
+
+Reasons = Mapping[tuple[str, str], str]  # by fix and module
 
 
 class Outcome(Enum):
@@ -40,20 +42,16 @@ class _Found(Enum):
     NOTHING = "nothing to edit: it only looks, or the releases that have its code are others"
 
 
-@dataclass(frozen=True)
-class FixResult:
+class FixResult(NamedTuple):
     """The outcome of one fix."""
 
     name: str
     outcome: Outcome
     reason: str = ""  # for NO_MATCH: file, expected and found code
     unreadable: bool = False  # NO_MATCH because the file is unreadable, not UTF-8, or does not parse
-    modules: tuple[str, ...] = ()  # for APPLIES: the edited modules
-    functions: tuple[tuple[str, str], ...] = ()  # for APPLIES: module and name of the functions it edits or adds
 
 
-@dataclass(frozen=True)
-class FilePlan:
+class FilePlan(NamedTuple):
     """The edited text of one upstream file."""
 
     module: str
@@ -65,8 +63,7 @@ class FilePlan:
     functions: dict[str, tuple[str, ...]]  # by name, also `Class.name`: the fixes that edit or add that function
 
 
-@dataclass(frozen=True)
-class TreePlan:
+class TreePlan(NamedTuple):
     """The outcome of every fix in one tree, and the edited files."""
 
     package: str
@@ -113,20 +110,14 @@ def fixes_for(package: str, skip: Iterable[str] = (), overlays: Iterable[str] = 
 
 
 class _Tree:
-    """The sources of a tree, each read and parsed once.
+    """The sources of a tree, each read and parsed once, with the edits that fixes have requested.
 
     `originals` (by path) replace files that were edited in place; `unavailable` has the reason why a fix must not edit
     a module.
     """
 
     def __init__(
-        self,
-        root: str,
-        package: str,
-        originals: Mapping[str, bytes],
-        unavailable: Mapping[tuple[str, str], str],
-        *,
-        for_upstream: bool = False,
+        self, root: str, package: str, originals: Mapping[str, bytes], unavailable: Reasons, for_upstream: bool
     ) -> None:
         self.root = root
         self.package = package
@@ -134,51 +125,34 @@ class _Tree:
         self.for_upstream = for_upstream
         self.originals = originals
         self.unavailable = unavailable
-        self.sources: dict[str, Source | None] = {}
+        self.sources: dict[str, Source | None] = {}  # by module; None if there is no such file
 
-    def source(self, module: str) -> Source | None:
+    def source(self, module: str, path: str) -> Source:
+        """The source of a module. Raises NoMatch if there is none, or it cannot be read."""
         if module not in self.sources:
-            path = module_path(self.root, module)
             try:
+                data = self.originals[path] if path in self.originals else Path(path).read_bytes()
                 expected = partial(have_code, package=self.package, version=self.version)  # no cycle of references
-                self.sources[module] = Source(self._read(path), path, expected)
+                self.sources[module] = Source(data, path, expected)
             except FileNotFoundError:
                 if os.path.exists(path + "c"):
                     raise NoMatch("no source, only bytecode") from None
                 self.sources[module] = None
             except OSError as error:
                 raise UnreadableSource(f"it cannot be read: {error.strerror}") from error
-        return self.sources[module]
+        source = self.sources[module]
+        if source is None:
+            raise NoMatch("there is no such file")
+        return source
 
-    def _read(self, path: str) -> bytes:
-        if path in self.originals:
-            return self.originals[path]
-        with open(path, "rb") as file:
-            return file.read()
+    def edited(self) -> Iterator[tuple[str, Source]]:
+        """The modules that are edited."""
+        return ((module, source) for module, source in self.sources.items() if source is not None and source.edits)
 
-    def texts(self) -> dict[str, bytes]:
-        return {module: text_digest(source.data) if source else b"" for module, source in self.sources.items()}
-
-    def marks(self) -> dict[str, int]:
-        """The number of edits requested so far, by module."""
-        return {module: len(source.edits) for module, source in self.sources.items() if source}
-
-    def edited_since(self, marks: Mapping[str, int]) -> list[str]:
-        """The modules with edits requested since `marks`."""
-        return [module for module, count in self.marks().items() if count > marks.get(module, 0)]
-
-    def functions_edited_since(self, marks: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-        """The module and name of each function that was edited or added since `marks`."""
-        for module, source in self.sources.items():
-            edits = source.edits[marks.get(module, 0) :] if source else []
-            for name in source.functions_of(edits) if source and edits else ():
-                yield module, name
-
-    def take_back(self, marks: Mapping[str, int]) -> None:
-        """Drop the edits requested since `marks`."""
-        for module, source in self.sources.items():
-            if source:
-                del source.edits[marks.get(module, 0) :]
+    def take_back(self, fix: str) -> None:
+        """Drop the edits of a fix."""
+        for _, source in self.edited():
+            source.edits = [edit for edit in source.edits if edit.fix != fix]
 
 
 @without_garbage_collection()  # until the syntax trees are freed
@@ -188,7 +162,7 @@ def plan_tree(
     package: str,
     names: Iterable[str] | None = None,
     originals: Mapping[str, bytes] | None = None,
-    unavailable: Mapping[tuple[str, str], str] | None = None,
+    unavailable: Reasons | None = None,
     *,
     for_upstream: bool = False,
 ) -> TreePlan:
@@ -202,46 +176,44 @@ def plan_tree(
         unavailable: by fix and module, why the fix cannot edit the module here; if it would, it does not match.
         for_upstream: omit the edits that do not belong in a patch for upstream.
     """
-    tree = _Tree(root, package, originals or {}, unavailable or {}, for_upstream=for_upstream)
+    tree = _Tree(root, package, originals or {}, unavailable or {}, for_upstream)
     names = fixes_for(package) if names is None else list(names)
     results = [_try(name, tree) for name in names]
-    files, defect = _compile(tree, results)
+    files, defect = _compile(tree)
     if defect:
         results = _one_by_one(names, tree)
-        files, _ = _compile(tree, results)
-    return TreePlan(package, root, tuple(results), files, tree.texts())
+        files, _ = _compile(tree)
+    texts = {module: text_digest(source.data) if source else b"" for module, source in tree.sources.items()}
+    return TreePlan(package, root, tuple(results), files, texts)
 
 
-def _compile(tree: _Tree, results: Sequence[FixResult]) -> tuple[dict[str, FilePlan], str]:
+def _compile(tree: _Tree) -> tuple[dict[str, FilePlan], str]:
     """The edited files; and the defect of one of them, if the edits together do not give a valid program."""
     files: dict[str, FilePlan] = {}
-    for module, source in tree.sources.items():
-        if source is None or not source.edits:
-            continue
+    for module, source in tree.edited():
         patched = source.edited()
         try:
             code = compile(patched, source.path, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             return {}, f"{source.path}: the edited source does not compile: {error}"
-        fixes = tuple(result.name for result in results if module in result.modules)
+        fixes = tuple(dict.fromkeys(edit.fix for edit in source.edits))
         functions: dict[str, tuple[str, ...]] = {}
-        for result in results:
-            for name in (name for of, name in result.functions if of == module):
-                functions[name] = (*functions.get(name, ()), result.name)
+        for fix in fixes:
+            for name in source.functions_of(fix):
+                functions[name] = (*functions.get(name, ()), fix)
         files[module] = FilePlan(module, source.path, source.data, patched, code, fixes, functions)
     return files, ""
 
 
-def _one_by_one(names: Iterable[str], tree: _Tree) -> list[FixResult]:
+def _one_by_one(names: Sequence[str], tree: _Tree) -> list[FixResult]:
     """Try each fix on top of the valid ones before it, so that a bad edit rejects only its own fix."""
-    tree.take_back({})
+    for name in names:
+        tree.take_back(name)
     results: list[FixResult] = []
     for name in names:
-        before = tree.marks()
         result = _try(name, tree)
-        defect = _compile(tree, results)[1] if result.outcome is Outcome.APPLIES else ""
-        if defect:
-            tree.take_back(before)
+        if result.outcome is Outcome.APPLIES and (defect := _compile(tree)[1]):
+            tree.take_back(name)
             result = FixResult(name, Outcome.NO_MATCH, defect)
         results.append(result)
     return results
@@ -249,20 +221,18 @@ def _one_by_one(names: Iterable[str], tree: _Tree) -> list[FixResult]:
 
 def _try(name: str, tree: _Tree) -> FixResult:
     """Make all edits of a fix, or none."""
-    before = tree.marks()
     try:
         fix = load(name)
-        if is_too_old(tree.package, tree.version) and not fix.affects(tree.version):
+        if too_old(tree.package, tree.version) and not fix.affects(tree.version):
             return FixResult(name, Outcome.NOT_NEEDED, "the release is older than those that the fix is for")
         if _make(fix, tree):
-            modules, functions = tree.edited_since(before), tree.functions_edited_since(before)
-            return FixResult(name, Outcome.APPLIES, modules=tuple(modules), functions=tuple(functions))
+            return FixResult(name, Outcome.APPLIES)
         result = FixResult(name, Outcome.NOT_NEEDED)
     except NoMatch as error:
         result = FixResult(name, Outcome.NO_MATCH, str(error), isinstance(error, UnreadableSource))
     except Exception as error:  # a defect of this fix must not affect the others
         result = FixResult(name, Outcome.NO_MATCH, f"the fix itself failed: {type(error).__name__}: {error}")
-    tree.take_back(before)
+    tree.take_back(name)
     return result
 
 
@@ -272,10 +242,10 @@ def _make(fix: Fix, tree: _Tree) -> bool:
     Raises:
         NoMatch: the code of an edit is absent where the stated releases have it, or only a part of the fix is there.
     """
-    wanted = [edit for edit in fix.edits if not (edit.ours_alone and tree.for_upstream)]
-    before, found = tree.marks(), {}
-    for edit in wanted:
-        marks = tree.marks()
+    found: dict[Edit, _Found] = {}
+    for edit in fix.edits:
+        if edit.ours_alone and tree.for_upstream:
+            continue
         try:
             found[edit] = _make_one(fix, edit, tree)
         except NoMatch as error:
@@ -283,13 +253,12 @@ def _make(fix: Fix, tree: _Tree) -> bool:
                 raise
             if not edit.releases and not edit.independent:
                 return False
-            tree.take_back(marks)
             found[edit] = _Found.NOTHING
-    if not tree.edited_since(before):
-        return False
     code, fixed = (
         [edit for edit in found if found[edit] is kind and not edit.independent] for kind in (_Found.CODE, _Found.FIXED)
     )
+    if _Found.CODE not in found.values():
+        return False
     if code and fixed:
         has, lacks = (", ".join(f"{e.function.__name__} in {e.module}" for e in edits) for edits in (fixed, code))
         raise NoMatch(f"a part of this fix is there already ({has}), missing: {lacks}")
@@ -303,31 +272,22 @@ def _is_expected(fix: Fix, edit: Edit, tree: _Tree) -> bool:
     return have_code(edit.releases or fix.releases, tree.package, tree.version)
 
 
-def _source(tree: _Tree, module: str) -> Source | None:
-    with _said_of(module_path(tree.root, module)):
-        return tree.source(module)
-
-
 def _make_one(fix: Fix, edit: Edit, tree: _Tree) -> _Found:
-    source = _source(tree, edit.module)
-    if source is None:
-        raise NoMatch(f"{module_path(tree.root, edit.module)}: there is no such file")
-    with _said_of(source.path):
-        before = len(source.edits)
+    """Request one edit, or nothing. Raises NoMatch, with the file's path."""
+    path = module_path(tree.root, edit.module)
+    try:
+        source = tree.source(edit.module, path)
+        others, source.fix = list(source.edits), fix.name
         try:
             edit.function(source)
-        except NotNeeded:
-            del source.edits[before:]
-            return _Found.FIXED
-        if len(source.edits) > before and (fix.name, edit.module) in tree.unavailable:
-            raise NoMatch(tree.unavailable[fix.name, edit.module])
-        return _Found.CODE if len(source.edits) > before else _Found.NOTHING
-
-
-@contextmanager
-def _said_of(path: str) -> Iterator[None]:
-    """Add the file's path to a NoMatch, of either class."""
-    try:
-        yield
+            is_made = len(source.edits) > len(others)
+            if is_made and (fix.name, edit.module) in tree.unavailable:
+                raise NoMatch(tree.unavailable[fix.name, edit.module])
+        except (NoMatch, NotNeeded):
+            source.edits = others
+            raise
+        return _Found.CODE if is_made else _Found.NOTHING
+    except NotNeeded:
+        return _Found.FIXED
     except NoMatch as error:
         raise type(error)(f"{path}: {error.text}", error.near) from error

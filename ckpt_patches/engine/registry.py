@@ -77,7 +77,7 @@ def folder(package: str) -> str:
 
 def root_of(module: str) -> str:
     """The root in `ROOTS` that contains a module; empty if none does."""
-    return max((root for root in ROOTS if f"{module}.".startswith(f"{root}.")), key=len, default="")
+    return next((root for root in ROOTS if module == root or module.startswith(f"{root}.")), "")
 
 
 def package_with(module: str) -> str:

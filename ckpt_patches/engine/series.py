@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class Series:
 
 def plan_series(root: str, package: str, names: Iterable[str]) -> Series:
     """Plan the patches of these fixes and their dependencies against a tree."""
-    wanted = with_dependencies(names)
+    wanted = with_dependencies(names, lambda name: load(name).depends_on)
     plans = {name: plan_tree(root, package, [name], for_upstream=True) for name in fixes_for(package) if name in wanted}
     results = {name: plan.results[0] for name, plan in plans.items()}
     for name, result in results.items():
@@ -55,7 +55,7 @@ def plan_series(root: str, package: str, names: Iterable[str]) -> Series:
     return Series(tuple(patches), tuple(results.values()))
 
 
-def with_dependencies(names: Iterable[str]) -> set[str]:
+def with_dependencies(names: Iterable[str], of: Callable[[str], Iterable[str]]) -> set[str]:
     """These fixes and all their dependencies."""
     found: set[str] = set()
     pending = list(names)
@@ -63,7 +63,7 @@ def with_dependencies(names: Iterable[str]) -> set[str]:
         name = pending.pop()
         if name not in found:
             found.add(name)
-            pending += load(name).depends_on
+            pending += of(name)
     return found
 
 
@@ -107,9 +107,11 @@ def _patch(
     root: str, package: str, name: str, dependencies: dict[str, tuple[str, ...]], places: dict[str, _Place]
 ) -> Patch:
     """The patch of a fix against a tree that has its direct and indirect dependencies."""
-    needed = _closure(name, dependencies)
-    before = plan_tree(root, package, [other for other in dependencies if other in needed], for_upstream=True)
-    after = plan_tree(root, package, [other for other in dependencies if other in {*needed, name}], for_upstream=True)
+    needed = with_dependencies([name], dependencies.__getitem__)
+    before, after = (
+        plan_tree(root, package, [other for other in dependencies if other in names], for_upstream=True)
+        for names in (needed - {name}, needed)
+    )
     parts = []
     for module, place in places.items():
         file = after.files[module]
@@ -118,10 +120,3 @@ def _patch(
         parts.append(unified_diff(f"a/{path}", f"b/{path}", text, file.patched, place.context))
     test = new_file_diff(*upstream_test(name)) if load(name).test else b""
     return Patch(name, dependencies[name], b"".join(parts), test)
-
-
-def _closure(name: str, dependencies: dict[str, tuple[str, ...]]) -> set[str]:
-    found: set[str] = set()
-    for other in dependencies[name]:
-        found |= {other, *_closure(other, dependencies)}
-    return found

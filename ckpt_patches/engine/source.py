@@ -16,9 +16,8 @@ import re
 import textwrap
 import tokenize
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from io import BytesIO
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 COLUMNS = 100  # maximum line length of upstream
 SHOWN = 80  # characters of a line in a message
@@ -53,13 +52,13 @@ class UnreadableSource(NoMatch):
     """The file cannot be edited at all: it is unreadable or not UTF-8, or does not parse with this Python."""
 
 
-@dataclass(frozen=True)
-class TextEdit:
+class TextEdit(NamedTuple):
     """Replace the bytes [start, stop) of the file with `text`."""
 
     start: int
     stop: int
     text: bytes
+    fix: str
 
 
 def _same(pattern: Any, node: Any) -> bool:
@@ -105,7 +104,7 @@ def _walk(root: ast.AST, kind: type[NodeT], lines: Sequence[int]) -> list[NodeT]
     """
     nodes = [root]
     for node in nodes:  # the list grows meanwhile
-        nodes += [child for child in _children(node) if not hasattr(child, "lineno") or _is_on(child, lines)]
+        nodes += [child for child in _children(node) if not child._attributes or _is_on(child, lines)]
     return [node for node in nodes if isinstance(node, kind)]
 
 
@@ -139,6 +138,7 @@ class Source:
         self.path = path
         self.is_expected = is_expected
         self.edits: list[TextEdit] = []
+        self.fix = ""  # that requests edits now
         self._tree: ast.Module | None = None
         self._nodes: dict[ast.AST, dict[type[ast.AST], list[Any]]] = {}
 
@@ -196,9 +196,7 @@ class Source:
     def class_named(self, name: str) -> ast.ClassDef:
         """The only top-level class of that name. Raises NoMatch."""
         found = [node for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-        if len(found) != 1:
-            raise NoMatch(f"expected one class {name}, found {len(found)}")
-        return found[0]
+        return self._only(found, f"class {name}")
 
     def has_function(self, name: str) -> bool:
         """Whether that function or method is defined exactly once."""
@@ -227,11 +225,14 @@ class Source:
 
     def one(self, pattern: str, within: ast.AST | None = None) -> Any:
         """The only node equal to the pattern. Raises NoMatch unless there is exactly one."""
-        found = self.all(pattern, within)
+        return self._only(self.all(pattern, within), pattern, within)
+
+    def _only(self, found: Sequence[NodeT], shown: str, within: ast.AST | None = None) -> NodeT:
+        """The only node that was found. Raises NoMatch, which says what is there instead of the code that is shown."""
         if len(found) != 1:
             where = f" in {within.name}" if isinstance(within, ast.FunctionDef | ast.ClassDef) else ""
-            near = functools.partial(self._near, pattern, within, found)
-            raise NoMatch(f"expected `{_short(pattern)}` once{where}, found it {len(found)} times", near)
+            near = functools.partial(self._near, shown, within, found)
+            raise NoMatch(f"expected `{_short(shown)}` once{where}, found it {len(found)} times", near)
         return found[0]
 
     def _near_definition(self, name: str) -> str:
@@ -249,10 +250,10 @@ class Source:
 
     def all_of(self, kind: type[NodeT], within: ast.AST | None = None, *, having: str = "") -> list[NodeT]:
         """Every node of a kind, such as `ast.For`; with `having`, of those that can have this pattern in them."""
-        root = within or self.tree
         if having and (names := _parse_pattern(having)[1]):
             lines = self._lines_with(names, within)
-            return _walk(root, kind, lines) if lines else []
+            return _walk(within or self.tree, kind, lines) if lines else []
+        root = within or self.tree
         if root not in self._nodes:
             nodes, self._nodes[root] = [root], {}
             for node in nodes:  # the list grows meanwhile
@@ -272,9 +273,7 @@ class Source:
         """The only `if` that has this code in its body, not just in its `else`. Raises NoMatch."""
         branches = self.all_of(ast.If, within, having=pattern)
         found = [branch for branch in branches if any(self.has(pattern, line) for line in branch.body)]
-        if len(found) != 1:
-            raise NoMatch(f"expected one `if` around `{_short(pattern)}`, found {len(found)}")
-        return found[0]
+        return self._only(found, f"if ...: {pattern}", within)
 
     def loop(self, target: str, within: ast.AST | None = None) -> ast.For:
         """The only `for` with that target. Raises NoMatch."""
@@ -284,9 +283,7 @@ class Source:
         """The only node of a kind whose field equals the pattern."""
         wanted, _ = _parse_pattern(pattern)
         found = [node for node in self.all_of(kind, within, having=pattern) if _same(wanted, getattr(node, field))]
-        if len(found) != 1:
-            raise NoMatch(f"expected `{_short(shown)}` once, found it {len(found)} times")
-        return found[0]
+        return self._only(found, shown, within)
 
     def text(self, node: ast.AST) -> str:
         """The source text of a node, as in the file."""
@@ -487,10 +484,10 @@ class Source:
             position = edit.stop
         return b"".join([*parts, self.data[position:]])
 
-    def functions_of(self, edits: Sequence[TextEdit]) -> list[str]:
-        """The functions and methods (`Class.name`) of the module that contain these edits, or that the edits add."""
+    def functions_of(self, fix: str) -> list[str]:
+        """The functions and methods (`Class.name`) of the module that a fix edits or adds."""
         found: dict[str, None] = {}
-        for edit in edits:
+        for edit in (edit for edit in self.edits if edit.fix == fix):
             inside = [name for start, stop, name in self._functions if start <= edit.start and edit.stop <= stop]
             before = [(start, name) for start, _, name in self._functions if start == edit.start == edit.stop]
             brought = re.match(r"(?:@.*\s+)*def (\w+)", edit.text.decode().lstrip())
@@ -564,7 +561,7 @@ class Source:
             if start < other.stop and other.start < stop:
                 ours, theirs = _short(text), _short(other.text.decode())
                 raise NoMatch(f"another fix edits the same place: `{theirs}` and `{ours}`")
-        self.edits.append(TextEdit(start, stop, text.encode()))
+        self.edits.append(TextEdit(start, stop, text.encode(), self.fix))
 
 
 def _definitions(body: Sequence[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:

@@ -7,7 +7,6 @@ exchange more only if a state is wrong.
 
 import logging
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import distributed
 
+from ckpt_patches import tell
 from ckpt_patches.errors import FingerprintError
 from ckpt_patches.fingerprint import record as records
 from ckpt_patches.fingerprint.live_state import Live, sums
@@ -270,4 +270,4 @@ def _log(level: int, message: str) -> None:
     if logger.hasHandlers() and not logger.disabled:
         logger.log(level, message)
     else:
-        print(f"[{logger.name}] {logging.getLevelName(level)}: {message}", file=sys.stderr)
+        tell(f"{logging.getLevelName(level)}: {message}", f"[{logger.name}]")

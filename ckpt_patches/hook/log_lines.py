@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt_patches import tell
 from ckpt_patches.engine.fix import every_fix, fixes_of, load
@@ -13,8 +13,7 @@ from ckpt_patches.runtime.ranks import is_rank_zero
 from ckpt_patches.runtime.shown import printable, shortened
 
 logger = logging.getLogger("ckpt_patches")
-# The messages that this process has logged.
-_logged: dict[str, object] = {}
+_logged: dict[str, object] = {}  # the messages of this process
 
 
 def announce(name: str, root: str, active: Sequence[str], in_place: Sequence[str]) -> None:
@@ -28,12 +27,12 @@ def announce(name: str, root: str, active: Sequence[str], in_place: Sequence[str
     log(logging.DEBUG, f"{name} in {root}: active: {', '.join(active)}; in place: {', '.join(in_place)}")
 
 
-def unknown_skips(names: Iterable[str]) -> list[str]:
+def unknown_skips(names: Iterable[str]) -> Iterator[str]:
     """Errors about names of no fix in CKPT_PATCHES_SKIP, at most three."""
     unknown_names = set(names).difference(*map(fixes_of, PACKAGES)) if names else ()
-    wrong = [printable(shortened(name, 100)) for name in sorted(unknown_names)[:3]]
-    hints = [unknown("fix", name, every_fix(), "ckpt-patches list") for name in wrong]
-    return [f"CKPT_PATCHES_SKIP={name}: skips nothing: {hint}" for name, hint in zip(wrong, hints, strict=True)]
+    for name in (printable(shortened(name, 100)) for name in sorted(unknown_names)[:3]):
+        hint = unknown("fix", name, every_fix(), "ckpt-patches list")
+        yield f"CKPT_PATCHES_SKIP={name}: skips nothing: {hint}"
 
 
 def problem(fix: str, what: str, name: str) -> str:

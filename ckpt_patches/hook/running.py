@@ -22,7 +22,7 @@ from ckpt_patches.engine.fix import load, targets
 from ckpt_patches.engine.installed import absolute, state_folder, version_in
 from ckpt_patches.engine.plan import FilePlan, Outcome, TreePlan, fixes_for, plan_tree, text_digest, tree_root
 from ckpt_patches.engine.registry import PART_OF, root_of
-from ckpt_patches.engine.releases import is_too_old, too_old
+from ckpt_patches.engine.releases import too_old
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import log_lines
 from ckpt_patches.hook.functions import Change, change, found, namespace
@@ -110,7 +110,7 @@ def part_of(name: str, path: str, switches: Switches) -> Part | None:
     if name not in targets(root_of(name)):
         return None
     place = tree_root(absolute(path), name) or "", root_of(name), switches
-    tree = _trees.get(place) or _trees.setdefault(place, _planned(*place))
+    tree = _tree(place)
     if name in tree.plan.texts and _has_changed(path, tree.plan.texts[name]):
         tree = _trees[place] = _planned(*place)
     examine(switches)
@@ -135,27 +135,26 @@ def examine_all(switches: Switches, *, at_exit: bool = False) -> None:
 
 def trees(switches: Switches) -> list[Tree]:
     """The trees of the imported packages, with those from which others have loaded a module that a fix edits."""
-
-    def used() -> list[Tree]:
-        return [tree for (_, _, own), tree in list(_trees.items()) if own is switches]
-
-    for name in (name for root in ROOTS if root in sys.modules for name in targets(root)):
+    read = {name for (_, _, own), tree in list(_trees.items()) if own is switches for name in tree.plan.texts}
+    for name in (name for root in ROOTS if root in sys.modules for name in targets(root) if name not in read):
         module = namespace(sys.modules.get(name))
         path = getattr(module.get("__spec__"), "origin", None) or module.get("__file__")
-        if isinstance(path, str) and not any(name in tree.plan.texts for tree in used()):
+        if isinstance(path, str):
             source = absolute(path.removesuffix("c") if path.endswith(".pyc") else path)
-            place = tree_root(source, name) or "", root_of(name), switches
-            if place not in _trees:
-                _trees.setdefault(place, _planned(*place))
-    return used()
+            read |= _tree((tree_root(source, name) or "", root_of(name), switches)).plan.texts.keys()
+    return [tree for (_, _, own), tree in list(_trees.items()) if own is switches]
+
+
+def _tree(place: tuple[str, str, Switches]) -> Tree:
+    """The tree at a place of `_trees`, planned if it is new."""
+    return _trees.get(place) or _trees.setdefault(place, _planned(*place))
 
 
 def _planned(root: str, package: str, switches: Switches) -> Tree:
     """Plan a tree, and log which fixes are active; without those that would run in only some of their modules."""
     upstream, unavailable = PART_OF.get(package, package), dict[tuple[str, str], str]()
     try:
-        names = fixes_for(upstream, switches.skip, switches.overlays)
-        names = [name for name in names if load(name).root == package]
+        names = [name for name in fixes_for(upstream, switches.skip, switches.overlays) if load(name).root == package]
         if not root:
             raise ValueError("expected files that are named like their modules, found others")
         plan = plan_tree(root, upstream, names)
@@ -168,11 +167,9 @@ def _planned(root: str, package: str, switches: Switches) -> Tree:
     for wrong in log_lines.unknown_skips(switches.skip):
         log_lines.log(logging.WARNING, wrong)
     version = version_in(root, upstream)
-    defect = too_old(upstream, version) if is_too_old(upstream, version) else ""
     written, in_place = _written_in_place(root, upstream)
-    here = {result.name for result in plan.results if result.outcome not in (Outcome.APPLIES, Outcome.NO_MATCH)}
-    applied = [name for name in written if name in here]
-    tree = Tree(f"{ROOTS[package]} {version}", plan, applied, in_place, defect)
+    applied = [name for name in written if name in plan.named(Outcome.NOT_NEEDED)]
+    tree = Tree(f"{ROOTS[package]} {version}", plan, applied, in_place, too_old(upstream, version))
     active = plan.named(Outcome.APPLIES)
     if active or applied or package == upstream:  # not of a further part of the package that needs no fix
         log_lines.announce(tree.name, root, active, applied)
@@ -181,22 +178,19 @@ def _planned(root: str, package: str, switches: Switches) -> Tree:
 
 def _has_changed(path: str, digest: bytes) -> bool:
     """Whether a file was written since its tree was planned. One that cannot be read for a moment was not."""
-    try:
-        with open(path, "rb") as file:
-            return text_digest(file.read()) != digest
-    except OSError:
-        return False
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return text_digest(file.read()) != digest
+    return False
 
 
 def _written_in_place(root: str, package: str) -> tuple[Sequence[str], Mapping[str, Functions]]:
     """The fixes that `ckpt-patches apply` wrote, and by module their functions; none if a file is another one now."""
-    if not state_folder(root, package).exists():
-        return (), {}
-    from ckpt_patches.inplace.rewrite import in_place
+    if state_folder(root, package).exists():
+        from ckpt_patches.inplace.rewrite import in_place
 
-    with contextlib.suppress(UserError):  # `status`, `apply` and `revert` say what is wrong
-        state = in_place(root, package)
-        return state.fixes, state.functions
+        with contextlib.suppress(UserError):  # `status`, `apply` and `revert` say what is wrong
+            state = in_place(root, package)
+            return state.fixes, state.functions
     return (), {}
 
 
@@ -214,9 +208,8 @@ def _why_not_run(file: FilePlan, fix: str) -> str:
     spec = namespace(module).get("__spec__")
     origin, loader = getattr(spec, "origin", None), getattr(spec, "loader", None)
     if isinstance(origin, str) and absolute(origin) != file.path:
-        root = tree_root(absolute(origin), file.module)
-        is_planned = any(planned == root for planned, _, _ in _trees)  # then that plan says what runs
-        return "" if is_planned else f"it is loaded from {origin}"
+        is_planned = tree_root(absolute(origin), file.module) in [root for root, _, _ in list(_trees)]
+        return "" if is_planned else f"it is loaded from {origin}"  # that plan says what runs
     if part is not None and part.module is module:
         has = part.file is not None and fix in part.file.fixes
         return "" if has else "it was loaded without this fix: start the program again"

@@ -22,7 +22,7 @@ from ckpt_patches.engine import plan
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, PACKAGES, folder
-from ckpt_patches.engine.releases import RECORDED, have_code
+from ckpt_patches.engine.releases import have_code
 from ckpt_patches.engine.source import Source
 from ckpt_patches.inplace import rewrite
 from demo import SHOWN
@@ -96,7 +96,7 @@ def test_a_fix_states_what_the_commands_print(name: str) -> None:
     ends = [end for first_and_last in fix.releases for end in first_and_last]
     assert ends == sorted(ends, key=fixes.numbers)
     assert ends
-    assert set(ends) <= {*RECORDED[fix.package], OLDEST_REPORTED}
+    assert set(ends) <= {*PACKAGES[fix.package].releases, OLDEST_REPORTED}
 
 
 @pytest.mark.quick
@@ -259,7 +259,7 @@ def test_a_fork_with_a_part_of_a_fix_is_completed_or_left_alone(name: str, versi
     """A tree that lacks one edit of a fix is completed or is a mismatch, never taken for a fixed release."""
     package = fixes.package_of(name)
     copy = edits.copy_of(tree_for(name, version), name, tmp_path)
-    planned = plan._Tree(str(copy), package, {}, {})
+    planned = plan._Tree(str(copy), package, {}, {}, for_upstream=False)
     assert plan._try(name, planned).outcome is Outcome.APPLIES
     sources = {module: source for module, source in planned.sources.items() if source and source.edits}
     whole = {module: source.edited() for module, source in sources.items()}
@@ -312,7 +312,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def companies(packages: Iterable[str] = COMMON) -> list[Any]:
     """Each release that is the newest with some fix's bug."""
     found = {(fixes.package_of(name), newest_affected(name)[1]): None for name in NAMES}
-    known = [(package, version) for package in packages for version in RECORDED[package]]
+    known = [(package, version) for package in packages for version in PACKAGES[package].releases]
     return [pytest.param(*one, id="-".join(one)) for one in known if one in found]
 
 
