@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 import shared
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, Report, audit
@@ -190,6 +191,18 @@ def test_every_entry_is_missed(whole: Path) -> None:
         (whole / INDEX).write_bytes(index)
     assert unnoticed
     assert not list(filter(is_promised, unnoticed))
+
+
+def test_a_step_that_was_saved_as_an_object_is_no_defect(whole: Path) -> None:
+    def as_object(found: Any) -> None:
+        name = next(name for name in found.state_dict_metadata if name.endswith(".step"))
+        found.state_dict_metadata[name] = BytesStorageMetadata()
+        (key,) = (key for key in found.storage_data if key.fqn == name)
+        found.storage_data[MetadataIndex(name)] = found.storage_data.pop(key)
+
+    changed(whole, as_object)
+    report = audit(whole, workers=1)
+    assert (report.verdict, names(report)) == (WHOLE, set())
 
 
 def test_every_chunk_is_missed(whole: Path) -> None:

@@ -120,7 +120,7 @@ def _steps(tensors: Mapping[str, Chunked], values: Mapping[str, Any], names: Ite
     for name in names:
         value = values[name]
         if isinstance(value, TensorHeader):
-            extents = list(tensors[name].extents.values())
+            extents = list(tensors[name].extents.values()) if name in tensors else []  # an object can be a tensor
             value = tensor_streams.scalar(Path(extents[0].path), value) if extents else None
         if value is not None:
             read[name] = value
