@@ -7,7 +7,8 @@ import pytest
 
 from ckpt_patches.cli import command_line
 from ckpt_patches.engine.fix import load
-from ckpt_patches.engine.format_patch import Author, files_of, message_of, page
+from ckpt_patches.engine.format_patch import Author, files_of, message_of, page, trailers
+from ckpt_patches.engine.registry import PACKAGES
 from ckpt_patches.engine.series import Patch, Series
 from ckpt_patches.errors import UserError
 from registered import FIXES
@@ -62,8 +63,19 @@ def test_dependencies_are_named_by_their_subjects() -> None:
     files = files_of(series, NOBODY)
     assert list(files) == [f"0001-{other}.patch", f"0002-{name}.patch"]
     subject = message_of(page(other).read_text(), series.patches[0]).subject
-    assert f"\n\nDepends on: {subject}\n---\n" in files[f"0002-{name}.patch"].decode()
+    assert f"\n\nDepends on: {subject}\nAffected: megatron-core " in files[f"0002-{name}.patch"].decode()
     assert b"Subject: [PATCH 2/2] " in files[f"0002-{name}.patch"]
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_a_message_ends_with_the_releases_a_test_and_every_link(name: str) -> None:
+    fix = load(name)
+    last = trailers(fix)
+    assert last[0].startswith(f"Affected: {PACKAGES[fix.package].distribution} {fix.releases[0][0]}")
+    assert f"Fails without this change: pytest {fix.test}" in last
+    links = [line.partition(": ") for line in last if line.startswith(("Fixes: ", "See: "))]
+    assert {link for _, _, link in links} == {*fix.upstream}
+    assert all("/issues/" in link for word, _, link in links if word == "Fixes")
 
 
 @pytest.mark.parametrize("name", FIXES)

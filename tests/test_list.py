@@ -81,7 +81,10 @@ def test_list_for_an_unsupported_release_names_the_version_that_supports_it() ->
 
 
 def test_list_for_a_build_of_torch_is_that_for_its_release() -> None:
-    assert names("--for", "torch==2.6.0+cu124") == names("--for", "torch==2.6.0") == ["dcp_async_copy"]
+    found = names("--for", "torch==2.6.0")
+    assert names("--for", "torch==2.6.0+cu124") == found
+    assert "dcp_async_copy" in found
+    assert "dcp_empty_group" not in found  # a bug of 2.7 and later
 
 
 @pytest.mark.parametrize("requirement", ["zarr==2.18.7", "megatron-core", "megatron-core>=0.16"])

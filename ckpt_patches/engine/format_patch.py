@@ -9,6 +9,8 @@ from email.header import Header
 from email.utils import formatdate
 from pathlib import Path
 
+from ckpt_patches.engine.fix import Fix, load
+from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, PACKAGES, TORCH
 from ckpt_patches.engine.series import Patch, Series
 from ckpt_patches.errors import UserError
 
@@ -16,6 +18,13 @@ WIDTH = 72  # characters per line of a commit message
 _SECTION = re.compile(r"^## Change: ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 CONDITION = re.compile(r"<!-- (if|unless)=(\S+) -->\n")
 _LABEL = re.compile(r"\A\*[^*\n]+\* ")
+REPOSITORIES = {  # whose issues a patch closes
+    CORE: "NVIDIA/Megatron-LM",
+    DEEPSPEED: "(?:deepspeedai|microsoft)/DeepSpeed",
+    NVRX: "NVIDIA/nvidia-resiliency-ext",
+    APEX: "NVIDIA/apex",
+    TORCH: "pytorch/pytorch",
+}
 NO_COMMIT = "0" * 40  # a placeholder commit hash
 
 
@@ -67,6 +76,7 @@ def _file(patch: Patch, messages: dict[str, Message], author: Author, place: str
     """One patch; `place` is its number in the series."""
     message = messages[patch.name]
     needs = [_wrapped(f"Depends on: {messages[other].subject}") for other in patch.depends_on]
+    facts = "\n".join([*needs, *trailers(load(patch.name))])
     head = [
         f"From {NO_COMMIT} Mon Sep 17 00:00:00 2001",
         f"From: {Header(author.name).encode()} <{author.address}>",
@@ -76,13 +86,25 @@ def _file(patch: Patch, messages: dict[str, Message], author: Author, place: str
         "Content-Type: text/plain; charset=UTF-8",
         "Content-Transfer-Encoding: 8bit",
     ]
-    body = "\n\n".join([message.body, *(["\n".join(needs)] if needs else [])])
-    text = "\n".join([*head, "", body, "---", ""])
+    text = "\n".join([*head, "", message.body, "", facts, "---", ""])
     return text.encode() + patch.change + patch.test
 
 
+def trailers(fix: Fix) -> list[str]:
+    """The last lines of a message: the releases with the bug, a test that shows it, the reports, and other links."""
+    package = PACKAGES[fix.package].distribution
+    ranges = (first if first == last else f"{first} to {last}" for first, last in fix.releases)
+    issue = re.compile(rf"https://github.com/{REPOSITORIES[fix.package]}/issues/\d+")
+    reports = sorted(fix.upstream, key=lambda link: not issue.fullmatch(link))
+    return [
+        _wrapped(f"Affected: {package} {', '.join(ranges)}"),
+        f"Fails without this change: pytest {fix.test}",
+        *(f"{'Fixes' if issue.fullmatch(link) else 'See'}: {link}" for link in reports),
+    ]
+
+
 def _wrapped(text: str) -> str:
-    indent = "  " if text.startswith(("- ", "Depends on: ")) else ""
+    indent = "  " if text.startswith(("- ", "Depends on: ", "Affected: ")) else ""
     return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
