@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "ckpt-patches"
 SCHEMA = 1  # of the JSON; raised when a key changes its meaning or is removed
+OF_UNIVERSAL = "latest_universal"  # the tracker that DeepSpeed reads with "load_universal"
 PATH, TAG, STEP = "path", "tag", "step"
 OF_MEGATRON, OF_TRAINER = re.compile(r"iter_\d{7,}"), re.compile(r"checkpoint-\d+")
 
@@ -70,8 +71,11 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"{options.run_folder}: expected the folder of a run, found no folder")
     with commands.needed_by("resume-from"):
         from ckpt_patches.audit.resume_from import resume_from
-    answer = resume_from(options.run_folder, options.workers, quick=options.quick, most=options.most, say=_say_skipped)
-    for line in _lines(answer, quick=options.quick):
+    how = {"quick": options.quick, "most": options.most}
+    answer = resume_from(
+        options.run_folder, options.workers, **how, say=lambda own: commands.say(PROGRAM, skipped(own))
+    )
+    for line in lines(answer, quick=options.quick):
         commands.say(PROGRAM, line)
     if options.json:
         print(json.dumps(as_json(answer, quick=options.quick), indent=1))
@@ -97,37 +101,40 @@ def _printed(options: argparse.Namespace, save: "Save") -> str:
     return str(save.step)
 
 
-def _say_skipped(skipped: "Skipped") -> None:
-    verdict = f"{skipped.verdict}: " if skipped.verdict else ""
-    commands.say(PROGRAM, f"skipped {skipped.path}: {verdict}{skipped.reason}")
+def skipped(save: "Skipped") -> str:
+    """One line on a save that is not the answer."""
+    verdict = f"{save.verdict}: " if save.verdict else ""
+    return f"skipped {save.path}: {verdict}{save.reason}"
 
 
-def _lines(answer: "Answer", *, quick: bool) -> list[str]:
-    """What to know about the answer."""
+def lines(answer: "Answer", *, quick: bool) -> list[str]:
+    """What to know about the answer; if there is none, the last line has the reason."""
     if answer.save is None:
         return _lines_of_none(answer, quick=quick)
     found = f"structure only, no element was read: {answer.save.path}"
     if not quick and answer.report:
         found = f"{answer.save.path}: {answer.report.verdict}"
-    lines = [f"{found}; {how}" if (how := _how(answer)) else found]
+    said = [f"{found}; {how}" if (how := _how(answer)) else found]
     here = os.path.realpath(answer.save.path)
     for tracker in answer.trackers:
+        if (tracker.path.name == OF_UNIVERSAL) != answer.save.is_universal:
+            continue  # the load does not read it
         if tracker.names is None or os.path.realpath(tracker.names) != here:
             named = tracker.names.name if tracker.names else "no checkpoint"
-            lines.append(f"{tracker.path.name} names {named}, not this one: a load without its name would take that")
-    return lines
+            said.append(f"{tracker.path.name} names {named}, not this one: a load without its name would take that")
+    return said
 
 
 def _lines_of_none(answer: "Answer", *, quick: bool) -> list[str]:
-    lines = ["structure only, no element was read"] if quick else []
+    said = ["structure only, no element was read"] if quick else []
     limit = f"; {answer.left} older ones were not read (--max)" if answer.left else ""
     if not answer.skipped:
-        return [*lines, f"no checkpoint in {answer.run}"]
+        return [*said, f"no checkpoint in {answer.run}"]
     if answer.undecided is None:
-        return [*lines, f"no checkpoint in {answer.run} is proven good, and all have damage{limit}"]
+        return [*said, f"no checkpoint in {answer.run} is proven good, and all have damage{limit}"]
     path, _, reason = answer.undecided.path, answer.undecided.verdict, answer.undecided.reason
     return [
-        *lines,
+        *said,
         f"no checkpoint in {answer.run} is proven good{limit}; the newest without damage is {path}, "
         f"which is {answer.undecided.verdict}: {reason}",
     ]

@@ -112,7 +112,7 @@ def resume_from(
         elif good := search.judged(save, found):
             chosen = chosen[:number]
             break
-    if len(alone) < len(chosen):
+    if len(alone) < len(candidates):
         for save in alone:
             search.skip(save, "", SKIPPED_ALONE)
     else:  # there is nothing else to resume from
@@ -196,7 +196,7 @@ def _candidates(run: Path, every: list[Save]) -> tuple[list[Save], list[tuple[Sa
     """The saves to judge, newest first; and the others, each with the reason."""
     named = [os.path.realpath(tracker.names) for tracker in trackers(run) if tracker.names]
     reasons: dict[Path, str] = {}
-    natives = [save for save in every if not save.is_universal]
+    natives = [save for save in every if save.path.is_dir() and not save.is_universal]
     for save in every if len(every) > 1 else ():
         if leaves(save.path, run) and os.path.realpath(save.path) not in named:
             reasons[save.path] = SKIPPED_ELSEWHERE

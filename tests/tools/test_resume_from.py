@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from plain_runs import NOT_FINITE, save
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import test_audit_safetensors
 from ckpt_patches.audit import resume_from as resume_from_module
@@ -25,24 +24,6 @@ from megatron_checkpoints import ZARR, written
 from zero_checkpoints import trained
 
 ZERO = "global_step2"
-NOT_FINITE = "exp_avg_sq"  # the state that `save` can spoil
-
-
-def save(run: Path, step: int, *, damaged: bool = False) -> Path:
-    """A save of torch.distributed.checkpoint; damaged: with NaN in a second moment, which no header shows."""
-    torch.manual_seed(step)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for _ in range(step):
-        model(torch.randn(4, 8)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if damaged:
-        optimizer.state[model[0].weight][NOT_FINITE][3] = torch.nan
-    states = get_state_dict(model, optimizer)
-    path = run / f"step-{step}"
-    checkpoint.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=path)
-    return path
 
 
 @pytest.fixture
@@ -178,16 +159,20 @@ def test_a_universal_folder_is_for_another_kind_of_load(tmp_path: Path, resume_f
     universal, source = tmp_path / "run" / "global_step9_universal", tmp_path / "run" / ZERO
     shutil.copytree(kind.path, universal)
     shutil.copytree(EVERY["stage 2"].path, source)
+    (tmp_path / "run" / "latest_universal").write_text(universal.name)
     said = resume_from(tmp_path / "run")
     assert said[:2] == (0, f"{source}\n")
     assert f"skipped {universal}: a universal checkpoint" in said.err
+    assert "latest_universal" not in said.err  # DeepSpeed reads it with "load_universal" alone
     next(source.glob("*optim_states.pt")).unlink()
     assert resume_from(tmp_path / "run")[:2] == (1, "")
     universal.rename(universal.with_name("universal"))
+    (tmp_path / "run" / "latest").write_text("global_step8")
     for path in (tmp_path / "run" / "universal", tmp_path / "run"):
         said = resume_from(path)
         assert said[:2] == (0, f"{tmp_path / 'run' / 'universal'}\n")
         assert '"load_universal": true' in said.err
+        assert "latest_universal names global_step9_universal, not this one" in said.err
         shutil.rmtree(source, ignore_errors=True)
 
 
@@ -198,6 +183,7 @@ def test_exported_models_are_passed_over_unless_a_run_saves_nothing_else(run: Pa
     said = resume_from(run)
     assert said[:2] == (0, f"{run / 'step-10'}\n")
     assert f"skipped {run / 'step-11'}: an exported model" in said.err
+    assert resume_from(run, "--max", "1")[:2] == (1, "")  # older ones can have an optimizer
     for path in run.glob("step-[0-9]"), run.glob("step-10"):
         for each in path:
             shutil.rmtree(each)
