@@ -45,7 +45,6 @@ __all__ = [
     "to_universal",
     "verify_resume",
 ]
-GOOD = ("WHOLE", "REPAIRED")  # verdicts
 
 
 class NoGoodCheckpointError(UserError):
@@ -114,7 +113,7 @@ def audit(path: "AnyPath", *, workers: int | None = None) -> Audit:
         raise UserError(f"{folder}: expected one checkpoint, found {'a folder of several' if parts else 'none'}")
     with safe_workers(workers) as count:
         report = joined(folder, [audits.audit(part, count) for part in parts])
-    return Audit(report.verdict in GOOD, line_as_json(report))
+    return Audit(report.verdict in audits.TO_RESUME_FROM, line_as_json(report))
 
 
 def resume_from(run: "AnyPath", *, quick: bool = False, workers: int | None = None) -> "Path | None":
@@ -127,7 +126,7 @@ def resume_from(run: "AnyPath", *, quick: bool = False, workers: int | None = No
         quick: look at structure alone, in seconds. Damaged elements are not found.
 
     Raises:
-        NoGoodCheckpointError: it has checkpoints, and none is proven good.
+        NoGoodCheckpointError: it has checkpoints, and none is proven good or of a known format.
         UserError: it has several runs.
     """
     folder = _folder(run)
@@ -137,7 +136,7 @@ def resume_from(run: "AnyPath", *, quick: bool = False, workers: int | None = No
 
     with safe_workers(workers) as count:
         answer = search.resume_from(folder, count, quick=quick, say=lambda own: _warn(resume_command.skipped(own)))
-    if answer.save is None and answer.skipped:
+    if answer.save is None and not answer.is_empty:
         raise NoGoodCheckpointError(resume_command.lines(answer, quick=quick)[-1])
     return answer.save.path if answer.save else None
 
@@ -183,7 +182,7 @@ def repair(
     how = {"trust_source": trust_source, "reset_moments": reset_moments}
     with safe_workers(workers) as count:
         result = repairs.repair(folder, Path(output), source, count, **how, say=_warn)
-    return Result(result.verdict in GOOD and not result.left, repair_report.as_json(Path(output), result))
+    return Result(not result.left, repair_report.as_json(Path(output), result))
 
 
 def to_universal(path: "AnyPath", output: "AnyPath", *, workers: int | None = None) -> "Conversion":

@@ -34,6 +34,7 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
             "ckpt-patches resume-from /checkpoints/run1",
             "ckpt-patches resume-from /checkpoints/run1 --quick",
             'path=$(ckpt-patches resume-from run1) && torchrun train.py "$path"',
+            "ckpt-patches explain resume_from",
             after="exit status: 0 found, 1 no checkpoint is there, or none is proven good, 2 wrong usage, or several "
             "runs in RUN",
         ),
@@ -54,6 +55,11 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     command.add_argument(
         "--max", dest="most", type=_number, metavar="N", help="judge the newest N checkpoints at most (default: all)"
     )
+    command.add_argument(
+        "--allow-empty",
+        action="store_true",
+        help="exit with 0 and print nothing if RUN does not exist or has no checkpoint yet, as before a first start",
+    )
     command.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
     add_workers(command, many=MANY)
     command.set_defaults(run=run)
@@ -68,6 +74,9 @@ def _number(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     if not options.run_folder.is_dir():
+        if options.allow_empty and not os.path.lexists(options.run_folder) and not options.json:
+            commands.say(PROGRAM, f"{options.run_folder} is not there yet")
+            return 0
         raise UserError(f"{options.run_folder}: expected the folder of a run, found no folder")
     with commands.needed_by("resume-from"):
         from ckpt_patches.audit.resume_from import resume_from
@@ -83,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         sys.stdout.buffer.write(os.fsencode(_printed(options, answer.save)) + b"\n")  # names can be of any bytes
         sys.stdout.buffer.flush()
-    return 0 if answer.save else 1
+    return 0 if answer.save or (options.allow_empty and answer.is_empty) else 1
 
 
 def _printed(options: argparse.Namespace, save: "Save") -> str:
@@ -128,6 +137,8 @@ def lines(answer: "Answer", *, quick: bool) -> list[str]:
 def _lines_of_none(answer: "Answer", *, quick: bool) -> list[str]:
     said = ["structure only, no element was read"] if quick else []
     limit = f"; {answer.left} older ones were not read (--max)" if answer.left else ""
+    if answer.unknown:
+        return [*said, f"no checkpoint of a known format in {answer.run}, but {answer.unknown}"]
     if not answer.skipped:
         return [*said, f"no checkpoint in {answer.run}"]
     if answer.undecided is None:

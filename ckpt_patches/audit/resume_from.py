@@ -24,6 +24,8 @@ STEP = re.compile(
     r"(?:iter|step|checkpoint)[-_=]?(\d{1,18})"
 )  # in names such as `global_step10`, `epoch=1-step=200.ckpt`
 MOST_RUNS = 20  # that an error lists
+# Of files that can be checkpoints of their own, such as Lightning's without sharding, which are not read here.
+SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp")
 SKIPPED_ELSEWHERE = "a link to another folder, which can be of another run; no tracker names it"
 SKIPPED_UNIVERSAL = 'a universal checkpoint, which needs "load_universal": true; name its folder to have it considered'
 SKIPPED_ALONE = "an exported model, without an optimizer"
@@ -70,6 +72,12 @@ class Answer:
     skipped: tuple[Skipped, ...]
     left: int  # older saves that were not judged, because of the limit
     trackers: tuple[Tracker, ...]
+    unknown: Path | None = None  # a file that can be a checkpoint of an unknown format, if no other is there
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that can be a checkpoint, as before the first start of a run."""
+        return not (self.save or self.skipped or self.left or self.unknown)
 
     @property
     def undecided(self) -> Skipped | None:
@@ -119,7 +127,8 @@ def resume_from(
         good = next(filter(None, (search.judged(save, _structure(save)) for save in alone)), None)
     left = 0 if good else len(candidates) - len(chosen)
     newest, report = good or (None, None)
-    return Answer(run, newest, report, tuple(search.skipped), left, tuple(trackers(run)))
+    unknown = None if every else _unknown(path)
+    return Answer(run, newest, report, tuple(search.skipped), left, tuple(trackers(run)), unknown)
 
 
 @dataclass(frozen=True)
@@ -236,6 +245,15 @@ def structure(path: Path) -> Report:
         except Exception:  # the audit reports it, before it reads an element
             pass
     return audit(path, 1)
+
+
+def _unknown(path: Path) -> Path | None:
+    """A file in a folder without saves, or in the folders in it, that can be a checkpoint by its name."""
+    for folder in (path, *(own for own in sorted(path.iterdir()) if own.is_dir())):
+        for file in sorted(folder.iterdir()):
+            if file.name.endswith(SUFFIXES):
+                return file
+    return None
 
 
 def _reason(report: Report) -> str:

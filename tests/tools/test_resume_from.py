@@ -240,6 +240,30 @@ def test_folders_without_a_checkpoint(tmp_path: Path, resume_from: Any) -> None:
     assert said == (2, "", f"ckpt-patches: {absent}: expected the folder of a run, found no folder\n")
 
 
+def test_a_first_start_needs_no_checkpoint(run: Path, tmp_path: Path, resume_from: Any) -> None:
+    (tmp_path / "void" / "logs").mkdir(parents=True)
+    (tmp_path / "void" / "logs" / "events.txt").touch()
+    for path in (tmp_path / "void", tmp_path / "absent"):
+        assert resume_from(path, "--allow-empty")[:2] == (0, "")
+    assert resume_from(run, "--allow-empty") == resume_from(run)
+    for path in run.iterdir():
+        next(path.glob("*.distcp")).unlink()
+    assert resume_from(run, "--allow-empty")[:2] == (1, "")  # to begin anew would be wrong
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    assert resume_from(tmp_path / "link", "--allow-empty")[:2] == (2, "")
+
+
+@pytest.mark.parametrize("name", ["epoch=1-step=200.ckpt", "checkpoints/model_200.pt"])
+def test_a_file_that_can_be_a_checkpoint_is_not_nothing(name: str, tmp_path: Path, resume_from: Any) -> None:
+    """Lightning saves one file without sharding, and other scripts one of torch.save: to begin anew would be wrong."""
+    file = tmp_path / "run" / name
+    file.parent.mkdir(parents=True)
+    torch.save({"state_dict": {"weight": torch.ones(3)}}, file)
+    said = resume_from(tmp_path / "run", "--allow-empty")
+    assert said[:2] == (1, "")
+    assert said.err == f"ckpt-patches: no checkpoint of a known format in {tmp_path / 'run'}, but {file}\n"
+
+
 # What is printed
 
 
