@@ -142,7 +142,8 @@ def _lines_of_none(answer: "Answer", *, quick: bool) -> list[str]:
     if not answer.skipped:
         return [*said, f"no checkpoint in {answer.run}"]
     if answer.undecided is None:
-        return [*said, f"no checkpoint in {answer.run} is proven good, and all have damage{limit}"]
+        all_of = ", all are damaged or incomplete" if all(own.verdict for own in answer.skipped) else ""
+        return [*said, f"no checkpoint in {answer.run} is proven good{all_of}{limit}"]
     path, _, reason = answer.undecided.path, answer.undecided.verdict, answer.undecided.reason
     return [
         *said,

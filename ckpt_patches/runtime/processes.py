@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 _VALUE, _ERROR, _DEFECT = range(3)  # kinds of a worker's messages
 _SIZE = 8  # bytes, before each message
 _MOMENT = 500  # milliseconds
-_DEVICES = ("/dev/nvidia", "/dev/kfd")  # files that a context of CUDA or ROCm holds open
+_DEVICES = ("/dev/nvidia", "/dev/dxg", "/dev/kfd")  # files that a context of CUDA or ROCm holds open
 _forks: ContextVar[bool] = ContextVar("_forks", default=True)
 
 
@@ -200,7 +200,10 @@ def may_fork() -> bool:
 
 
 def _has_device() -> bool:
-    """Whether this process holds a GPU's file open, whichever package opened it."""
+    """Whether this process uses a GPU, through torch or any other package."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return True
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the folder's own file is closed by now
             if os.readlink(entry.path).startswith(_DEVICES):

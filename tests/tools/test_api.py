@@ -83,7 +83,7 @@ def test_the_checkpoint_to_resume_from(tmp_path: Path, caplog: pytest.LogCapture
     run.mkdir()
     assert api.resume_from(run) is None
     newest = save(run, 6, damaged=True)
-    with pytest.raises(api.NoGoodCheckpointError, match="is proven good, and all have damage"):
+    with pytest.raises(api.NoGoodCheckpointError, match="is proven good, all are damaged or incomplete"):
         api.resume_from(run)
     older = save(run, 4)
     caplog.clear()
@@ -167,6 +167,10 @@ os.fork = lambda: forks.append(1) or fork()
 ready, done = threading.Event(), threading.Event()
 if sys.argv[3] == "thread":
     threading.Thread(target=done.wait).start()
+if sys.argv[3] == "device":  # a file that is on every machine, in place of a GPU's
+    from ckpt_patches.runtime import processes
+    processes._DEVICES = ("/dev/zero",)
+    held = open("/dev/zero")
 if sys.argv[3] == "group":
     import torch.distributed
     store = torch.distributed.HashStore()
@@ -181,12 +185,25 @@ done.set()
 
 def test_a_process_that_must_not_be_forked_does_the_work_itself(zero: Path, tmp_path: Path) -> None:
     found: dict[str, Any] = {}
-    for kind in ("alone", "thread", "group"):
+    for kind in ("alone", "thread", "group", "device"):
         found[kind] = [*map(int, printed(FORKS, zero, tmp_path / kind, kind).split())]
         assert api.compare(zero, tmp_path / kind).ok
     assert found["alone"][0] >= 2  # otherwise the next line shows nothing
     assert found["alone"][1] > found["alone"][0]
-    assert found["thread"] == found["group"] == [0, 0]
+    assert found["thread"] == found["group"] == found["device"] == [0, 0]
+
+
+@pytest.mark.gpu
+def test_a_context_of_cuda_must_not_be_forked() -> None:
+    program = """
+from ckpt_patches.runtime import processes
+import torch
+torch.ones(1, device="cuda")
+print(processes.may_fork(), processes._has_device())
+torch.cuda.is_initialized = lambda: False
+print(processes._has_device())
+"""
+    assert printed(program).split() == ["False", "True", "True"]
 
 
 def test_a_type_checker_knows_the_results(tmp_path: Path) -> None:

@@ -142,14 +142,14 @@ def test_all_are_damaged(run: Path, resume_from: Any) -> None:
         said = resume_from(run, *options)
         assert said[:2] == (1, "")
         *_, last = said.err.splitlines()
-        assert last == f"ckpt-patches: no checkpoint in {run} is proven good, and all have damage"
+        assert last == f"ckpt-patches: no checkpoint in {run} is proven good, all are damaged or incomplete"
 
 
 def test_the_number_of_saves_that_are_read_can_be_limited(run: Path, resume_from: Any) -> None:
     next((run / "step-10").glob("*.distcp")).unlink()
     said = resume_from(run, "--max", "1")
     assert said[:2] == (1, "")
-    assert said.err.endswith("is proven good, and all have damage; 2 older ones were not read (--max)\n")
+    assert said.err.endswith("is proven good, all are damaged or incomplete; 2 older ones were not read (--max)\n")
     assert resume_from(run, "--max", "2")[:2] == (0, f"{run / 'step-4'}\n")
 
 
@@ -165,7 +165,9 @@ def test_a_universal_folder_is_for_another_kind_of_load(tmp_path: Path, resume_f
     assert f"skipped {universal}: a universal checkpoint" in said.err
     assert "latest_universal" not in said.err  # DeepSpeed reads it with "load_universal" alone
     next(source.glob("*optim_states.pt")).unlink()
-    assert resume_from(tmp_path / "run")[:2] == (1, "")
+    said = resume_from(tmp_path / "run")
+    assert said[:2] == (1, "")
+    assert said.err.endswith(f"no checkpoint in {tmp_path / 'run'} is proven good\n")  # the universal one may be
     universal.rename(universal.with_name("universal"))
     (tmp_path / "run" / "latest").write_text("global_step8")
     for path in (tmp_path / "run" / "universal", tmp_path / "run"):
@@ -199,6 +201,39 @@ def test_a_link_to_another_run_is_not_the_answer(run: Path, tmp_path: Path, resu
 
 
 # Which run
+
+
+@pytest.mark.parametrize("name", ["metadata.json", ".metadata", "common.pt", "model.safetensors", "run.log", ".nfs01"])
+def test_a_stray_file_changes_nothing(run: Path, tmp_path: Path, name: str, resume_from: Any) -> None:
+    content = {".metadata": b"\x80\x04}.", "metadata.json": b'{"sharded_backend": "torch_dist"}'}
+    for folder in (run, tmp_path):
+        (folder / name).write_bytes(content.get(name, b"{}"))
+        if name == "model.safetensors":
+            test_audit_safetensors.written(folder / name, {"weight": torch.ones(2, 3)})
+    for folder in (run, tmp_path):
+        assert resume_from(folder)[:2] == (0, f"{run / 'step-10'}\n")
+
+
+def test_the_current_folder(run: Path, resume_from: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run)
+    assert resume_from(".")[:2] == (0, "step-10\n")
+    assert resume_from(".", "--format", "step")[:2] == (0, "10\n")
+    monkeypatch.chdir(run / "step-4")
+    assert resume_from(".", "--format", "tag")[:2] == (0, "step-4\n")
+
+
+def test_a_save_is_deleted_meanwhile(run: Path, resume_from: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings remove old saves while others look at them."""
+
+    def removed(path: Path) -> Any:
+        if path.name == "step-10":
+            shutil.rmtree(path, ignore_errors=True)
+        return structure(path)
+
+    monkeypatch.setattr(resume_from_module, "structure", removed)
+    said = resume_from(run)
+    assert said[:2] == (0, f"{run / 'step-4'}\n")
+    assert f"skipped {run / 'step-10'}: INCOMPLETE: " in said.err
 
 
 def test_several_runs_have_no_common_answer(run: Path, tmp_path: Path, resume_from: Any) -> None:
