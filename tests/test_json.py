@@ -19,6 +19,7 @@ KEYS = {
     "status --json": "version mode hook_active hook_reason installed fixes warnings errors async_saves proofs complete",
     "list --json": "fixes",
     "audit --json": "checkpoints runs",
+    "resume-from --json": "run structure_only resume_from tag step undecided skipped left trackers",
     "repair --json": "output source repaired copied verdict left",
     "migrate --json": "output source_type target_type bytes files files_before seconds plan_seconds workers verdict "
     "findings",
@@ -49,6 +50,10 @@ def check(command: str, found: dict[str, Any], schema: int = 1) -> None:
     assert found["schema"] == schema
     assert next(iter(found)) == "schema"
     assert {*KEYS[command].split(), "schema"} == found.keys()
+
+
+def test_resume_from(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check("resume-from --json", printed(capsys, "resume-from", "--json", old))
 
 
 def test_status(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ ROOMS = {
 }
 # The entry points import all layers. No layer imports them, except the package itself, which is always loaded.
 CLI = "ckpt_patches.cli"
-ENTRANCES = ("ckpt_patches", "ckpt_patches.__main__", "ckpt_patches.startup")
+ENTRANCES = ("ckpt_patches", "ckpt_patches.__main__", "ckpt_patches.api", "ckpt_patches.startup")
 FOLDERS = ("ckpt_patches", "deepspeed_patches", "megatron/patches", "nvrx_patches", "apex_patches", "torch_patches")
 
 

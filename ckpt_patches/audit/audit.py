@@ -90,6 +90,17 @@ def audit(path: Path, workers: int | None = None) -> Report:
     return _judge(structure, _scan(path, structure.spans, workers), workers)
 
 
+def audit_structure(path: Path) -> Report:
+    """The report on a checkpoint's files, their sizes, indexes and steps. No element is read: it proves nothing whole.
+
+    Raises:
+        UserError: the path is not a checkpoint in a known format.
+    """
+    structure = _structure(path)
+    unreadable = (structure.unreadable,) if structure.unreadable else ()
+    return Report(structure.found, (*structure.found.findings, *unreadable))
+
+
 def audit_together(path: Path, workers: int, ranks: Ranks) -> Report | None:
     """Like `audit`, for several ranks: rank 0 reads the structure and judges. Returns None on other ranks.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_patches import __version__
 from ckpt_patches.audit import audit_command as audit
+from ckpt_patches.audit import resume_command as resume_from
 from ckpt_patches.cli import completion
 from ckpt_patches.cli import fingerprint_command as fingerprint
 from ckpt_patches.engine.fix import every_fix, load
@@ -106,6 +107,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     # Its options are defined in its own module, which the other commands do not import.
     commands.add_parser(TO_UNIVERSAL, help="convert a DeepSpeed ZeRO checkpoint to a universal one", add_help=False)
     audit.add_to(commands)
+    resume_from.add_to(commands)
     migrate.add_to(commands)
     fingerprint.add_to(commands)
     _add_others(commands)

@@ -75,8 +75,15 @@ def run(options: argparse.Namespace) -> int:
     with needed_by("a fingerprint"):
         import ckpt_patches.fingerprint.contents  # noqa: F401
     with joined(options.distributed) as ranks:
-        one = _read(options.path, options, ranks)
-        other = None if options.against is None else _read(options.against, options, ranks)
+        how = partial(
+            read,
+            workers=options.workers or ranks.workers,
+            ranks=ranks,
+            trust=options.trust_checkpoint,
+            with_buckets=options.against is not None,
+        )
+        one = how(options.path)
+        other = None if options.against is None else how(options.against)
         return ranks.first("the report", lambda: _report(options, one, other))
 
 
@@ -91,18 +98,22 @@ def _report(options: argparse.Namespace, one: "Contents", other: "Contents | Non
     return 0 if one.checked is None or one.checked.is_equal else 1
 
 
-def _read(path: Path, options: argparse.Namespace, ranks: "Ranks") -> "Contents":
+def read(path: Path, workers: int, ranks: "Ranks", *, trust: bool, with_buckets: bool) -> "Contents":
+    """The fingerprints in a checkpoint of any format; each of the ranks calls this.
+
+    Raises:
+        UserError: the checkpoint is damaged, or of an unsupported kind.
+    """
     from ckpt_patches.convert import zero_fingerprints
     from ckpt_patches.fingerprint import contents, files
     from ckpt_patches.formats import zero_reader
 
-    workers = options.workers or ranks.workers
     if path.is_dir() and zero_reader.is_zero(path):
-        read = partial(zero_fingerprints.read, trust=options.trust_checkpoint, workers=workers, label=path.name)
-        return contents.of_zero(path, *read(path, ranks=ranks))
+        found_in_zero = zero_fingerprints.read(path, trust=trust, workers=workers, label=path.name, ranks=ranks)
+        return contents.of_zero(path, *found_in_zero)
     found = files.opened(path)
     files.check_complete(found)
-    return contents.of(found, workers, ranks, with_buckets=options.against is not None)
+    return contents.of(found, workers, ranks, with_buckets=with_buckets)
 
 
 def _print_unread(path: Path, unread: dict[str, str]) -> None:
@@ -127,12 +138,9 @@ def _print(own: "Contents", *, as_json: bool) -> None:
 
 
 def _compare(options: argparse.Namespace, one: "Contents", other: "Contents") -> int:
-    from ckpt_patches.fingerprint import comparison
-
-    found = comparison.of_two(one.fingerprints, other.fingerprints, one.unread, other.unread)
-    found = comparison.with_buckets(found, one.buckets or {}, other.buckets or {})
+    found = compared(one, other)
     if options.json:
-        print(json.dumps({"schema": SCHEMA, **_as_json(found)}, indent=1))
+        print(json.dumps(as_json(found), indent=1))
     else:
         _print_result(found, f"{options.path} and {options.against}")
     return 0 if found.is_equal else 1
@@ -151,6 +159,19 @@ def _print_first(lines: Iterable[str]) -> None:
         print(printable(line))
     if len(every) > MOST_LINES:
         print(f"and {len(every) - MOST_LINES:,} more (--json)")
+
+
+def compared(one: "Contents", other: "Contents") -> "Checked":
+    """Compare two checkpoints, read with their buckets."""
+    from ckpt_patches.fingerprint import comparison
+
+    found = comparison.of_two(one.fingerprints, other.fingerprints, one.unread, other.unread)
+    return comparison.with_buckets(found, one.buckets or {}, other.buckets or {})
+
+
+def as_json(found: "Checked") -> dict[str, Any]:
+    """The keys of `compare --json`: docs/json.md."""
+    return {"schema": SCHEMA, **_as_json(found)}
 
 
 def _as_json(found: "Checked") -> dict[str, Any]:

@@ -18,8 +18,11 @@ import os
 import pickle
 import select
 import signal
+import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,6 +33,8 @@ Result = TypeVar("Result")
 _VALUE, _ERROR, _DEFECT = range(3)  # kinds of a worker's messages
 _SIZE = 8  # bytes, before each message
 _MOMENT = 500  # milliseconds
+_DEVICES = ("/dev/nvidia", "/dev/dxg", "/dev/kfd")  # files that a context of CUDA or ROCm holds open
+_forks: ContextVar[bool] = ContextVar("_forks", default=True)
 
 
 class WorkerDied(UserError):
@@ -185,6 +190,43 @@ def _forked(function: Callable[[], Iterable[Any]], number: str) -> Worker:
         ) from None
 
 
+def may_fork() -> bool:
+    """Whether a fork of this process is safe: other threads may hold locks, and a device's context does not survive."""
+    torch_distributed = sys.modules.get("torch.distributed")
+    has_group = (
+        torch_distributed is not None and torch_distributed.is_available() and torch_distributed.is_initialized()
+    )
+    return threading.active_count() == 1 and not has_group and not _has_device()
+
+
+def _has_device() -> bool:
+    """Whether this process uses a GPU, through torch or any other package."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return True
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own file is closed by now
+            if os.readlink(entry.path).startswith(_DEVICES):
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def safe_workers(wanted: int | None) -> Iterator[int]:
+    """Within the block, the number of worker processes; None: as many as processors.
+
+    1 if this process must not be forked. It does the work of that one itself.
+    """
+    from ckpt_patches.runtime.distributed import Ranks
+
+    is_allowed = may_fork()
+    before = _forks.set(is_allowed)
+    try:
+        yield wanted or Ranks().workers if is_allowed else 1
+    finally:
+        _forks.reset(before)
+
+
 @contextlib.contextmanager
 def _no_interrupt() -> Iterator[None]:
     """Delay Ctrl-C until the end of the block."""
@@ -203,6 +245,9 @@ def in_order(function: Callable[[Item], Result], items: Sequence[Item], count: i
     Raises:
         UserError, OSError, WorkerDefect, WorkerDied: see `Worker.receive`; all workers are stopped.
     """
+    if not _forks.get():
+        yield from map(function, items)
+        return
     turns = [partial(map, function, items[index::count]) for index in range(min(count, len(items)))]
     with started(turns) as workers:
         for index in range(len(items)):
@@ -215,7 +260,7 @@ def mapped(function: Callable[[Item], Result], items: Sequence[Item], worth_a_pr
     If one of them fails, all is computed again here, so that the error of the first item is raised as it is.
     """
     count = min(len(os.sched_getaffinity(0)), len(items) // worth_a_process)
-    if count > 1:
+    if count > 1 and _forks.get():
         with contextlib.suppress(UserError, OSError, WorkerDefect):
             return list(in_order(function, items, count))
     return list(map(function, items))
