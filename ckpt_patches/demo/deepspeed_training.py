@@ -533,7 +533,10 @@ def converted(folder: Path) -> str:
     return f"{different} of {len(pairs)} states differ, and no error" if different else ""
 
 
-def convert_by_upstream(rank: int, source: Path, output: Path, workers: int = 2) -> None:
+def convert_by_upstream(rank: int, source: Path, output: Path, workers: int = 2, *, handed_over: bool = False) -> None:
+    """Convert with DeepSpeed's own converter; with `handed_over`, with the one that the switches say."""
+    if not handed_over:
+        os.environ["CKPT_PATCHES_SKIP"] = f"{os.environ.get('CKPT_PATCHES_SKIP', '')},universal_converter"
     sys.argv = ["ds_to_universal", "--input_folder", str(source), "--output_folder", str(output)]
     sys.argv += ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
     if inspect.signature(ds_to_universal.main).parameters:
