@@ -15,6 +15,7 @@ from upstream import TIMEOUT, in_place, run, run_json, tree
 from zero_checkpoints import crafted, trained
 
 VERSIONS = ("0.15.4", "0.16.9", "0.17.6", "0.18.9", "0.19.8")
+WRITERS = {"0.17.6": "0.16.9"}  # 0.17.6 itself raises IndexError in a training where ranks are without parameters
 SKIP = {"CKPT_PATCHES_SKIP": "universal_converter"}
 OURS = "converts in place of DeepSpeed's converter, which CKPT_PATCHES_SKIP=universal_converter runs"
 UPSTREAMS = "*** 2. Merging slices"
@@ -25,7 +26,7 @@ CALLS = {"module": "hook", "script": "in place", "imported": "hook"}
 @pytest.fixture
 def checkpoint(version: str) -> Path:
     """A checkpoint of a real training with ZeRO-2 on 8 ranks."""
-    return trained(version, "stage2")["stage2"]
+    return trained(WRITERS.get(version, version), "stage2")["stage2"]
 
 
 def called(
