@@ -1,5 +1,6 @@
 """universal_converter: where DeepSpeed's converter is called, ours writes the files, unless a switch says otherwise."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import torch
 
 import universal
 from upstream import TIMEOUT, in_place, run, run_json, tree
-from zero_checkpoints import crafted, trained
+from zero_checkpoints import convert, converted, crafted, differences, element_counts, losses, trained
 
 VERSIONS = ("0.15.4", "0.16.9", "0.17.6", "0.18.9", "0.19.8")
 WRITERS = {"0.17.6": "0.16.9"}  # 0.17.6 itself raises IndexError in a training where ranks are without parameters
@@ -131,6 +132,41 @@ def test_an_error_is_the_callers(version: str, checkpoint: Path, tmp_path: Path)
     found = run_json("convert", *arguments, tree=tree("deepspeed", version), delivery="hook")
     assert found == {"stage2": f"UserError: {message}"}
     assert universal.files(tmp_path) == {"stage2/other": b""}
+
+
+# What only upstream's converter gets wrong
+
+# On 8 ranks: of w1.weight's 9 elements ranks 0 to 3 hold 2 each and rank 4 the last; ranks 5, 6, 7 write 1, 2, 2 more.
+WITH_PADDING = {"w1.weight": 14, "w1.bias": 7, "ln.weight": 7, "ln.bias": 7, "w2.weight": 7, "w2.bias": 7, "scale": 7}
+
+
+@pytest.mark.parametrize("delivery", ["none", "hook", "in place"])
+@pytest.mark.parametrize("version", ["0.15.4", "0.19.2"])
+def test_padding_of_zero_3_is_no_data(version: str, delivery: str, tmp_path: Path) -> None:
+    """Up to 0.19.2 upstream silently counts the ranks past a parameter's end as if they held elements of it."""
+    source = trained("0.16.2", "stage3")["stage3"]
+    assert convert(tmp_path, source, version=version, delivery=delivery) == {"stage3": ""}
+    found = converted(tmp_path / "stage3")
+    if delivery == "none":
+        assert element_counts(found) == WITH_PADDING
+    else:
+        assert differences(found, source) == []
+
+
+@pytest.mark.parametrize("delivery", ["none", "hook"])
+def test_zero_3_resumes_on_another_number_of_ranks(delivery: str, tmp_path: Path) -> None:
+    """4 ranks resume what 8 saved. DeepSpeed splits tensors by their stored length."""
+    source, root = trained("0.16.2", "stage3")["stage3"], tree("deepspeed", "0.16.2")
+    assert convert(tmp_path, source, version="0.16.2", delivery=delivery) == {"stage3": ""}
+    arguments = ("resume", source.parent, tmp_path / "stage3", "stage3", "--ranks", "4")
+    done = run("zero_training", *arguments, tree=root, delivery=delivery, check=False)
+    if delivery == "none":
+        assert "RuntimeError: The size of tensor a (9) must match the size of tensor b (16)" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    resumed = json.loads(done.stdout.splitlines()[-1])
+    assert resumed["different"] == []
+    assert resumed["losses"] == pytest.approx(losses(source), rel=0.01)  # bf16 has a precision of 8 bits
 
 
 def test_upstreams_options_are_accepted(tmp_path: Path) -> None:
