@@ -17,7 +17,7 @@ fix = Fix(
         "https://github.com/bigscience-workshop/Megatron-DeepSpeed/issues/343",
         "https://github.com/deepspeedai/DeepSpeed/issues/6918",
     ),
-    symptom="`ds_to_universal` writes padding as data, is slow, needs disk space twice",
+    symptom="`ds_to_universal` mixes slices, writes padding as data, needs disk space twice",
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="conversion to universal",
     silent=True,

@@ -74,7 +74,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("zarr_failures", "zarr_race", "zarr_ranges"), ZARR),
     **dict.fromkeys(("convert", "foreign_files", "own_files", "same_universal"), DEEPSPEED),
     **dict.fromkeys(("autoep_training", "experts", "universal_loading"), DEEPSPEED),
-    **dict.fromkeys(("explore_deepspeed", "zero_resuming", "zero_training"), DEEPSPEED),
+    **dict.fromkeys(("explore_deepspeed", "zero3_slices", "zero_resuming", "zero_training"), DEEPSPEED),
     "write_parallel_checkpoint": DEEPSPEED,
 }
 

@@ -13,7 +13,7 @@ import torch
 
 import universal
 from upstream import TIMEOUT, in_place, run, run_json, tree
-from zero_checkpoints import convert, converted, crafted, differences, element_counts, losses, trained
+from zero_checkpoints import PERMISSIVE, convert, converted, crafted, differences, element_counts, losses, trained
 
 VERSIONS = ("0.15.4", "0.16.9", "0.17.6", "0.18.9", "0.19.8")
 WRITERS = {"0.17.6": "0.16.9"}  # 0.17.6 itself raises IndexError in a training where ranks are without parameters
@@ -167,6 +167,17 @@ def test_zero_3_resumes_on_another_number_of_ranks(delivery: str, tmp_path: Path
     resumed = json.loads(done.stdout.splitlines()[-1])
     assert resumed["different"] == []
     assert resumed["losses"] == pytest.approx(losses(source), rel=0.01)  # bf16 has a precision of 8 bits
+
+
+@pytest.mark.parametrize("delivery", ["none", "hook", "in place"])
+@pytest.mark.parametrize("version", ["0.15.4", "0.19.3"])
+def test_slices_of_tensor_parallel_ranks_at_zero_3(version: str, delivery: str, tmp_path: Path) -> None:
+    """Up to 0.19.3 upstream silently takes the ranks' slices for partitions of one slice."""
+    source, root = tmp_path / "slices" / "global_step2", tree("deepspeed", version)
+    slices = torch.tensor(run_json("zero3_slices", source.parent, tree=root, env=PERMISSIVE))
+    assert convert(tmp_path / "made", source, version=version, delivery=delivery) == {"slices": ""}
+    found = converted(tmp_path / "made" / "slices")["weight"]["fp32"]
+    assert found.flatten().equal(slices.flatten()) is (delivery != "none")
 
 
 def test_upstreams_options_are_accepted(tmp_path: Path) -> None:
