@@ -257,7 +257,8 @@ def _try(name: str, tree: _Tree) -> FixResult:
         if _make(fix, tree):
             modules, functions = tree.edited_since(before), tree.functions_edited_since(before)
             return FixResult(name, Outcome.APPLIES, modules=tuple(modules), functions=tuple(functions))
-        result = FixResult(name, Outcome.NOT_NEEDED)
+        is_no_edit_ours = not tree.for_upstream and all(edit.upstream_alone for edit in fix.edits)
+        result = FixResult(name, Outcome.NOT_NEEDED, "only in patches for upstream" if is_no_edit_ours else "")
     except NoMatch as error:
         result = FixResult(name, Outcome.NO_MATCH, str(error), isinstance(error, UnreadableSource))
     except Exception as error:  # a defect of this fix must not affect the others
@@ -272,7 +273,7 @@ def _make(fix: Fix, tree: _Tree) -> bool:
     Raises:
         NoMatch: the code of an edit is absent where the stated releases have it, or only a part of the fix is there.
     """
-    wanted = [edit for edit in fix.edits if not (edit.ours_alone and tree.for_upstream)]
+    wanted = [edit for edit in fix.edits if not (edit.ours_alone if tree.for_upstream else edit.upstream_alone)]
     before, found = tree.marks(), {}
     for edit in wanted:
         marks = tree.marks()
