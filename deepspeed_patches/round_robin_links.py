@@ -96,9 +96,12 @@ def link_in_the_order_of_the_buffer(source: Source) -> None:
         source.replace(node, IN_ORDER)
 
 
-@fix.edit(CONVERTER, independent=True)
+@fix.edit(CONVERTER, independent=True, upstream_alone=True)
 def convert_in_the_order_of_the_buffer(source: Source) -> None:
-    """Existing checkpoints have addresses in the param group's order, but shapes in the buffer's order."""
+    """Existing checkpoints have addresses in the param group's order, but shapes in the buffer's order.
+
+    Here, `universal_converter` hands over to a converter that knows this.
+    """
     extract, extract_all = source.function("extract_zero_shards"), source.function("_extract_zero_shard_files")
     functions = (_param_shapes_of_round_robin, _slice_mappings_in_buffer_order)
     has_parameter = any(argument.arg == "param_shapes" for argument in extract.args.args)

@@ -46,7 +46,7 @@ def _check_settings_of_stages(ds_checkpoint: "DeepSpeedCheckpoint") -> None:
                 raise ValueError(message + "which a universal load gives to all: resume with the stages of the save")
 
 
-@fix.edit(CONVERTER)
+@fix.edit(CONVERTER, upstream_alone=True)
 def compare_the_stages(source: Source) -> None:
     """Upstream writes the param groups of rank 0 alone."""
     source.skip_if(CALL, _check_settings_of_stages)

@@ -24,7 +24,13 @@ def copy_of(tree: Path, fix: str, to: Path) -> Path:
     return to
 
 
+def is_for_upstream_alone(fix: str) -> bool:
+    """Whether a fix is only in patches for upstream: neither the hook nor `apply` makes its edits."""
+    return all(edit.upstream_alone for edit in load(fix).edits)
+
+
 def plan(tree: Path, fix: str, *, for_upstream: bool = False) -> tuple[FixResult, TreePlan]:
+    for_upstream = for_upstream or is_for_upstream_alone(fix)
     made = plan_tree(str(tree), TARGETS[FIXES[fix][0]], [fix], for_upstream=for_upstream)
     return made.results[0], made
 

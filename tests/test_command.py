@@ -111,7 +111,7 @@ def test_status_has_the_fixes_of_installed_packages_problems_first_and_their_num
     others += of_torch.count("not needed")
     assert done.stdout.splitlines()[-1].startswith(f"{active} active, {others} not needed, 1 off: unset what switches")
     assert set(found) == set(FIXES)
-    assert "zero3_fragment_bounds" not in done.stdout
+    assert "zero3_universal_groups" not in done.stdout
 
 
 def test_status_of_a_tree_does_not_report_what_this_python_lacks() -> None:
@@ -227,7 +227,7 @@ def test_status_of_a_tree_is_that_of_the_scripts_in_it(tmp_path: Path) -> None:
     assert core in found["installed"]
     by_name = {fix["name"]: fix for fix in found["fixes"]}
     assert by_name["numpy2_product"]["state"] == "not needed"
-    assert by_name["zero3_fragment_bounds"]["reason"] == f"deepspeed is not in {checkout}"
+    assert by_name["zero3_universal_groups"]["reason"] == f"deepspeed is not in {checkout}"
     done = command("status", "--tree", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
@@ -455,7 +455,7 @@ def test_a_tree_without_the_package(verb: str, tmp_path: Path) -> None:
     assert f"expected {PLACES} in {tmp_path}, found none" in line
     assert "found no folder" in one_line(command(verb, "--tree", str(tmp_path / "nowhere")))
     make(tmp_path)
-    assert "expected deepspeed/ in" in one_line(command(verb, "zero3_fragment_bounds", "--tree", str(tmp_path)))
+    assert "expected deepspeed/ in" in one_line(command(verb, "zero3_universal_groups", "--tree", str(tmp_path)))
 
 
 @pytest.mark.parametrize(

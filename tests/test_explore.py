@@ -67,15 +67,16 @@ def test_no_drawn_case_is_silent(package: str, number: int) -> None:
     [pytest.param(name, marks=IN_CI if n % 16 == 0 else pytest.mark.exhaustive) for n, name in enumerate(CORPUS)],
 )
 def test_what_was_found_is_right_with_the_fixes_and_silent_or_loud_without_one(name: str) -> None:
-    """Each case needs the fix in its name. A case with a tool in its name is right."""
+    """Each case needs the fix in its name, with what is `off` for both. A case with a tool in its name is right."""
     known, fix = CORPUS[name], name.partition("-")[0]
-    case = known["case"]
+    case, off = known["case"], known.get("off", "")
     if fix in TOOLS:
-        assert outcome(case, Stack(case["package"], known["version"])).kind == RIGHT
+        assert outcome(case, Stack(case["package"], known["version"], without=off)).kind == RIGHT
         return
     assert fix in FIXES, f"needs a fix, or an error: {known['shows']}"
     version = known.get("version") or newest_affected(fix)[1]
-    with_all, without = (outcome(case, Stack(case["package"], version, without=one)) for one in ("", fix))
+    stacks = [Stack(case["package"], version, without=one) for one in (off, ",".join(filter(None, (off, fix))))]
+    with_all, without = (outcome(case, stack) for stack in stacks)
     if "error" in known:
         assert (with_all.kind, without.kind) == (RIGHT, LOUD), f"{with_all}, without: {without}"
         assert known["error"] in without.detail

@@ -56,7 +56,8 @@ def test_a_zero_checkpoint_has_those_of_the_live_state(checkpoint: Path) -> None
 
 def test_a_universal_checkpoint_has_those_of_its_zero_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     """Upstream's converter and ours keep fingerprints."""
-    assert convert(tmp_path / "upstream", checkpoint, version=RELEASE, delivery="hook") == {checkpoint.parent.name: ""}
+    done = convert(tmp_path / "upstream", checkpoint, version=RELEASE, delivery="hook", by_upstream=True)
+    assert done == {checkpoint.parent.name: ""}
     ours(checkpoint, tmp_path / "ours")
     expected = sorted(read(checkpoint)[0])
     for folder in (tmp_path / "upstream" / checkpoint.parent.name, tmp_path / "ours"):
@@ -66,7 +67,7 @@ def test_a_universal_checkpoint_has_those_of_its_zero_checkpoint(checkpoint: Pat
 @pytest.mark.parametrize("case", ["megatron", "fused_uneven", "zero3_uneven"])
 def test_of_tensor_parallel_ranks_they_are_those_of_the_whole_parameter(case: str, tmp_path: Path) -> None:
     source = parallel(case)[case]
-    assert convert(tmp_path, source, version=RELEASE, delivery="hook") == {case: ""}
+    assert convert(tmp_path, source, version=RELEASE, delivery="hook", by_upstream=True) == {case: ""}
     found = sorted(read(source)[0])
     assert sorted(contents.of(opened(tmp_path / case)).fingerprints) == found
     if case == "megatron":  # the others contain classes that torch does not load by itself

@@ -252,17 +252,20 @@ def test_of_a_module_without_source_every_fix_is_told(tree: Path, monkeypatch: p
     assert all("no source, only bytecode" in result.reason for result in results)
 
 
-def test_what_is_ours_alone_is_not_for_upstream(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An `ours_alone` edit is applied here and left out of a diff for upstream."""
+@pytest.mark.parametrize(("mark", "expected"), [("ours_alone", [True, False]), ("upstream_alone", [False, True])])
+def test_an_edit_may_be_ours_or_upstreams_alone(
+    mark: str, expected: list[bool], tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An `ours_alone` edit is applied here and left out of a diff for upstream; `upstream_alone` is the reverse."""
 
     def log(source: Source) -> None:
         source.insert_before(source.one("value = ..."), "print('ours')")
 
     fix = make("one")
-    fix.edit(FIRST, independent=True, ours_alone=True)(log)
+    fix.edit(FIRST, independent=True, **{mark: True})(log)  # type: ignore[arg-type]
     monkeypatch.setattr(plan, "load", {"one": fix}.__getitem__)
     ours, theirs = (plan_tree(str(tree), CORE, ["one"], for_upstream=choice) for choice in (False, True))
-    assert [b"print" in made.files[FIRST].patched for made in (ours, theirs)] == [True, False]
+    assert [b"print" in made.files[FIRST].patched for made in (ours, theirs)] == expected
     assert [b"new(1)" in made.files[FIRST].patched for made in (ours, theirs)] == [True, True]
 
 

@@ -27,6 +27,7 @@ ROOMS = {
     "apex_patches.demos": {"ckpt_patches.demo"},
     "torch_patches.demos": {"ckpt_patches.demo"},
     "deepspeed_patches.ds_to_universal": {"ckpt_patches.convert"},
+    "deepspeed_patches.universal_converter": {"ckpt_patches.engine", "ckpt_patches.convert"},  # its text imports it
     "deepspeed_patches": {"ckpt_patches.engine"},
     "megatron.patches": {"ckpt_patches.engine"},
     "nvrx_patches": {"ckpt_patches.engine"},

@@ -23,14 +23,14 @@ def checkpoints() -> dict[str, Path]:
 
 @without_fix(RELEASES)
 def test_upstream_crashes(version: str, delivery: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    outcome = convert(tmp_path, *checkpoints.values(), version=version, delivery=delivery)
+    outcome = convert(tmp_path, *checkpoints.values(), version=version, delivery=delivery, by_upstream=True)
     assert outcome == {"stage1": CRASH, "stage2": CRASH, "bf16_optimizer": CRASH}
 
 
 @with_fix(RELEASES)
 def test_converts_what_was_trained(version: str, delivery: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The result is bit-equal to the main parameters and moments at the save."""
-    outcome = convert(tmp_path, *checkpoints.values(), version=version, delivery=delivery)
+    outcome = convert(tmp_path, *checkpoints.values(), version=version, delivery=delivery, by_upstream=True)
     assert outcome == {"stage1": "", "stage2": "", "bf16_optimizer": ""}
     for kind, source in checkpoints.items():
         assert differences(converted(tmp_path / kind), source) == []
@@ -44,7 +44,7 @@ def test_the_report_dp768_upstream(tmp_path: Path) -> None:
 def test_the_report_dp768(version: str, tmp_path: Path) -> None:
     """The reported checkpoint converts: 65 x 4096 elements on 768 partitions of 348; the padding is 1024."""
     source = dp768()["dp768"]
-    assert convert(tmp_path, source, version=version, delivery="hook") == {"dp768": ""}
+    assert convert(tmp_path, source, version=version, delivery="hook", by_upstream=True) == {"dp768": ""}
     assert differences(converted(tmp_path / "dp768"), source) == []
 
 
@@ -53,7 +53,8 @@ def test_the_report_dp768(version: str, tmp_path: Path) -> None:
 def test_as_a_program(how: str, version: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The output is right as `python -m`, and as a script: its __main__ bypasses the hook, but not its imports."""
     arguments = ("--input_folder", checkpoints["stage1"], "--output_folder", tmp_path / "universal")
-    run("converter_as", how, *arguments, tree=tree("deepspeed", version), delivery="hook")
+    env = {"CKPT_PATCHES_SKIP": "universal_converter"}
+    run("converter_as", how, *arguments, tree=tree("deepspeed", version), delivery="hook", env=env)
     assert differences(converted(tmp_path / "universal"), checkpoints["stage1"]) == []
 
 
@@ -69,7 +70,9 @@ def test_upstream_crashes_as_a_script(checkpoints: dict[str, Path], tmp_path: Pa
 def test_spawned_workers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Spawned workers convert correctly: new interpreters import the converter themselves."""
     options = ("--start-method", "spawn")
-    found = convert(tmp_path, checkpoints["stage1"], version=NEW_WRITER, delivery="hook", options=options)
+    found = convert(
+        tmp_path, checkpoints["stage1"], version=NEW_WRITER, delivery="hook", by_upstream=True, options=options
+    )
     assert found == {"stage1": ""}
     assert differences(converted(tmp_path / "stage1"), checkpoints["stage1"]) == []
 
@@ -80,7 +83,7 @@ def test_resumes_on_another_number_of_ranks(
 ) -> None:
     """A resume from 8 ranks on 2, with equal samples per step, has equal state and the uninterrupted run's losses."""
     source = checkpoints[kind]
-    assert convert(tmp_path, source, version=version, delivery="hook") == {kind: ""}
+    assert convert(tmp_path, source, version=version, delivery="hook", by_upstream=True) == {kind: ""}
     arguments = ("resume", source.parent, tmp_path / kind, kind, "--ranks", "2")
     resumed = run_json("zero_training", *arguments, tree=tree("deepspeed", version), delivery="hook")
     assert resumed["different"] == []

@@ -92,7 +92,7 @@ def differences(pairs: Sequence[tuple[Path, Path]], version: str = newest("deeps
 
 def both(output: Path, *sources: Path, version: str) -> dict[str, list[str]]:
     """Convert checkpoints with both converters; return the differences by checkpoint name."""
-    outcome = convert(output / "upstream", *sources, version=version, delivery="hook")
+    outcome = convert(output / "upstream", *sources, version=version, delivery="hook", by_upstream=True)
     assert set(outcome.values()) == {""}, outcome
     pairs = []
     for source in sources:

@@ -63,10 +63,17 @@ def convert(
     delivery: str,
     options: tuple[str, ...] = (),
     fixes: tuple[str, ...] = (),
+    by_upstream: bool = False,
 ) -> dict[str, Any]:
-    """Convert with the imported converter; return the error of every input ("" without one), by kind."""
-    arguments: tuple[str | Path, ...] = (*inputs, "--output", output, *options)
+    """Convert as a program that calls DeepSpeed's `main`; return the error of every input ("" without one), by kind.
+
+    With fixes, `main` hands over to ours, unless `by_upstream`.
+    """
+    way = () if by_upstream else ("--handed-over",)
+    arguments: tuple[str | Path, ...] = (*inputs, "--output", output, *options, *way)
     env = PERMISSIVE if delivery == "none" else {}
+    if delivery == "in place" and not by_upstream:
+        env = {"CKPT_PATCHES": "warn"}  # what was written into the file asks for the mode
     root = tree("deepspeed", version)
     outcome = run_json("convert", *arguments, tree=root, delivery=delivery, fixes=fixes, env=env)
     assert isinstance(outcome, dict)

@@ -73,8 +73,8 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("damaged_zero", "dcp_loading", "dcp_saving", "load_distcp"), NO_PACKAGE),
     **dict.fromkeys(("zarr_failures", "zarr_race", "zarr_ranges"), ZARR),
     **dict.fromkeys(("convert", "foreign_files", "own_files", "same_universal"), DEEPSPEED),
-    **dict.fromkeys(("autoep_training", "experts", "universal_loading"), DEEPSPEED),
-    **dict.fromkeys(("explore_deepspeed", "zero_resuming", "zero_training"), DEEPSPEED),
+    **dict.fromkeys(("autoep_training", "experts", "stage_settings", "universal_loading"), DEEPSPEED),
+    **dict.fromkeys(("explore_deepspeed", "zero3_slices", "zero_resuming", "zero_training"), DEEPSPEED),
     "write_parallel_checkpoint": DEEPSPEED,
 }
 

@@ -86,7 +86,7 @@ def _check_lost(found: Zero, drop: Collection[str], *, drop_singles: bool) -> No
                 raise UserError(
                     f"{file.path}: the optimizer's state {shown(state)} of {shown(next(iter(names), 'no parameter'))} "
                     "and others of its group cannot be converted: expected a flat tensor of numbers, one for each of "
-                    "the main parameter's; resume on the same ranks, or leave it out with "
+                    "the main parameter's; resume on the same ranks, or leave it out with ckpt-patches to-universal "
                     f"--drop-state {shown(state)}, and the optimizer begins anew with it"
                 )
 

@@ -2,13 +2,16 @@
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from ckpt_patches import Switches, tell
 from ckpt_patches.convert.convert import WORKERS, Options, Summary, convert
 from ckpt_patches.convert.source import check_folder
 from ckpt_patches.runtime import commands
@@ -22,6 +25,8 @@ EPILOG = (
     "the same command continues from there; 130 interrupted"
 )
 HAND_OVER = "ds_to_universal"  # the program that has the options of upstream's converter
+INTERRUPTED = "interrupted; the same command goes on from here"
+FIX = "universal_converter"  # by which upstream's converter calls `take_over`
 SCHEMA = 1  # of the JSON; increased when a key is renamed, removed or changes its meaning
 
 
@@ -32,8 +37,45 @@ def main(arguments: Sequence[str] | None = None, program: str = HAND_OVER) -> in
     options = made.parse_args(spelled(sys.argv[1:] if arguments is None else arguments))
     if bool(options.path) == bool(options.input_folder):
         made.error("expected one folder of a checkpoint, PATH")
-    interrupted = "interrupted; the same command goes on from here"
-    return commands.run(program, lambda: _run(options, program, begin), interrupted=interrupted, defect=1)
+    return commands.run(program, lambda: _run(options, program, begin), interrupted=INTERRUPTED, defect=1)
+
+
+def take_over(upstream: Any, module: str) -> bool:
+    """Convert in place of upstream's converter, whose `main` calls this; False if a switch leaves it to that one.
+
+    As that one's, this is the work of one process, whatever launcher has started it, and any class is accepted: here,
+    without running its code.
+
+    Args:
+        upstream: the options, as upstream's converter parses them.
+        module: the name of its module; as a program, it ends with one line and the command's status after an error.
+
+    Raises:
+        UserError: the checkpoint was not converted.
+        SystemExit: the same, in a program.
+    """
+    switches = Switches(os.environ)
+    if switches.mode == "off" or FIX in switches.skip:
+        return False
+    tell(f"ckpt-patches to-universal converts in place of DeepSpeed's converter, which CKPT_PATCHES_SKIP={FIX} runs")
+
+    def work() -> int:
+        options = Options(
+            upstream.num_extract_workers,
+            getattr(upstream, "strict", True),
+            getattr(upstream, "inject_missing_state", False),
+            trust_checkpoint=True,
+        )
+        warn = partial(commands.say, HAND_OVER)
+        print(text(convert(upstream.input_folder, upstream.output_folder, options, warn=warn)))
+        return 0
+
+    if module == "__main__":
+        if status := commands.run(HAND_OVER, work, interrupted=INTERRUPTED, defect=1):
+            sys.exit(status)
+    else:
+        work()
+    return True
 
 
 def _run(options: argparse.Namespace, program: str, begin: float) -> int:

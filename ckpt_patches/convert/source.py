@@ -20,7 +20,10 @@ from ckpt_patches.formats.zero_experts import INFO, Experts, LocalExpert
 from ckpt_patches.formats.zero_folder import Slice, Zero
 from ckpt_patches.runtime.processes import mapped
 
-UPSTREAM = "convert it with DeepSpeed's own converter: python -m deepspeed.checkpoint.ds_to_universal"
+UPSTREAM = (
+    "convert it with DeepSpeed's own converter: CKPT_PATCHES_SKIP=universal_converter python -m "
+    "deepspeed.checkpoint.ds_to_universal"
+)
 HAND_OVER = "python -m deepspeed_patches.ds_to_universal --inject_missing_state"
 # Patterns for the parameters of experts, as upstream writes them.
 PATTERN, PATTERN_3 = r"\.experts\.w[123]$", r".*\.experts\.w[123]$"

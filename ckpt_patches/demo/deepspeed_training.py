@@ -25,7 +25,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from ckpt_patches import demo
 from ckpt_patches.demo.gpu import REAL_GPU, share_gpu
-from ckpt_patches.demo.ranks import RankError, free_port
+from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.demo.ranks import gathered as gathered
 from ckpt_patches.demo.ranks import results as run_ranks
 
@@ -533,28 +533,16 @@ def converted(folder: Path) -> str:
     return f"{different} of {len(pairs)} states differ, and no error" if different else ""
 
 
-def convert_by_upstream(rank: int, source: Path, output: Path, workers: int = 2) -> None:
+def convert_by_upstream(rank: int, source: Path, output: Path, workers: int = 2, *, handed_over: bool = False) -> None:
+    """Convert with DeepSpeed's own converter; with `handed_over`, with the one that the switches say."""
+    if not handed_over:
+        os.environ["CKPT_PATCHES_SKIP"] = f"{os.environ.get('CKPT_PATCHES_SKIP', '')},universal_converter"
     sys.argv = ["ds_to_universal", "--input_folder", str(source), "--output_folder", str(output)]
     sys.argv += ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
     if inspect.signature(ds_to_universal.main).parameters:
         ds_to_universal.main(ds_to_universal.parse_arguments())
     else:  # up to 0.14 it parses the arguments itself
         ds_to_universal.main()
-
-
-def is_refused(folder: Path, text: str) -> bool:
-    """Convert TAG with DeepSpeed's converter. Whether it raises an error with this text.
-
-    Raises:
-        RankError: the converter raised another error.
-    """
-    try:
-        results(convert_by_upstream, 1, folder / TAG, folder / UNIVERSAL, 1)
-    except RankError as error:
-        if text not in str(error):
-            raise
-        return True
-    return False
 
 
 def universal_states(folder: Path) -> dict[str, dict[str, torch.Tensor]]:

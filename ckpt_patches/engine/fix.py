@@ -33,6 +33,7 @@ class Edit(NamedTuple):
     releases: Ranges  # that have its code, if not all of the fix's do
     independent: bool  # correct without the fix's other edits
     ours_alone: bool  # omitted from a diff for upstream
+    upstream_alone: bool  # only in a diff for upstream: here, something else does what it does
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,24 @@ class Fix:
         return any(numbers(first) <= numbers(version) <= numbers(last) for first, last in self.releases)
 
     def edit(
-        self, *modules: str, releases: Ranges = (), independent: bool = False, ours_alone: bool = False
+        self,
+        *modules: str,
+        releases: Ranges = (),
+        independent: bool = False,
+        ours_alone: bool = False,
+        upstream_alone: bool = False,
     ) -> Callable[[EditFunction], EditFunction]:
         """Decorate a function that edits each of these modules separately.
 
         Where an edit's code is absent in one of the fix's releases, or of the edit's own `releases`, the fix does not
         match. If a tree has some edits of a fix but not the others, it does not either: a part of it may be worse than
         nothing. Edits marked `independent` are correct alone. Edits marked `ours_alone` are only for patching a
-        release, and not part of a diff for upstream.
+        release, and not part of a diff for upstream; those marked `upstream_alone` are only part of that.
         """
 
         def register(function: EditFunction) -> EditFunction:
-            self.edits.extend(Edit(module, function, releases, independent, ours_alone) for module in modules)
+            flags = (independent, ours_alone, upstream_alone)
+            self.edits.extend(Edit(module, function, releases, *flags) for module in modules)
             return function
 
         return register

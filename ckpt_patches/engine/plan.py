@@ -227,7 +227,8 @@ def _try(name: str, tree: _Tree) -> FixResult:
             return FixResult(name, Outcome.NOT_NEEDED, "the release is older than those that the fix is for")
         if _make(fix, tree):
             return FixResult(name, Outcome.APPLIES)
-        result = FixResult(name, Outcome.NOT_NEEDED)
+        is_no_edit_ours = not tree.for_upstream and all(edit.upstream_alone for edit in fix.edits)
+        result = FixResult(name, Outcome.NOT_NEEDED, "only in patches for upstream" if is_no_edit_ours else "")
     except NoMatch as error:
         result = FixResult(name, Outcome.NO_MATCH, str(error), isinstance(error, UnreadableSource))
     except Exception as error:  # a defect of this fix must not affect the others
@@ -244,7 +245,7 @@ def _make(fix: Fix, tree: _Tree) -> bool:
     """
     found: dict[Edit, _Found] = {}
     for edit in fix.edits:
-        if edit.ours_alone and tree.for_upstream:
+        if edit.ours_alone if tree.for_upstream else edit.upstream_alone:
             continue
         try:
             found[edit] = _make_one(fix, edit, tree)

@@ -145,7 +145,7 @@ ELEMENT_COUNT = _kind(
     DAMAGE,
     "an array has another number of elements than the model's shape, as after a ZeRO-3 conversion of DeepSpeed 0.14.5 "
     "to 0.19.2",
-    "convert the ZeRO checkpoint again with the fix zero3_fragment_bounds",
+    "convert the ZeRO checkpoint again with `ckpt-patches to-universal`",
 )
 INTERRUPTED = _kind("interrupted", INCOMPLETE, "the conversion did not finish", "convert the ZeRO checkpoint again")
 INCOMPLETE_SAVE = _kind(

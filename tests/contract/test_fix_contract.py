@@ -63,6 +63,11 @@ def forms() -> Iterator[Any]:
 FORMS = list(forms())
 
 
+def is_delivered(fix: object) -> bool:
+    """Whether the hook and `apply` deliver a fix; others are only in patches for upstream."""
+    return not edits.is_for_upstream_alone(str(fix))
+
+
 def tree_for(fix: str, version: str) -> Path:
     return tree(DISTRIBUTIONS[fixes.package_of(fix)], version)
 
@@ -82,8 +87,12 @@ def test_a_fix_is_found_by_its_name_and_edits_one_package(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fix_has_its_page_and_its_test_for_upstream(name: str) -> None:
+    """What is ours alone is in no patch, and has no test for upstream."""
     fix = fixes.load(name)
-    assert (Path(folder(fix.package)) / "upstream_tests" / Path(fix.test).name).exists()
+    tests = Path(folder(fix.package)) / "upstream_tests"
+    is_for_upstream = not all(edit.ours_alone for edit in fix.edits)
+    assert (tests / f"test_{name}.py").exists() is bool(fix.test) is is_for_upstream
+    assert not fix.test or (tests / Path(fix.test).name).exists()
     assert (REPOSITORY / "docs" / f"{name}.md").exists()
 
 
@@ -199,8 +208,8 @@ def test_a_renamed_function_is_no_match_in_two_lines(
         for wanted in sorted(looked_for(edit, source, monkeypatch)):
             last = wanted.rpartition(".")[2]
             path.write_text(re.sub(rf"\b{last}\b", f"renamed_{last}", text))
-            made = plan_tree(str(copy), package, [name])
-            result, brought = made.results[0], f"def {last}("
+            result, made = edits.plan(copy, name)
+            brought = f"def {last}("
             if edit.module in made.files and brought in made.files[edit.module].patched.decode():
                 continue  # upstream has it in some releases, and the fix brings it to the others
             assert result.outcome is Outcome.NO_MATCH, wanted
@@ -259,7 +268,7 @@ def test_a_fork_with_a_part_of_a_fix_is_completed_or_left_alone(name: str, versi
     """A tree that lacks one edit of a fix is completed or is a mismatch, never taken for a fixed release."""
     package = fixes.package_of(name)
     copy = edits.copy_of(tree_for(name, version), name, tmp_path)
-    planned = plan._Tree(str(copy), package, {}, {}, for_upstream=False)
+    planned = plan._Tree(str(copy), package, {}, {}, for_upstream=edits.is_for_upstream_alone(name))
     assert plan._try(name, planned).outcome is Outcome.APPLIES
     sources = {module: source for module, source in planned.sources.items() if source and source.edits}
     whole = {module: source.edited() for module, source in sources.items()}
@@ -271,14 +280,13 @@ def test_a_fork_with_a_part_of_a_fix_is_completed_or_left_alone(name: str, versi
             if edits.is_same_code(source.edited(), whole[module]):
                 continue  # it changes a comment only
             Path(source.path).write_bytes(source.edited())
-            made = plan_tree(str(tmp_path), package, [name])
-            result = made.results[0]
+            result, made = edits.plan(tmp_path, name)
             completed = result.outcome is Outcome.APPLIES and made.files[module].patched == whole[module]
             assert completed or result.outcome is Outcome.NO_MATCH, (left_out, result)
         Path(source.path).write_bytes(whole[module])
 
 
-@pytest.mark.parametrize(("name", "version"), FORMS)
+@pytest.mark.parametrize(("name", "version"), [form for form in FORMS if is_delivered(form.values[0])])
 def test_apply_is_idempotent_and_revert_restores_every_byte(name: str, version: str, tmp_path: Path) -> None:
     package = fixes.package_of(name)
     copy = edits.copy_of(tree_for(name, version), name, tmp_path)
@@ -292,6 +300,14 @@ def test_apply_is_idempotent_and_revert_restores_every_byte(name: str, version: 
     assert contents(copy) == applied
     assert rewrite.revert(str(copy), package, [name]) == [name]
     assert contents(copy) == before
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not is_delivered(name)])
+def test_what_is_only_for_upstream_is_not_delivered(name: str, tmp_path: Path) -> None:
+    root = tree(*newest_affected(name))
+    assert edits.plan(root, name, for_upstream=True)[1].files
+    assert not plan_tree(str(root), fixes.package_of(name), [name]).files
+    assert rewrite.apply(str(edits.copy_of(root, name, tmp_path)), fixes.package_of(name), [name]).files == {}
 
 
 @pytest.mark.parametrize(("name", "version"), in_the_newest())

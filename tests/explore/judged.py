@@ -48,7 +48,7 @@ class Stack:
     package: str  # a name in SPACES
     version: str
     fixes: bool = True  # the import hook is on
-    without: str = ""  # a fix that is off
+    without: str = ""  # a fix that is off, or several with commas
     fingerprint: bool = False  # CKPT_PATCHES_FINGERPRINT is set
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Stack:
 
     def run(self, *arguments: str | Path) -> dict[str, Any]:
         space = SPACES[self.package]
-        others = [name for name in FIXES if name != self.without] if self.without else ()
+        others = [name for name in FIXES if name not in self.without.split(",")] if self.without else ()
         delivery = "hook" if self.fixes else "none"
         recording = {"CKPT_PATCHES_FINGERPRINT": "warn"} if self.fingerprint else {}
         permissive = {} if self.fixes else PERMISSIVE

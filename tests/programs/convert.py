@@ -1,8 +1,9 @@
 """Convert checkpoint folders with DeepSpeed's converter, imported; print the error of each, as JSON.
 
-    convert.py INPUT... [--output FOLDER] [--workers 2] [--start-method fork]
+    convert.py INPUT... [--output FOLDER] [--workers 2] [--start-method fork] [--handed-over]
 
-INPUT/… is converted to FOLDER/<name of INPUT's parent>. Errors of pool workers are raised in this program.
+INPUT/… is converted to FOLDER/<name of INPUT's parent>. Errors of pool workers are raised in this program. With
+--handed-over, the fix universal_converter may hand over to ours, as for a user.
 """
 
 import argparse
@@ -13,9 +14,9 @@ from pathlib import Path
 from ckpt_patches.demo.deepspeed_training import convert_by_upstream
 
 
-def convert(source: Path, output: Path, workers: int) -> str:
+def convert(source: Path, output: Path, workers: int, *, handed_over: bool = False) -> str:
     try:
-        convert_by_upstream(0, source, output, workers)
+        convert_by_upstream(0, source, output, workers, handed_over=handed_over)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -27,11 +28,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--start-method", default="fork")
+    parser.add_argument("--handed-over", action="store_true")
     args = parser.parse_args()
     multiprocessing.set_start_method(args.start_method, force=True)  # 0.17.1 sets it on import
     outcome = {}
     for source in args.inputs:
-        outcome[source.parent.name] = convert(source, args.output / source.parent.name, args.workers)
+        output = args.output / source.parent.name
+        outcome[source.parent.name] = convert(source, output, args.workers, handed_over=args.handed_over)
     print("\n" + json.dumps(outcome))
 
 

@@ -516,9 +516,9 @@ def is_weight(found: State, key: str) -> bool:
 
 
 def convert(checkpoint: Path, output: Path) -> Options:
-    """Run DeepSpeed's converter in a separate process."""
+    """Call DeepSpeed's converter in a separate process. With the fixes, it hands over to ours."""
     try:
-        ranks.results(dt.convert_by_upstream, 1, checkpoint, output)
+        ranks.results(functools.partial(dt.convert_by_upstream, handed_over=True), 1, checkpoint, output)
     except ranks.RankError as error:
         return {"error": str(error)}
     return {}

@@ -1,5 +1,13 @@
-"""universal checkpoint of pipeline stages with other settings"""
+"""Train two pipeline stages of different weight decay, or load what was converted to OUT/universal.
 
+    stage_settings.py train_and_save OUT
+    stage_settings.py load OUT
+
+Prints the weight decay of each stage, as JSON.
+"""
+
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,18 +15,8 @@ import deepspeed
 import torch
 
 from ckpt_patches.demo import deepspeed_training as dt
-from ckpt_patches.demo import show
 
 STAGES = 2
-
-
-def run(folder: Path) -> str:
-    saved = dt.results(train_and_save, STAGES, folder)
-    if dt.is_refused(folder, "first pipeline stage"):
-        return ""
-    loaded = dt.results(load, STAGES, folder)
-    wrong = [n for n, (own, found) in enumerate(zip(saved, loaded, strict=True)) if own != found]
-    return f"pipeline stages {wrong} go on with another weight decay, and no error" if wrong else ""
 
 
 def train_and_save(rank: int, folder: Path) -> float:
@@ -56,5 +54,5 @@ def engine(weight_decay: float, *, universal: bool) -> Any:
 
 
 if __name__ == "__main__":
-    dt.allow_pickles()
-    show(run, "refused: stages with other settings")
+    what, out = sys.argv[1:]
+    print("\n" + json.dumps(dt.results({"train_and_save": train_and_save, "load": load}[what], STAGES, Path(out))))
