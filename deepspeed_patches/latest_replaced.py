@@ -31,18 +31,20 @@ OPEN = f"open({LATEST}, 'w')"
 
 def _replace_file(path: "str", text: "str") -> None:
     """Write a text file. A crash leaves the old or the new one."""
-    with open(path + ".tmp", "w") as fd:
+    temporary = f"{path}.{os.urandom(4).hex()}.tmp"  # each node may write the same file
+    with open(temporary, "w") as fd:
         fd.write(text)
         fd.flush()
         os.fsync(fd.fileno())
-    os.replace(path + ".tmp", path)
-    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+    os.replace(temporary, path)
     try:
-        os.fsync(folder)  # so that the new name is on disk, too
-    except OSError:  # some file systems cannot do this
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        try:
+            os.fsync(folder)  # so that the new name is on disk, too
+        finally:
+            os.close(folder)
+    except OSError:  # some systems cannot do this, and the file is complete
         pass
-    finally:
-        os.close(folder)
 
 
 @fix.edit(ENGINE)

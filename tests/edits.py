@@ -26,7 +26,7 @@ def copy_of(tree: Path, fix: str, to: Path) -> Path:
 
 def is_for_upstream_alone(fix: str) -> bool:
     """Whether a fix is only in patches for upstream: neither the hook nor `apply` makes its edits."""
-    return all(edit.upstream_alone for edit in load(fix).edits)
+    return load(fix).is_for_upstream_alone
 
 
 def plan(tree: Path, fix: str, *, for_upstream: bool = False) -> tuple[FixResult, TreePlan]:

@@ -108,6 +108,12 @@ def test_other_ranks_than_the_saving_ones_are_refused(shifted: Path) -> None:
         loaded(shifted, "shifted", "--ranks", "3", **ZEROS)
 
 
+def test_one_bucket_is_refused(shifted: Path) -> None:
+    """A run without padding cannot put the states back, and must not load them as they are."""
+    with pytest.raises(AssertionError, match="load it with the data-parallel size"):
+        loaded(shifted, "shifted", "--bucket", "0", **ZEROS)
+
+
 def test_what_was_saved_right_is_loaded_as_it_is(shifted: Path) -> None:
     """A run with many padded buckets loads what one with one bucket has saved."""
     assert loaded(shifted, "one_bucket") == {"0": {}}

@@ -232,7 +232,7 @@ def of_shifted_states(found: Checkpoint, findings: list[Finding]) -> list[Findin
     """
     wrong, zero = (damages.UNROUNDED_MASTER, damages.OTHER_MASTERS), (damages.LOST_MASTER, damages.LOST_WEIGHT)
     own = [f for f in findings if SHIFTABLE in f.array] if found.sharding in ("", "fully_reshardable") else []
-    if len({f.array for f in own if f.kind in wrong}) < 2 or not any(f.kind in zero for f in own):
+    if not any(f.kind in wrong for f in own) or not any(f.kind in zero for f in own):
         return findings
     return [replace(f, kind=damages.SHIFTED_STATE) if f in own and f.kind in wrong else f for f in findings]
 

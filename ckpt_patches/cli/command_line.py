@@ -350,7 +350,8 @@ def _listed(options: argparse.Namespace) -> tuple[list[str], list[FixResult]]:
         from ckpt_patches.engine.releases import recorded_release
 
         package, version = recorded_release(options.release)
-        return [name for name in fixes_for(package) if load(name).affects(version)], []
+        fixes = {name: load(name) for name in fixes_for(package)}
+        return [name for name, fix in fixes.items() if fix.affects(version) and not fix.is_for_upstream_alone], []
     if options.tree is None:
         return list(every_fix()), []
     plans = [plan_tree(s.root, s.package, s.names) for s in select([], options.tree)]

@@ -70,6 +70,11 @@ class Fix:
         """The modules that it edits or looks at. A package's `__init__` is no name that an import uses."""
         return tuple(dict.fromkeys(edit.module for edit in self.edits if not edit.module.endswith(".__init__")))
 
+    @property
+    def is_for_upstream_alone(self) -> bool:
+        """Whether it is only in patches for upstream: neither the hook nor `apply` makes its edits."""
+        return all(edit.upstream_alone for edit in self.edits)
+
     def affects(self, version: str) -> bool:
         """Whether a release has the bug; only known for those in `ckpt_patches.engine.releases`."""
         return any(numbers(first) <= numbers(version) <= numbers(last) for first, last in self.releases)

@@ -13,10 +13,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import os
 
+    import torch
+
     _NON_PERSISTENT_CKPT_SUBDIR: str = ""
-    checkpoint_exists: Any = None
     get_checkpoint_tracker_filename: Any = None
-    read_metadata: Any = None
 
 fix = Fix(
     __name__,
@@ -32,36 +32,45 @@ BELOW_LOAD = "os.path.join(load_dir, _NON_PERSISTENT_CKPT_SUBDIR)"
 NEWEST = "find_non_persistent_global_dir(load_dir, args)"
 
 
+def _latest_iteration(folder: "str") -> int:
+    """Return the iteration that a folder's tracker names; -1 if there is none, or no number in it."""
+    try:
+        with open(get_checkpoint_tracker_filename(folder)) as tracker:
+            return int(tracker.read())
+    except (OSError, ValueError):
+        return -1
+
+
 def find_non_persistent_global_dir(load_dir: "str", args: "Any") -> "str":
     """Return the folder of a run's global non-persistent checkpoints.
 
-    They are written below `--save`. Those below `--load` may be of a run before, or of this one if
-    both are the same folder. The folder with the newest checkpoint is returned. Finetuning begins
-    with `--load` at each start, and other models than the trained one have no checkpoints below
-    `--save`.
+    They are written below `--save`, and looked for below `--load`. The folder below `--save` is
+    returned if its checkpoint is newer than all below `--load`. Finetuning begins with `--load` at
+    each start, `--ckpt-step` asks for a checkpoint of it, and other models than the trained one
+    have no checkpoints below `--save`.
 
     Args:
         load_dir: the folder to load from.
         args: the arguments of the run.
     """
-    folders = [os.path.join(load_dir, _NON_PERSISTENT_CKPT_SUBDIR)]
-    is_resume = load_dir == args.load and not args.finetune
-    if is_resume and args.save and args.non_persistent_ckpt_type == "global":
-        folders.append(os.path.join(args.save, _NON_PERSISTENT_CKPT_SUBDIR))
-    trackers = {
-        folder: get_checkpoint_tracker_filename(folder)
-        for folder in folders
-        if checkpoint_exists(folder)
-    }
-    if len(trackers) < 2:
-        return next(iter(trackers), folders[0])
-    return max(trackers, key=lambda folder: read_metadata(trackers[folder])[0])
+    found = [os.path.join(load_dir, _NON_PERSISTENT_CKPT_SUBDIR)]
+    if args.non_persistent_ckpt_type != "global" or args.finetune or load_dir != args.load:
+        return found[0]
+    if not args.save or getattr(args, "ckpt_step", None):
+        return found[0]
+    saved = os.path.join(args.save, _NON_PERSISTENT_CKPT_SUBDIR)
+    if _latest_iteration(saved) > max(map(_latest_iteration, (load_dir, found[0]))):
+        found = [saved]
+    if torch.distributed.is_initialized():  # what a rank sees of a folder can be outdated
+        torch.distributed.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 @fix.edit("megatron.training.checkpointing")
 def look_below_both(source: Source) -> None:
     """A load looks below `--load` alone."""
     load = source.function("_load_base_checkpoint")
-    source.skip_if((NEWEST, load), find_non_persistent_global_dir)
+    source.skip_if((NEWEST, load), _latest_iteration, find_non_persistent_global_dir)
     source.replace(source.one(BELOW_LOAD, within=load), NEWEST)
-    source.insert_function_before(load, find_non_persistent_global_dir)
+    for function in (_latest_iteration, find_non_persistent_global_dir):
+        source.insert_function_before(load, function)

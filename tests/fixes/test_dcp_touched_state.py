@@ -3,15 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from upstream import affected, run_json, tree, with_fix, without_fix
 
 AFFECTED = affected("dcp_touched_state")
 
 
-def resumed(version: str, delivery: str) -> Any:
+def resumed(version: str, delivery: str, function: str = "resume") -> Any:
     """The names of the states that a resume has restored as they were saved, of those that the saved run had."""
     root = tree("torch", version)
-    return run_json("proof", __file__, "resume", tree=root, delivery=delivery, imports=("torch",))
+    return run_json("proof", __file__, function, tree=root, delivery=delivery, imports=("torch",))
 
 
 @without_fix(AFFECTED)
@@ -24,19 +26,24 @@ def test_each_state_is_restored(version: str, delivery: str) -> None:
     assert resumed(version, delivery) == ["bias.exp_avg", "bias.step", "weight.exp_avg", "weight.step"]
 
 
+@pytest.mark.parametrize("delivery", ["none", "hook"])
+@pytest.mark.parametrize("version", AFFECTED)
+def test_a_save_before_the_first_step_counts_no_step_in_the_settings(version: str, delivery: str) -> None:
+    assert resumed(version, delivery, "counted") == 0
+
+
 # What the process runs
 
 
-def resume(folder: Path) -> list[str]:
+def start() -> tuple[Any, Any]:
+    """A model, and an optimizer that is ready to train."""
     import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     class Touching(torch.optim.Optimizer):
         """Looks at the state of each parameter in `train()`, as schedule-free optimizers do."""
 
         def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, {"lr": 0.1})
+            super().__init__(parameters, {"lr": 0.1, "k": 0})
 
         def train(self) -> None:
             for group in self.param_groups:
@@ -46,6 +53,7 @@ def resume(folder: Path) -> list[str]:
 
         def step(self, closure: Any = None) -> None:
             for group in self.param_groups:
+                group["k"] += 1
                 for parameter in group["params"]:
                     state = self.state[parameter]
                     if not state:
@@ -54,11 +62,25 @@ def resume(folder: Path) -> list[str]:
                     state["exp_avg"].lerp_(parameter.grad, 0.5)
                     parameter.data.add_(state["exp_avg"], alpha=-group["lr"])
 
-    def start() -> tuple[Any, Any]:
-        model = torch.nn.Linear(8, 4)
-        optimizer = Touching(model.parameters())
-        optimizer.train()
-        return model, optimizer
+    model = torch.nn.Linear(8, 4)
+    optimizer = Touching(model.parameters())
+    optimizer.train()
+    return model, optimizer
+
+
+def counted(folder: Path) -> int:
+    """The steps that the optimizer has counted in its settings after a state dict of a new run."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = start()
+    get_state_dict(model, optimizer)
+    return int(optimizer.param_groups[0]["k"])
+
+
+def resume(folder: Path) -> list[str]:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     def states(model: Any, optimizer: Any) -> dict[str, Any]:
         names = {parameter: name for name, parameter in model.named_parameters()}

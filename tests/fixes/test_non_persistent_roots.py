@@ -33,6 +33,12 @@ def test_newer_ones_below_load_are_loaded(delivery: str) -> None:
 
 
 @pytest.mark.parametrize("delivery", ["none", "hook"])
+@pytest.mark.parametrize("function", ["restart_beside_an_old_one", "restart_at_a_step", "restart_beside_garbage"])
+def test_what_is_below_load_is_loaded_as_before(function: str, delivery: str) -> None:
+    assert restarted(NEWEST, delivery, function) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("delivery", ["none", "hook"])
 def test_finetuning_begins_with_load(delivery: str) -> None:
     assert restarted(NEWEST, delivery, "restart_finetuning") == [0, 0, 3]
 
@@ -57,6 +63,38 @@ def restart(rank: int, folder: Path, first: int = 3, *, finetune: bool = False) 
     again = lm_run.start(folder, **start)
     found = again.load()
     return [begun, found, again.is_at(saved, weights=finetune)]
+
+
+def restart_beside_an_old_one(rank: int, folder: Path) -> list[int | None]:
+    """`--save` has a non-persistent checkpoint of another run, at the iteration that `--load` has."""
+    return start_of_two(folder, 3)
+
+
+def restart_at_a_step(rank: int, folder: Path) -> list[int | None]:
+    return start_of_two(folder, 6, ckpt_step=3)
+
+
+def restart_beside_garbage(rank: int, folder: Path) -> list[int | None]:
+    """A save was interrupted when it wrote the tracker."""
+    return start_of_two(folder, 6, tracker="")
+
+
+def start_of_two(folder: Path, other: int, tracker: str | None = None, **more: Any) -> list[int | None]:
+    """Start with `--load A --save B`, of which B has a non-persistent checkpoint of another run. Twice the same."""
+    import lm_run
+
+    a, b = folder / "A", folder / "B"
+    first = lm_run.start(a)
+    first.train(1, 3)
+    first.save(3)
+    saved = {3: first.state()}
+    stale = lm_run.start(b, non_persistent_ckpt_type="global")
+    stale.train(20, 20 + other)
+    stale.save(other, non_persistent_ckpt=True)
+    if tracker is not None:
+        (b / "non_persistent" / "latest_checkpointed_iteration.txt").write_text(tracker)
+    run = lm_run.start(folder, load=str(a), save=str(b), non_persistent_ckpt_type="global", **more)
+    return [run.load(), run.load(), run.is_at(saved)]
 
 
 def restart_behind_load(rank: int, folder: Path) -> list[int | None]:

@@ -11,7 +11,7 @@ With `--load FOLDER` the program loads that checkpoint into the model with many 
 prints JSON: by tensor-parallel rank, for each parameter and state, the elements that differ from
 OUT/<name>.<rank>.npz, the name being that of the folder.
 
-    shifted_saving.py OUT [--ranks 2] [--tp 1] [--gloo] [--load FOLDER]
+    shifted_saving.py OUT [--ranks 2] [--tp 1] [--gloo] [--load FOLDER] [--bucket 300]
 """
 
 import argparse
@@ -32,7 +32,7 @@ RATE = 1e-3  # after one step at this rate a norm's weights are still 1 in bf16,
 
 
 def main() -> None:
-    options = parsed({"out": Path}, ranks=2, tp=1, gloo=False, load=Path)
+    options = parsed({"out": Path}, ranks=2, tp=1, gloo=False, load=Path, bucket=300)
     mt.spawn(worker, options.ranks, options, tensor_parallel=options.tp)
 
 
@@ -141,7 +141,7 @@ def live(model: Any, optimizer: Any) -> dict[str, Any]:
 def load(rank: int, options: argparse.Namespace) -> None:
     from megatron.core import dist_checkpointing, parallel_state
 
-    model, optimizer = mt.build(make_model=odd, bucket_size=300)
+    model, optimizer = mt.build(make_model=odd, bucket_size=options.bucket or None)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
