@@ -237,11 +237,10 @@ def _folder(path: "AnyPath") -> "Path":
     """Raises: FileNotFoundError, NotADirectoryError."""
     from pathlib import Path
 
-    folder = Path(path)
-    if not folder.is_dir():
-        kind = errno.ENOTDIR if folder.exists() else errno.ENOENT
-        raise OSError(kind, os.strerror(kind), str(folder))
-    return folder
+    if not os.path.isdir(path):  # an empty path is none: `Path("")` would be the current folder
+        kind = errno.ENOTDIR if os.path.exists(path) else errno.ENOENT
+        raise OSError(kind, os.strerror(kind), str(path))
+    return Path(path)
 
 
 def _warn(line: str) -> None:

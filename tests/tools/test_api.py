@@ -72,6 +72,8 @@ CALLS: dict[str, Callable[[str, str], object]] = {
 def test_a_missing_folder_is_not_found(name: str, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="absent"):
         CALLS[name](str(tmp_path / "absent"), str(tmp_path / "out"))
+    with pytest.raises(FileNotFoundError):  # as of a variable that is not set
+        CALLS[name]("", str(tmp_path / "out"))
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="file"):
         CALLS[name](str(tmp_path / "file"), str(tmp_path / "out"))
