@@ -119,7 +119,7 @@ def _without_shift(buffers: "list[Any]", state_dict: "dict[int, Any]") -> "dict[
         state_dict: states by parameter, in the order of the buffers' `param_index_map`.
 
     Raises:
-        RuntimeError: they were saved by ranks with other buckets, or states are in no file.
+        RuntimeError: states are in no file.
     """
     found, lost, number = dict(state_dict), 0, 0
     for buffer in buffers:
@@ -166,8 +166,7 @@ def _moved(places: "list[Any]", saved: "list[torch.Tensor]") -> "list[torch.Tens
 def _is_shifted(places: "list[Any]", states: "list[Any]") -> "bool":
     """Whether main parameters round to the weights only where they are moved.
 
-    Raises:
-        RuntimeError: they do at neither place.
+    A warning tells where they do at neither place: other weights may be loaded on purpose.
     """
     saved = [state["param"] if "param" in state else state["fp32_param"] for state in states]
     weights = [weight for weight, *_ in places]
@@ -179,14 +178,14 @@ def _is_shifted(places: "list[Any]", states: "list[Any]") -> "bool":
         return False
     if all(map(_rounds, _moved(places, saved), weights)):
         return True
-    raise RuntimeError(
+    logger.warning(
         f"expected main parameters that round to the weights, found others in {wrong} of {len(places)}"
-        " parameters. If megatron-core 0.15 to 0.19 saved this checkpoint in fully_reshardable with"
-        " several buckets, its states are shifted (Megatron-LM#5077): load it with the data-parallel"
-        " size, the model-parallel sizes and the --ddp-bucket-size of the run that saved it, which are"
-        " in the checkpoint's arguments. If its states are right and the weights are others on purpose,"
-        " set CKPT_PATCHES_SKIP=fully_reshardable_shift"
+        " parameters: they are loaded as they are. If megatron-core 0.15 to 0.19 saved this checkpoint"
+        " in fully_reshardable with several buckets, its states are shifted (Megatron-LM#5077): load it"
+        " with the data-parallel size, the model-parallel sizes and the --ddp-bucket-size of the run"
+        " that saved it, which are in the checkpoint's arguments"
     )
+    return False
 
 
 def _rounds(main: "torch.Tensor", weight: "torch.Tensor") -> "bool":

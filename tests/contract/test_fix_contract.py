@@ -240,7 +240,9 @@ def looked_for(edit: fixes.Edit, in_source: Source, monkeypatch: pytest.MonkeyPa
 
 
 def is_of(edit: fixes.Edit, fix: fixes.Fix, version: str) -> bool:
-    return have_code(edit.releases or fix.releases, fix.package, version)
+    """Whether the release has an edit's code, and the edit is made here."""
+    is_made = fix.is_for_upstream_alone or not edit.upstream_alone
+    return is_made and have_code(edit.releases or fix.releases, fix.package, version)
 
 
 # Edits
