@@ -85,7 +85,7 @@ def test_a_hundred_of_megatron() -> None:
 def test_what_upstreams_converter_takes_ours_takes(tmp_path: Path) -> None:
     folders = [next(options.parent.glob("global_step*")) for options in written(2, 12).glob("*/options.json")]
     of_zero = [folder for folder in folders if look(folder).optimizer]
-    outcome = convert(tmp_path, *of_zero, version=newest("deepspeed"), delivery="hook")
+    outcome = convert(tmp_path, *of_zero, version=newest("deepspeed"), delivery="hook", by_upstream=True)
     taken = [folder for folder in of_zero if not outcome[folder.parent.name]]
     assert len(taken) >= 4, outcome
     refused = set()
