@@ -156,18 +156,20 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
 
 
 def proven(status: Status, tree: str | None = None) -> Status:
-    """Run the demonstrations of all active fixes in this environment, on the CPU, one per core at a time."""
+    """Run the demonstrations of the active fixes in this environment, on the CPU, one per core at a time.
+
+    A fix whose test is in the repository's tests/fixes has none.
+    """
     from ckpt_patches.demo.prove import prove, variables
     from ckpt_patches.demo.run import demonstrations
 
     known = demonstrations()
-    active = [fix.name for fix in status.fixes if fix.state in (ACTIVE, IN_PLACE)]
+    active = [fix.name for fix in status.fixes if fix.state in (ACTIVE, IN_PLACE) and fix.name in known]
     environ = variables(os.environ, tree=os.path.abspath(tree) if tree else None, mode=status.mode)
-    found = prove([known[name] for name in active if name in known], environ)
+    found = prove([known[name] for name in active], environ)
     words = {True: DOES_NOT_WORK, False: WORKS, None: NOT_RUN}
-    none = (None, "it has no demonstration; its test is tests/fixes in the repository")
-    shown = {name: found.get(name, none) for name in active}
-    return replace(status, proofs=tuple(Proof(name, words[bug], text) for name, (bug, text) in shown.items()))
+    proofs = ((name, *found[name]) for name in active)
+    return replace(status, proofs=tuple(Proof(name, words[bug], text) for name, bug, text in proofs))
 
 
 def _errors(roots: Mapping[str, Path | None], tree: str | None, required: Sequence[str]) -> list[str]:
