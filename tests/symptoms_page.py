@@ -12,22 +12,29 @@ from ckpt_patches.engine.fix_table import row
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "symptoms.md"
 HEAD = """# Symptoms
 
-Every error text and visible effect with its fix. `ckpt-patches explain "ERROR TEXT"` searches them. `…`, numbers and
-paths differ between runs. `python tests/symptoms_page.py` writes this page.
+Every error text that a tool or a fix of this package answers, and every visible effect with its fix. `ckpt-patches
+explain "ERROR TEXT"` searches them. `…`, numbers and paths differ between runs. `python tests/symptoms_page.py` writes
+this page.
 """
 
 
 def text() -> str:
-    """Every error text, then every visible effect, each with its fixes."""
+    """The error texts that tools answer, those of fixes, then every visible effect, each with its pages."""
+    topics = [page for page in symptoms.known() if page.is_topic]
+    fixes = [page for page in symptoms.known() if not page.is_topic]
+    answers = [(error, answer, page.name) for page in topics for error, answer in page.errors.items()]
     by_error: dict[str, list[str]] = {}
-    for symptom in symptoms.known():
-        for error in _longest(symptom.errors):
-            by_error.setdefault(error, []).append(symptom.fix)
+    for symptom in fixes:
+        for error in _longest(tuple(symptom.errors)):
+            by_error.setdefault(error, []).append(symptom.name)
+    answered = ((_code(error), answer, _linked(name)) for error, answer, name in answers)
     errors = ((_code(error), ", ".join(map(_linked, by_error[error]))) for error in sorted(by_error, key=_letters))
-    effects = [load(one.fix) for one in symptoms.known() if not one.errors or load(one.fix).silent]
+    effects = [load(one.name) for one in fixes if not one.errors or load(one.name).silent]
     rows = ((*row(fix)[:3], _linked(fix.name)) for fix in sorted(effects, key=lambda f: _letters(f.symptom)))
     lines = [
-        *(HEAD, "## Error texts", ""),
+        *(HEAD, "## Error texts that a tool answers", ""),
+        *_table(("Error", "What to do", "Page"), answered),
+        *("", "## Error texts of fixes", ""),
         *_table(("Error", "Fix"), errors),
         *("", "## Visible effects", ""),
         *_table(("Effect", "Releases", "Stacks", "Fix"), rows),

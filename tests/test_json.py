@@ -18,6 +18,7 @@ from zero_checkpoints import of_ranks
 KEYS = {
     "status --json": "version mode hook_active hook_reason installed fixes warnings errors async_saves proofs complete",
     "list --json": "fixes",
+    "explain --json": "answers",
     "audit --json": "checkpoints runs",
     "resume-from --json": "run structure_only resume_from tag step undecided skipped left trackers",
     "repair --json": "output source repaired copied verdict left",
@@ -58,6 +59,12 @@ def test_resume_from(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_status(capsys: pytest.CaptureFixture[str]) -> None:
     check("status --json", printed(capsys, "status", "--json", "--tree", tree("megatron-core", "0.14.0")), schema=2)
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "explain", "--json", "KeyError: 'exp_avg'")
+    check("explain --json", found)
+    assert found["answers"][0].keys() == {"name", "why", "page"}
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,23 +1,28 @@
-"""`ckpt-patches explain "ERROR TEXT"` finds the fix by the error that a user sees, with any run's paths and numbers."""
+"""`ckpt-patches explain TEXT` finds the page for what a user sees, with any run's paths and numbers."""
 
+import importlib
+import json
+import pickle
 import re
+from pathlib import Path
 
 import pytest
 
 from ckpt_patches.cli import symptoms
 from ckpt_patches.engine.fix import load
+from ckpt_patches.formats import damages
 from registered import FIXES
 from small_tree import command, one_line, python
 from upstream import REPOSITORY
 
 pytestmark = pytest.mark.quick
 
-KNOWN = {symptom.fix: symptom for symptom in symptoms.known()}
-ERRORS = [pytest.param(fix, error, id=f"{fix}-{error[:40]}") for fix in KNOWN for error in KNOWN[fix].errors]
+KNOWN = {page.name: page for page in symptoms.known()}
+ERRORS = [pytest.param(name, error, id=f"{name}-{error[:40]}") for name in KNOWN for error in KNOWN[name].errors]
 
 
 def found(text: str) -> list[str]:
-    return [match.fix for match in symptoms.search(text)]
+    return [answer.name for answer in symptoms.search(text)]
 
 
 @pytest.mark.parametrize("name", FIXES)
@@ -33,10 +38,48 @@ def of_another_run(error: str) -> str:
     return f"Traceback (most recent call last):\n{frames}[rank3]: {text.replace('…', 'worker')}\n"
 
 
-@pytest.mark.parametrize(("fix", "error"), ERRORS)
-def test_a_fix_is_found_by_each_error_text_of_its_page(fix: str, error: str) -> None:
-    assert fix in found(error)
-    assert fix in found(of_another_run(error))
+@pytest.mark.parametrize(("name", "error"), ERRORS)
+def test_a_page_is_found_by_each_of_its_error_texts(name: str, error: str) -> None:
+    assert name in found(error)
+    assert name in found(of_another_run(error))
+
+
+def test_the_tools_pages_have_error_texts() -> None:
+    topics = {page.name for page in KNOWN.values() if page.is_topic and page.errors}
+    assert topics == {"audit", "ds_to_universal", "limits", "migrate"}
+    assert all(not page.is_topic or answer for page in KNOWN.values() for answer in page.errors.values())
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 2000])
+def test_the_error_of_torch_for_a_cut_file_leads_to_the_audit(keep: int, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"weight": torch.ones(1000)}, tmp_path / "model.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:keep])
+    with pytest.raises((RuntimeError, EOFError, pickle.UnpicklingError)) as raised:
+        torch.load(tmp_path / "cut.pt", weights_only=False)
+    assert found(f"{type(raised.value).__name__}: {raised.value}")[0] == "audit"
+
+
+def test_the_error_of_torch_for_a_state_that_is_not_saved_is_answered(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    dcp = importlib.import_module("torch.distributed.checkpoint")
+    dcp.save({"optimizer": {"state": {"used.weight.step": torch.ones(1)}}}, checkpoint_id=tmp_path / "save")
+    state = {"optimizer": {"state": {name: torch.ones(1) for name in ("used.weight.step", "unused.weight.step")}}}
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key") as raised:
+        dcp.load(state, checkpoint_id=tmp_path / "save")
+    assert symptoms.search(str(raised.value))[0].why.startswith("not by this package; a parameter that had no gradient")
+
+
+DP_SIZE = (
+    "deepspeed.runtime.zero.utils.ZeRORuntimeException: The checkpoint being loaded used a DP world size of 8 but the "
+    "current world size is 4. Automatic adjustment of ZeRO's optimizer state partitioning with a new world size is not "
+    "currently supported."
+)
+ZERO_SIZE = (
+    "size mismatch for base.lora_A.weight: copying a param with shape torch.Size([0]) from checkpoint, the shape in "
+    "current model is torch.Size([16, 8])."
+)
+NO_STATE = "RuntimeError: Missing key in checkpoint state_dict: optimizer.state.unused.weight.step."
 
 
 @pytest.mark.parametrize(
@@ -48,6 +91,45 @@ def test_a_fix_is_found_by_each_error_text_of_its_page(fix: str, error: str) -> 
         ("[rank0]: RuntimeError: narrow(): length must be non-negative.", "universal_tensor_paddings"),
         ("experts draw the same random numbers", "expert_rng"),
         ("training hangs in an asynchronous save", "async_dead_worker"),
+        ("experts count their steps from 1", "chained_group_steps"),
+        # what tools answer
+        (DP_SIZE, "ds_to_universal"),
+        ("AssertionError: ckpt seems a bogus DeepSpeed checkpoint folder", "ds_to_universal"),
+        ("Required universal_checkpoint_info state is missing in checkpoint", "ds_to_universal"),
+        ("universal_checkpoint_info", "ds_to_universal"),
+        ("CheckpointingException: Cannot find a default strategy for: ('load_sharded', 'zarr', 1)", "migrate"),
+        ("ShardedTensor.flattened_range is not supported", "migrate"),
+        ("PytorchStreamReader failed reading zip archive: failed finding central directory", "audit"),
+        (f"RuntimeError: Error(s) in loading state_dict for Peft:\n\t{ZERO_SIZE}", "audit"),
+        ("json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)", "audit"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'out/checkpoint-4/trainer_state.json'", "audit"),
+        # what nothing here answers
+        (NO_STATE, "limits"),
+        ("RuntimeError: Missing key in checkpoint state_dict: optimizer.state.exp_avg", "limits"),
+        ("KeyError: 'optimizer'", "limits"),
+        ("RuntimeError: Expected 2 entries in state dict, but got 4.", "limits"),
+        ("Cannot merge two lists with different lengths (4 and 2, encountered at key 'optimizer')", "limits"),
+        # fixes of this release
+        ("KeyError: 'betas'", "dcp_empty_group"),
+        ("CheckpointingException: Invalid access pattern for ShardedTensor(key='x')", "sharding_check_on_all_ranks"),
+        # words and questions
+        ("overhead", "install"),
+        ("what does it cost", "install"),
+        ("turn one fix off", "install"),
+        ("hang", "async_dead_worker"),
+        ("UNKNOWN", "audit"),
+        ("what does UNKNOWN mean", "audit"),
+        ("security", "ds_to_universal"),
+        ("untrusted checkpoints", "ds_to_universal"),
+        ("pin in a Dockerfile", "container"),
+        ("send the fix upstream", "patches"),
+        ("which of my checkpoints can I resume from", "resume_from"),
+        ("convert DP=768 ZeRO to universal", "ds_to_universal"),
+        ("loss spike", "incident"),
+        ("grad norm spikes after resume", "incident"),
+        ("diverge", "incident"),
+        ("lost_moment", "lost_moment"),
+        ("unusual", "unusual"),
     ],
 )
 def test_the_best_comes_first(text: str, first: str) -> None:
@@ -82,23 +164,53 @@ def test_nothing_is_found(text: str) -> None:
     assert found(text) == []
 
 
-def test_the_command_lists_the_fixes_with_their_symptoms() -> None:
+@pytest.mark.parametrize("text", ["exp_avg", "KeyError", "checkpoint", "PytorchStreamReader failed"])
+def test_there_are_five_answers_at_most(text: str) -> None:
+    assert 1 <= len(found(text)) <= 5
+
+
+def test_a_tool_comes_first_and_what_nothing_answers_last() -> None:
+    assert found("PytorchStreamReader failed") == ["audit", "legacy_expert_save"]
+    assert found("IndexError: list index out of range")[-2:] == ["universal_empty_group", "limits"]
+
+
+def test_each_kind_of_finding_is_explained() -> None:
+    for kind in damages.KINDS.values():
+        (answer,) = symptoms.search(kind.name)
+        assert (answer.name, answer.page) == (kind.name, "audit")
+        assert answer.why == f"{kind.severity}: {kind.meaning}; {kind.remedy}"
+
+
+def test_the_command_lists_the_pages_each_with_a_line() -> None:
     done = command("explain", "KeyError: 'exp_avg'")
     assert (done.returncode, done.stderr) == (0, "")
     for fix in ("dp_zero_empty_state", "universal_optimizer_states"):
-        assert load(fix).symptom in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("ckpt-patches explain ")
+        assert re.search(rf"^{fix} +{re.escape(load(fix).symptom)}$", done.stdout, re.MULTILINE)
+    assert done.stdout.splitlines()[-1] == "ckpt-patches explain dp_zero_empty_state prints its page"
     assert command("explain", "KeyError:", "'exp_avg'").stdout == done.stdout
+    as_json = json.loads(command("explain", "--json", "KeyError: 'exp_avg'").stdout)
+    assert as_json["answers"][0]["name"] == "dp_zero_empty_state"
 
 
-def test_the_command_exits_with_1_if_no_fix_is_found() -> None:
+def test_the_command_exits_with_1_if_no_page_answers() -> None:
     done = command("explain", "KeyError: 'foo'")
-    assert done.returncode == 1
-    assert done.stderr == ("ckpt-patches: no fix has a symptom with these words; ckpt-patches list has all symptoms\n")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("ckpt-patches: no page has these words; ckpt-patches explain lists all pages")
+    close = command("explain", "dp_zero_empty_stat").stderr
+    assert close == "ckpt-patches: no page has these words; did you mean dp_zero_empty_state?\n"
 
 
-def test_one_word_is_the_name_of_a_page() -> None:
-    assert one_line(command("explain", "steps")) == "ckpt-patches: no page steps; ckpt-patches explain has all names"
+def test_a_name_is_read_with_either_sign() -> None:
+    assert command("explain", "resume-from").stdout == command("explain", "resume_from").stdout
+
+
+def test_the_end_of_a_log_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("step 1\n" * 1_000_000 + "[rank0]: KeyError: 'step'\nlast line\n")
+    assert "torch_adam_step" in command("explain", str(log)).stdout
+    log.write_bytes(b"PK\x03\x04\x00\x00")
+    done = command("explain", str(log))
+    assert "ckpt-patches audit" in one_line(done)
 
 
 def test_a_log_from_standard_input() -> None:

@@ -57,12 +57,6 @@ MEANING = {
 }
 
 
-class NoFix(UserError):
-    """No fix matches a text."""
-
-    status = 1
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     return runtime_commands.run("ckpt-patches", lambda: _run(sys.argv[1:] if arguments is None else arguments))
@@ -163,21 +157,23 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     listed.set_defaults(run=_list)
     explained = commands.add_parser(
         "explain",
-        help="print the page of a fix or of a topic, or find the fix for an error text",
+        help="print a page, or find the page for an error text, a log, a question or a finding",
         **described(
-            "Print the page of a fix or of a topic. With an error text or the description of an effect, of two words "
-            "or more: list the fixes that it matches, best first. Without an argument: list all pages.",
-            "ckpt-patches explain",
+            "Print the page of a fix or of a topic. With an error text, the file of a log, an effect, a question or "
+            "the name of a finding: list the pages that answer it, at most five, best first. Without an argument: list "
+            "all pages.",
             "ckpt-patches explain dp_zero_empty_state",
             "ckpt-patches explain \"KeyError: 'exp_avg'\"",
+            "ckpt-patches explain train.log",
             "ckpt-patches explain loss jumps after resume",
-            "ckpt-patches explain - < train.log",
-            after="exit status: 0 success, 1 no fix matches the text, 2 no page has the name",
+            "ckpt-patches explain lost_moment",
+            after="exit status: 0 success, 1 no page answers the text, 2 a log cannot be read",
         ),
     )
     explained.add_argument(
-        "text", nargs="*", metavar="NAME | TEXT", help="a page, or an error text; - reads it from standard input"
+        "text", nargs="*", metavar="NAME | TEXT | LOG", help="a page's name, a text, or a file; - is standard input"
     )
+    explained.add_argument("--json", action="store_true", help=JSON_HELP)
     explained.set_defaults(run=_explain)
 
 
@@ -263,24 +259,16 @@ def _standard_input() -> str:
 def _explain(options: argparse.Namespace) -> int:
     from ckpt_patches.cli import explain
 
-    text = _standard_input() if options.text == ["-"] else " ".join(options.text)
-    if len(text.split()) > 1 or options.text == ["-"]:
-        return _find(text)
-    print(explain.overview() if not options.text else explain.text(text).rstrip())
-    return 0
-
-
-def _find(text: str) -> int:
-    """Print the fixes for an error text or the description of an effect."""
-    from ckpt_patches.cli import symptoms
-    from ckpt_patches.engine import fix_table
-    from ckpt_patches.engine.fix import load
-
-    found = [fix_table.row(load(match.fix)) for match in symptoms.search(text)]
-    if not found:
-        raise NoFix("no fix has a symptom with these words; ckpt-patches list has all symptoms")
-    print(_table_of("Fixes for this text, best first", found))
-    print(f"\nckpt-patches explain {found[0][-1]} prints its page")
+    text = " ".join(options.text)
+    if not options.json and (not text or explain.is_name(text)):
+        print(explain.text(text).rstrip() if text else explain.overview())
+        return 0
+    if text == "-":
+        text = _standard_input()
+    elif os.path.exists(text):
+        text = explain.end_of_log(Path(text))
+    found = explain.answers(text)
+    print(json.dumps(explain.as_json(found), indent=1) if options.json else explain.as_text(found))
     return 0
 
 

@@ -1,15 +1,30 @@
-"""`ckpt-patches explain NAME`: a page of the documentation in the terminal."""
+"""`ckpt-patches explain NAME`: a page of the documentation in the terminal, or the pages that answer a text."""
 
+import difflib
+import os
 import re
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 
 from ckpt_patches.engine.fix import every_fix, sentence
 from ckpt_patches.engine.format_patch import page
-from ckpt_patches.errors import UserError, unknown
+from ckpt_patches.errors import UserError
 from ckpt_patches.runtime import terminal
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ckpt_patches.cli.symptoms import Answer
+
 WIDEST = 100  # columns of a paragraph; longer lines are hard to read
+LOG = 1 << 22  # bytes of a log's end that are read: a job's error is near it
+SCHEMA = 1  # of the JSON
+
+
+class NoAnswer(UserError):
+    """No page answers a text."""
+
+    status = 1
 
 
 def names() -> list[str]:
@@ -34,15 +49,60 @@ def _title(name: str) -> str:
     return (_folder() / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
-def text(name: str) -> str:
-    """A page, without links; formatted if standard output is a terminal.
+def is_name(text: str) -> bool:
+    """Whether a text is a page's name, `-` being as good as `_`."""
+    return text.replace("-", "_") in names()
+
+
+def answers(text: str) -> "list[Answer]":
+    """The pages that answer an error text, an effect, a question or the name of a finding, the best first.
 
     Raises:
-        UserError: no page has this name.
+        NoAnswer: there is none.
     """
-    if name not in names():
-        raise UserError(unknown("page", name, names(), "ckpt-patches explain"))
-    markdown = without_links(page(name).read_text(encoding="utf-8"))
+    from ckpt_patches.cli import symptoms
+
+    if found := symptoms.search(text):
+        return found
+    close = difflib.get_close_matches(text.replace("-", "_"), names(), n=1)
+    hint = (
+        f"did you mean {close[0]}?" if close else "ckpt-patches explain lists all pages, ckpt-patches list all symptoms"
+    )
+    raise NoAnswer(f"no page has these words; {hint}")
+
+
+def as_text(found: "list[Answer]") -> str:
+    """A line for each answer, and how to read on."""
+    rows = [(answer.name, answer.why) for answer in found]
+    lines = terminal.table(rows, terminal.width(), wrapped=(1,))
+    return "\n".join([*lines, "", f"ckpt-patches explain {found[0].page} prints its page"])
+
+
+def as_json(found: "list[Answer]") -> dict[str, object]:
+    """The schema is documented in docs/json.md."""
+    return {"schema": SCHEMA, "answers": [asdict(answer) for answer in found]}
+
+
+def end_of_log(path: Path) -> str:
+    """The last LOG bytes of a text file.
+
+    Raises:
+        UserError: the file is no text, or cannot be read.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: expected a log, found no regular file")
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - LOG))
+        found = file.read(LOG)
+    if b"\0" in found:
+        raise UserError(f"{path}: expected a log, found a binary file; ckpt-patches audit judges checkpoints")
+    return found.decode(errors="replace")
+
+
+def text(name: str) -> str:
+    """A page, without links; formatted if standard output is a terminal."""
+    markdown = without_links(page(name.replace("-", "_")).read_text(encoding="utf-8"))
     columns = terminal.width()
     return formatted(markdown, min(columns, WIDEST)) if columns else markdown
 

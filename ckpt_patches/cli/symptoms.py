@@ -1,31 +1,37 @@
-"""Find a fix by an error text or a visible effect: `ckpt-patches explain "KeyError: 'step'"`.
+"""Find pages by an error text, an effect, a question, a word or the name of a finding: `ckpt-patches explain TEXT`.
 
-The search covers each fix's `symptom` and the first section of its page. A pasted line matches an error text of a page
-if it contains most of its words, or is a part of it. If no line matches, the text matches a fix if the fix's symptom
-or section contains most words of the text. A word has more weight the fewer fixes contain it.
+A pasted line matches an error text of a page if it contains most of its words, or is a part of it: for a fix, the
+errors in the first section of its page; for a topic, such as the audit, the items of its section "Error texts". If no
+line matches, the text is compared with each fix's symptom and first section, and with each topic's page. A word has
+more weight the fewer pages contain it.
 """
 
 import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
+from pathlib import Path
 
 from ckpt_patches.engine.fix import every_fix, load
+from ckpt_patches.engine.format_patch import page
 
 CONTAINED = 0.8  # minimum share, by weight, of an error text's words in a pasted line
-SHARED = 0.6  # minimum share, by weight, of the words of an effect's description in a fix's symptom
+SHARED = 0.6  # minimum share, by weight, of the words of an effect or a question in a page
+IN_TEXT = 0.4  # weight of a word that a topic's page has, and neither its title nor its headings
 FEW = 4  # words of an error text; a pasted line must contain a shorter one without gaps
-LONGEST = 25  # words of an effect's description; a longer text is a log, in which only error texts are searched
-MOST = 8  # results
+LONGEST = 25  # words of an effect or a question; a longer text is a log, in which only error texts are searched
+MOST = 5  # answers
+NOT_HERE = "not by this package"  # begins the answer to an error text that no fix and no tool is for
+LEFT_OUT = ("README", "symptoms", "architecture", "explorer")  # pages that answer no user's question
 
 # Words that do not describe a symptom.
 COMMON = re.compile(
     r"a|about|after|all|also|an|and|any|are|as|at|be|been|but|by|can|cannot|could|did|do|does|for|from|get|gets|got|had|"
     r"has|have|how|i|if|in|into|is|it|its|just|me|my|new|no|not|now|of|on|one|only|or|other|our|out|own|so|some|that|"
-    r"the|their|them|then|there|these|they|this|those|to|too|under|up|was|we|were|what|when|where|which|while|who|whose|"
+    r"the|their|them|then|there|these|they|this|those|to|too|under|up|was|we|were|what|mean|when|where|which|while|who|whose|"
     r"why|will|with|without|would|you|your"
 )
 # An error, a warning or a log line, as opposed to a name, an option or a call.
@@ -35,39 +41,84 @@ NO_ERROR = re.compile(r"^-|^\w+\(|^File |^(?:if|for|return) |^\w*(?:Error|Except
 BLOCK = re.compile(r"^```.*\n(?:(?!```).*\n)*```$|^ {4}.*(?:\n {4}.*)*", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Symptom:
-    """The searched text of a fix."""
+# Words of users, and what the pages call them.
+SYNONYMS = {
+    "jump": "spike diverge explode",
+    "hang": "stuck deadlock freeze",
+    "memory": "oom",
+    "container": "docker dockerfile kubernetes",
+    "overhead": "cost slow",
+    "untrusted": "security malicious",
+    "switch": "disable turn",
+    "patch": "send submit contribute",
+    "rank": "gpu",
+}
 
-    fix: str
-    text: str
-    errors: tuple[str, ...]  # without backquotes; `…` stands for a part that differs between runs
+
+@dataclass(frozen=True)
+class Page:
+    """What is searched of a page."""
+
+    name: str
+    about: str  # a fix: its symptom; a topic: its title
+    heads: str  # a fix: its symptom and first section; a topic: its title, first paragraph and headings
+    text: str = ""  # a topic's page
+    errors: dict[str, str] = field(default_factory=dict)  # without backquotes, `…` for what differs; with the answer
+
+    @property
+    def is_topic(self) -> bool:
+        return bool(self.text)
 
     @cached_property
     def words(self) -> frozenset[str]:
-        return frozenset(words(f"{self.fix.replace('_', ' ')} {self.text}"))
+        return frozenset(words(f"{self.name.replace('_', ' ')} {self.heads}"))
+
+    @cached_property
+    def others(self) -> frozenset[str]:
+        """The words of the text that are not in the heads."""
+        return frozenset(words(self.text)) - self.words
 
 
 @dataclass(frozen=True)
-class Match:
-    """A fix that a text matches."""
+class Answer:
+    """A page, or a finding of the audit, that a text matches."""
 
-    fix: str
-    is_error: bool  # the text contains an error text of the fix
-    weight: float  # of the words that text and fix share
+    name: str
+    why: str  # one line
+    page: str  # to read on
 
 
 @cache
-def known() -> tuple[Symptom, ...]:
-    """The symptoms of all fixes."""
-    from ckpt_patches.engine.format_patch import page
+def known() -> tuple[Page, ...]:
+    """The pages of all fixes and topics."""
+    fixes = every_fix()
+    paths = sorted(path for path in page("audit").parent.glob("*.md") if path.stem not in LEFT_OUT)
+    return tuple(_of_fix(path) if path.stem in fixes else _of_topic(path) for path in paths)
 
-    found = []
-    for name in every_fix():
-        _, section, *_ = [*page(name).read_text(encoding="utf-8").split("\n## ", 2), ""]
-        text = f"{load(name).symptom}\n\n{section.partition(chr(10))[2]}"
-        found.append(Symptom(name, text, tuple(dict.fromkeys(errors(text)))))
-    return tuple(found)
+
+def _of_fix(path: Path) -> Page:
+    _, section, *_ = [*path.read_text(encoding="utf-8").split("\n## ", 2), ""]
+    symptom = load(path.stem).symptom
+    text = f"{symptom}\n\n{section.partition(chr(10))[2]}"
+    return Page(path.stem, symptom, text, errors=dict.fromkeys(errors(text), symptom))
+
+
+def _of_topic(path: Path) -> Page:
+    text = path.read_text(encoding="utf-8")
+    title, _, rest = text.partition("\n")
+    prose = [part for part in BLOCK.sub("", rest).split("\n\n") if part.strip() and part.strip()[0] not in "|<#"]
+    heads = "\n".join([title, *re.findall(r"^#+ (.*)", rest, re.MULTILINE), *prose[:1]])
+    _, _, section = rest.partition("\n## Error texts\n")
+    return Page(path.stem, title.removeprefix("# "), heads, text, _answers(section.partition("\n## ")[0]))
+
+
+def _answers(section: str) -> dict[str, str]:
+    """The error texts of a section's items, such as "- `TEXT`, `TEXT`: what to do.", each with what to do."""
+    found = {}
+    for item in re.split(r"^- ", section, flags=re.MULTILINE)[1:]:
+        texts, _, answer = " ".join(item.split()).partition("`: ")
+        found |= dict.fromkeys(re.findall(r"`([^`]+)`", f"{texts}`"), answer)
+    return found
 
 
 def errors(markdown: str) -> Iterable[str]:
@@ -93,65 +144,109 @@ def words(text: str) -> list[str]:
     text = re.sub(r"(?:[~\w.-]*/)+", " ", text)
     text = re.sub(r"\b\d[\d.]*(?:e[+-]?\d+)?\b", " ", text)
     text = re.sub(r"_\d+", "_0", text)
-    found = re.findall(r"[^\W\d_][\w-]*|_\w*[^\W_]\w*", text.lower())
+    found = re.findall(r"[^\W\d_][\w-]+|_\w*[^\W_]\w*", text.lower())
     return [_stem(word.strip("-")) for word in found if not COMMON.fullmatch(word)]
 
 
 def _stem(word: str) -> str:
     """Remove the ending of a plural or a verb; keep names that contain `_`, `-` or digits."""
-    return re.sub(r"(?<=...)(?:ing|ed|es|s|e)$", "", word) if word.isalpha() else word
+    if not word.isalpha():
+        return word
+    stem = re.sub(r"(?<=...)(?:ing|ed|es|s|e)$", "", word)
+    return re.sub(r"([b-df-hj-np-tv-z])\1$", r"\1", stem) if word.endswith(("ing", "ed")) else stem
 
 
-def search(text: str) -> list[Match]:
-    """The fixes with an error text in `text`, best first. Without one, those that contain most of its words."""
-    weight = weights()
-    matches = [match for symptom in known() if (match := _match(symptom, text, weight))]
-    only_errors = any(match.is_error for match in matches)
-    return sorted([m for m in matches if m.is_error is only_errors], key=lambda match: -match.weight)[:MOST]
+def search(text: str) -> list[Answer]:
+    """At most MOST answers, the best first: a finding by its name, or pages with an error text in `text`.
+
+    Without those, the pages with most of the words of `text`, first topics that have all of them in their heads.
+    """
+    if finding := _finding(text.strip()):
+        return [finding]
+    raw = [*dict.fromkeys(text.splitlines())]
+    lines = [*dict.fromkeys(tuple(found) for line in raw if (found := words(line)))]
+    by_error = [(*best, each) for each in known() if (best := _best_error(each, lines, raw))[0]]
+    if by_error:
+        by_error.sort(key=lambda found: (_place(found[2], found[1]), -found[0]))
+        return [Answer(each.name, each.errors[error], each.name) for _, error, each in by_error[:MOST]]
+    asked = _asked(text)
+    scores = [(score, each) for each in known() if (score := _score(each, asked, text))]
+    scores.sort(key=lambda found: (not (found[1].is_topic and asked <= found[1].words), -found[0]))
+    return [Answer(each.name, each.about, each.name) for _, each in scores[:MOST]]
+
+
+def _place(each: Page, error: str) -> int:
+    """What a tool answers comes first, as it is often the more general; what nothing here answers comes last."""
+    return 1 if not each.is_topic else 2 if each.errors[error].startswith(NOT_HERE) else 0
+
+
+def _finding(name: str) -> Answer | None:
+    """A kind of finding, by its name in the output of `audit`."""
+    from ckpt_patches.formats.damages import KINDS
+
+    kind = KINDS.get(name)
+    return kind and Answer(name, f"{kind.severity}: {kind.meaning}; {kind.remedy}", "audit")
 
 
 @cache
 def weights() -> dict[str, float]:
-    """The weight of each word: the logarithm of (fixes + 1) / (fixes that contain the word)."""
-    count = Counter(word for symptom in known() for word in symptom.words)
+    """The weight of each word: the logarithm of (pages + 1) / (pages that contain the word)."""
+    count = Counter(word for each in known() for word in each.words | each.others)
     return {word: math.log((len(known()) + 1) / number) for word, number in count.items()}
 
 
-def _match(symptom: Symptom, text: str, weight: dict[str, float]) -> Match | None:
-    lines = [line for line in dict.fromkeys(text.splitlines()) if words(line)]
-    of_text = frozenset(words(text))
-    both = of_text & symptom.words
-    shared = _sum(both, weight)
-    if found := max((_found(error, lines, weight) for error in symptom.errors), default=0.0):
-        return Match(symptom.fix, True, found + shared / 1000)  # the other words decide between equal errors
-    needed = (CONTAINED if NAMED.search(text) else SHARED) * _sum(of_text, weight)
-    if len(both) >= 2 and len(of_text) <= LONGEST and shared >= needed:
-        return Match(symptom.fix, False, shared)
-    return None
+def _best_error(each: Page, lines: Sequence[Sequence[str]], raw: Sequence[str]) -> tuple[float, str]:
+    """The weight of the error text of a page that the lines contain most of, and that text."""
+    return max(((_found(error, lines, raw), error) for error in each.errors), default=(0.0, ""))
 
 
-def _found(error: str, lines: list[str], weight: dict[str, float]) -> float:
+def _asked(text: str) -> frozenset[str]:
+    """The words of an effect or a question, as the pages say them."""
+    return frozenset(_synonyms().get(word, word) for word in words(text))
+
+
+def _score(each: Page, asked: frozenset[str], text: str) -> float:
+    """The weight of the words of an effect or a question that a page has; 0 if it has too few."""
+    in_heads = asked & each.words
+    is_error = bool(NAMED.search(text))
+    fewest = min(2, len(text.split() if is_error else asked))
+    in_text = frozenset() if is_error else asked & each.others
+    needed = (CONTAINED if is_error else SHARED) * _sum(asked)
+    both = in_heads | in_text
+    if not asked or len(asked) > LONGEST or len(both) < fewest or _sum(both) < needed:
+        return 0.0
+    in_title = asked.intersection(words(f"{each.name.replace('_', ' ')} {each.about}"))
+    share = len(in_heads) / len(each.words)  # decides between pages that have the same words
+    return (1 + share) * _sum(in_heads) + _sum(in_title) + IN_TEXT * _sum(in_text)
+
+
+@cache
+def _synonyms() -> dict[str, str]:
+    return {_stem(word): _stem(ours) for ours, theirs in SYNONYMS.items() for word in theirs.split()}
+
+
+def _found(error: str, lines: Sequence[Sequence[str]], raw: Sequence[str]) -> float:
     """The weight of the words of an error text that the lines contain; 0 if too few."""
     every = words(error)
     if len(every) < 2:
         verbatim = re.compile(rf"(?<!\w){re.escape(error)}(?!\w)")
-        return _sum(every, weight) if any(map(verbatim.search, lines)) else 0.0
-    pasted = [words(line) for line in lines]
-    if any(contains(line, every) for line in pasted):
-        return _sum({*every}, weight)
-    if part := max((_sum({*line}, weight) for line in pasted if len(line) > 1 and contains(every, line)), default=0.0):
+        return _sum(every) if any(map(verbatim.search, raw)) else 0.0
+    if any(contains(line, every) for line in lines):
+        return _sum({*every})
+    if part := max((_sum({*line}) for line in lines if len(line) > 1 and contains(every, line)), default=0.0):
         return part
     parts = [{*words(part)} for part in re.split(r"…|\.\.\.", error)]
-    best = [max(_sum(part.intersection(line), weight) for line in pasted) for part in parts] if pasted else []
-    enough = len(every) >= FEW and sum(best) >= CONTAINED * sum(_sum(part, weight) for part in parts)
+    best = [max(_sum(part.intersection(line)) for line in lines) for part in parts] if lines else []
+    enough = len(every) >= FEW and sum(best) >= CONTAINED * sum(map(_sum, parts))
     return sum(best) if enough else 0.0
 
 
-def contains(line: list[str], part: list[str]) -> bool:
+def contains(line: Sequence[str], part: Sequence[str]) -> bool:
     """Whether a line contains the words of a part, in order and without gaps."""
     return f" {' '.join(part)} " in f" {' '.join(line)} "
 
 
-def _sum(some: Iterable[str], weight: dict[str, float]) -> float:
-    unknown = max(weight.values())
+def _sum(some: Iterable[str]) -> float:
+    weight = weights()
+    unknown = math.log(len(known()) + 1)
     return sum(weight.get(word, unknown) for word in sorted(some))
