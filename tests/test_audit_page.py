@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -66,7 +67,7 @@ def lost(array: int, begin: int, end: int, kind: damages.FindingKind = damages.L
 
 
 def parsed(*reports: Report) -> Parsed:
-    return Parsed(page.page(list(reports), "today"))
+    return Parsed(page.page(list(reports), [], "today"))
 
 
 def test_each_finding_is_on_the_page_with_what_it_means_and_what_to_do(zarr: Path) -> None:
@@ -75,14 +76,14 @@ def test_each_finding_is_on_the_page_with_what_it_means_and_what_to_do(zarr: Pat
     report = audit(zarr)
     found = parsed(report)
     assert len(names(report)) >= 3
-    for finding in report.findings:
+    for finding in report.findings:  # notes too, as the checkpoint is damaged
         for words in (finding.kind.name, finding.kind.meaning, finding.kind.remedy, finding.array, finding.detail):
             assert words.replace("`", "") in found.running
 
 
 @pytest.mark.parametrize("kind", damages.KINDS.values(), ids=lambda kind: kind.name)
 def test_each_kind_of_finding_has_its_meaning_and_remedy(kind: damages.FindingKind) -> None:
-    found = parsed(arrays(1, lost(0, 0, 10, kind)))
+    found = parsed(arrays(1, lost(0, 0, 10, kind), lost(0, 0, 10)))
     for words in (kind.name, kind.severity, kind.meaning, kind.remedy):
         assert words.replace("`", "") in found.running
 
@@ -94,12 +95,9 @@ def test_the_table_has_every_checkpoint_with_its_verdict(zarr: Path, tmp_path: P
     assert main(["audit", str(zarr), str(whole), str(zero), "--html", str(to)]) == 1
     found = Parsed(to.read_text(encoding="utf-8"))
     lines = " ".join(found.text.split("\n"))
-    for path, verdict, kind in (
-        (zarr, DAMAGED, "megatron zarr"),
-        (whole, WHOLE, "megatron zarr"),
-        (zero, WHOLE, "deepspeed zero"),
-    ):
-        assert re.search(rf"{re.escape(str(path))}: {verdict}\s+{kind}", lines)
+    assert re.search(rf"{re.escape(str(zarr))}: {DAMAGED}\s+megatron zarr", lines)
+    for path, kind in ((whole, "megatron zarr"), (zero, "deepspeed zero")):
+        assert re.search(rf"{re.escape(str(path))}\s+{WHOLE}\s+{kind}", lines)
     assert "3 checkpoints: 1 DAMAGED, 2 WHOLE" in found.text
 
 
@@ -108,6 +106,79 @@ def test_a_page_of_a_whole_checkpoint(tmp_path: Path) -> None:
     assert main(["audit", str(written(ZARR).whole[-1]), "--html", str(to)]) == 0
     found = Parsed(to.read_text(encoding="utf-8"))
     assert "1 checkpoint: 1 WHOLE" in found.text
+
+
+def test_the_answer_is_on_top_then_the_saves_by_step_then_what_is_damaged(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save = trained("0.16.2", "stage2", "stage3")["stage2"]
+    for step in (8, 9, 10):
+        shutil.copytree(save, run / f"global_step{step}")
+    lose_the_moments_of_a_rank(run / "global_step10")
+    to = tmp_path / "page.html"
+    assert main(["audit", str(run), "--html", str(to)]) == 1
+    found = Parsed(to.read_text(encoding="utf-8"))
+    places = [
+        found.text.index(text)
+        for text in (
+            "3 checkpoints: 1 DAMAGED, 2 UNKNOWN",
+            f"Resume from: no checkpoint in {run} is WHOLE",
+            "global_step8 UNKNOWN",
+            "global_step9 UNKNOWN",
+            "global_step10 DAMAGED",
+            f"{run / 'global_step10'}: DAMAGED",
+            f"{run / 'global_step9'}: UNKNOWN",
+        )
+    ]
+    assert places == sorted(places)
+
+
+def test_the_save_to_resume_from_is_marked(tmp_path: Path) -> None:
+    save = copied(trained("0.16.2", "stage2", "stage3")["stage2"], tmp_path / "run")
+    damaged = shutil.copytree(save, save.with_name("global_step1"))
+    next(damaged.glob("*optim_states.pt")).unlink()
+    to = tmp_path / "page.html"
+    assert main(["audit", str(save.parent), "--html", str(to)]) == 1
+    found = Parsed(to.read_text(encoding="utf-8"))
+    assert [own["class"] for tag, own in found.elements if tag == "li"] == ["bad", "good chosen"]
+    assert f"Resume from: {save} (step 2)" in found.text
+
+
+def lose_the_moments_of_a_rank(path: Path) -> None:
+    """Overwrite both moments with zeros where rank 3 wrote them."""
+    for shard in audit(path).checkpoint.shards:
+        for role in ("exp_avg", "exp_avg_sq"):
+            for extent in shard.streams[role].extents if role in shard.streams else ():
+                if "pp_rank_3_" in extent.path:
+                    with open(extent.path, "r+b") as file:
+                        file.seek(extent.offset)
+                        file.write(bytes(extent.nbytes))
+
+
+def test_the_grid_has_the_rank_whose_elements_are_lost(tmp_path: Path) -> None:
+    path = copied(trained("0.16.2", "stage2", "stage3")["stage2"], tmp_path)
+    lose_the_moments_of_a_rank(path)
+    report = audit(path)
+    found = page.odd_by_rank(report)
+    assert len(found) >= 2
+    for by_rank in found.values():
+        assert {rank for rank, (odd, _) in by_rank.items() if odd} == {"rank 3"}
+        assert all(odd <= every for odd, every in by_rank.values())
+    shown = parsed(report)
+    assert [own for tag, own in shown.elements if own.get("class") == "grid"]
+    assert sum(own.get("class") == "bad" for tag, own in shown.elements if tag == "td") == len(found)
+
+
+def test_no_grid_for_one_parameter_or_without_ranks() -> None:
+    assert "grid" not in page.page([arrays(3, lost(0, 0, 10))], [], "today").partition("</style>")[2]
+    assert "grid" not in page.page([arrays(3, lost(0, 0, 10), lost(1, 0, 10))], [], "today").partition("</style>")[2]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "expected"),
+    [([], 0), ([(0, 5)], 3), ([(0, 5), (1, 4)], 3), ([(4, 9), (2, 3)], 5), ([(0, 99)], 6), ([(20, 30)], 0)],
+)
+def test_the_elements_in_overlapping_ranges_are_counted_once(ranges: list[tuple[int, int]], expected: int) -> None:
+    assert page.union(ranges, 2, 8) == expected
 
 
 def test_nothing_runs_and_nothing_is_loaded(zarr: Path) -> None:
@@ -139,7 +210,7 @@ def hostile() -> Report:
 
 def test_a_name_is_no_markup() -> None:
     report = hostile()
-    text = page.page([report], HOSTILE)
+    text = page.page([report], [], HOSTILE)
     found = Parsed(text)
     assert "script" not in {tag for tag, _ in found.elements}
     assert found.text.count('<script>alert(\'&"1")') >= 5

@@ -1,7 +1,9 @@
 """A run's folder: the audit reports every save, and the one to resume from."""
 
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import test_audit_safetensors
 import zero_resumes
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
 from ckpt_patches.cli import main
+from ckpt_patches.runtime.progress import Progress
 from megatron_checkpoints import ZARR, written
 from test_audit import names
 from zero_checkpoints import trained
@@ -253,8 +256,72 @@ def test_thousands_of_empty_folders_have_a_line_each(zero_run: Path, capsys: pyt
         (zero_run / f"global_step{step}").mkdir()
     lines = lines_of(capsys, zero_run, status=1)
     assert len(lines) == 1 + 1000 + 2
-    assert lines[1] == f"{zero_run / 'global_step1000'}: INCOMPLETE: the folder is empty; take an older checkpoint"
+    assert lines[0] == f"{zero_run / 'global_step1999'}: INCOMPLETE: the folder is empty; take an older checkpoint"
     assert lines[-1] == f"resume from: {zero_run / ZERO} (step 2); latest names it"
+
+
+# The order, and the summary
+
+
+def test_the_newest_is_read_first(zero_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (9, 10):
+        (zero_run / f"global_step{step}").mkdir()
+    lines = lines_of(capsys, zero_run, status=1)
+    assert [line.partition(":")[0] for line in lines[:3]] == [
+        str(zero_run / name) for name in ("global_step10", "global_step9", ZERO)
+    ]
+
+
+def test_progress_says_how_many_there_are(zero_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shutil.copytree(zero_run / ZERO, zero_run / "global_step1")
+    monkeypatch.setattr(Progress, "INTERVAL", 0)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    main(["audit", str(zero_run)])
+    shown = terminal.getvalue()
+    assert f"\r{ZERO}, 1 of 2:" in shown
+    assert "\rglobal_step1, 2 of 2:" in shown
+
+
+def test_the_current_folder_is_the_default(
+    zero_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(zero_run)
+    assert main(["audit"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"resume from: {ZERO} (step 2)")
+
+
+def summary_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int) -> list[str]:
+    assert main(["audit", *map(str, arguments)]) == status
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_summary_of_a_run_has_five_lines_at_most(zero_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in range(3, 9):
+        (zero_run / f"global_step{step}").mkdir()
+    newest = zero_run / "global_step8"
+    lines = summary_of(capsys, "--summary", zero_run, status=1)
+    assert lines == [
+        f"{zero_run}: 7 checkpoints: 6 INCOMPLETE, 1 WHOLE",
+        f"resume from: {zero_run / ZERO} (step 2); latest names it",
+        "not WHOLE: global_step8 (INCOMPLETE: incomplete_save), global_step7 (INCOMPLETE: incomplete_save), "
+        "global_step6 (INCOMPLETE: incomplete_save), and 3 more",
+        f"details: ckpt-patches audit {newest}",
+    ]
+    marked = summary_of(capsys, "--markdown", zero_run, status=1)
+    assert marked == [f"- `{lines[0]}`", *(f"  - `{line}`" for line in lines[1:])]
+
+
+def test_a_summary_of_a_checkpoint(zero_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert summary_of(capsys, "--summary", zero_run / ZERO, status=0) == [f"{zero_run / ZERO}: WHOLE"]
+    (zero_run / ZERO / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt").unlink()
+    first, second = summary_of(capsys, "--summary", zero_run / ZERO, status=1)
+    assert first == f"{zero_run / ZERO}: DAMAGED: missing_rank, fragments"
+    assert second.startswith("missing_rank: a data-parallel rank's file is missing; ")
 
 
 # Trackers and folders of trainers

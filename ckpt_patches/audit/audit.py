@@ -77,17 +77,17 @@ class Share:
     unreadable: Finding | None = None  # why the share could not be read completely
 
 
-def audit(path: Path, workers: int | None = None) -> Report:
+def audit(path: Path, workers: int | None = None, label: str = "") -> Report:
     """Read and judge one checkpoint. A read error becomes a finding.
 
-    `workers` defaults to `Ranks.workers`, which depends on the number of processors.
+    `label` is for the progress line. `workers` defaults to `Ranks.workers`, which depends on the number of processors.
 
     Raises:
         UserError: the path is not a checkpoint in a known format.
     """
     workers = workers or Ranks().workers
     structure = _structure(path)
-    return _judge(structure, _scan(path, structure.spans, workers), workers)
+    return _judge(structure, _scan(label or path.name, structure.spans, workers), workers)
 
 
 def audit_structure(path: Path) -> Report:
@@ -101,14 +101,14 @@ def audit_structure(path: Path) -> Report:
     return Report(structure.found, (*structure.found.findings, *unreadable))
 
 
-def audit_together(path: Path, workers: int, ranks: Ranks) -> Report | None:
+def audit_together(path: Path, workers: int, ranks: Ranks, label: str = "") -> Report | None:
     """Like `audit`, for several ranks: rank 0 reads the structure and judges. Returns None on other ranks.
 
     Raises:
         UserError: the path is not a checkpoint in a known format, or a rank is missing.
     """
     if ranks.size == 1:
-        return audit(path, workers)
+        return audit(path, workers, label)
     own: list[_Structure] = []
 
     def read() -> list[scan.Span]:
@@ -116,7 +116,7 @@ def audit_together(path: Path, workers: int, ranks: Ranks) -> Report | None:
         return own[0].spans
 
     spans = ranks.first(f"reading the headers of {path}", read)
-    found = ranks.gather(f"reading {path}", lambda: _share(path, ranks.share(spans), workers))
+    found = ranks.gather(f"reading {path}", lambda: _share(path, ranks.share(spans), workers, label or path.name))
     return None if ranks.rank else _judge(own[0], _in_order(found, len(spans)), workers)
 
 
@@ -159,16 +159,16 @@ def _unreadable(path: Path, error: Exception) -> Finding:
     return Finding(damages.UNREADABLE, str(path), detail=detail)
 
 
-def _scan(path: Path, spans: Sequence[scan.Span], workers: int) -> Iterator[scan.Part]:
-    with Progress(sum(span.nbytes for span in spans), label=f"{path.name}:") as progress:
+def _scan(label: str, spans: Sequence[scan.Span], workers: int) -> Iterator[scan.Part]:
+    with Progress(sum(span.nbytes for span in spans), label=f"{label}:") as progress:
         yield from scan.scan(spans, workers, progress.show)
 
 
-def _share(path: Path, spans: Sequence[scan.Span], workers: int) -> Share:
+def _share(path: Path, spans: Sequence[scan.Span], workers: int, label: str) -> Share:
     """Scan one rank's spans for rank 0, up to the first read error."""
     parts: list[scan.Part] = []
     try:
-        parts.extend(_scan(path, spans, workers))
+        parts.extend(_scan(label, spans, workers))
     except Exception as error:
         return Share(parts, _unreadable(path, error))
     return Share(parts)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime import commands
 from ckpt_patches.runtime.options import MANY, add_distributed, add_workers, described
-from ckpt_patches.runtime.shown import printable_lines
+from ckpt_patches.runtime.shown import printable, printable_lines
 
 if TYPE_CHECKING:
     from ckpt_patches.audit.audit import Report
@@ -30,18 +30,30 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         **described(
             "Read checkpoints on the CPU, without the training code, and report which are damaged and where.",
             "ckpt-patches audit /checkpoints/run1",
+            "ckpt-patches audit --summary /checkpoints/run1",
             after="exit status: 0 all are WHOLE or REPAIRED, 1 one is DAMAGED or INCOMPLETE, 2 wrong usage or a PATH "
             "without a checkpoint, 3 one is UNKNOWN",
         ),
     )
-    audit.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a checkpoint, or a folder of many")
+    audit.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        default=[Path()],
+        metavar="PATH",
+        help="a checkpoint, or a folder of many, of which the newest is read first (default: the current folder)",
+    )
     audit.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
     audit.add_argument(
         "--json-lines", action="store_true", help="print a line of JSON for each checkpoint as soon as it is judged"
     )
+    audit.add_argument(
+        "--summary", action="store_true", help="print at most five lines for each run, for a chat or a job's log"
+    )
+    audit.add_argument("--markdown", action="store_true", help="the summary as a Markdown list, for a job's page")
     audit.add_argument("--notes", action="store_true", help="also show notes: unusual, but not damage")
     audit.add_argument(
-        "--html", type=Path, metavar="FILE.html", help="write a page with verdicts, findings, what to do"
+        "--html", type=Path, metavar="FILE.html", help="write a page: what to resume from, what is damaged and where"
     )
     add_workers(audit, many=MANY)
     add_distributed(audit)
@@ -118,34 +130,41 @@ def _repair(options: argparse.Namespace) -> int:
 def _audit_together(folders: list[Path], options: argparse.Namespace, ranks: "Ranks", workers: int) -> int:
     from ckpt_patches.audit.audit import audit_together
     from ckpt_patches.audit.report import page, text_report
-    from ckpt_patches.audit.run_folder import saves, unit_of
+    from ckpt_patches.audit.run_folder import newest_first
     from ckpt_patches.audit.unit import joined
 
     def found() -> list[tuple[Path, Path, Path]]:
         if options.html:
             page.require(options.html)
-        return [(folder, unit_of(save, folder), save) for folder in folders for save in saves(folder)]
+        return [one for folder in folders for one in newest_first(folder)]
 
     reports: list[Report] = []
     checkpoints = ranks.first("looking for checkpoints", found)
-    for (_, unit), parts in itertools.groupby(checkpoints, key=itemgetter(0, 1)):
-        judged = [report for *_, part in parts if (report := audit_together(part, workers, ranks))]
+    units = [*dict.fromkeys((folder, unit) for folder, unit, _ in checkpoints)]
+    for number, (own, parts) in enumerate(itertools.groupby(checkpoints, key=itemgetter(0, 1)), 1):
+        name = printable(own[1].name)
+        label = f"{name}, {number} of {len(units)}" if len(units) > 1 else name
+        judged = [report for *_, part in parts if (report := audit_together(part, workers, ranks, label))]
         if not judged:
             continue  # rank 0 reports it
-        reports.append(joined(unit, judged))
+        reports.append(joined(own[1], judged))
         if options.json_lines:
             print(json.dumps(text_report.line_as_json(reports[-1])), flush=True)
-        elif not options.json:
+        elif not options.json and not is_brief(options):
             print(text_report.as_text(reports[-1], notes=options.notes), flush=True)
     others = {folder for folder, *_ in checkpoints}
     empty = [folder for folder in folders if folder not in others]
     return ranks.first("the report", lambda: _end(folders, empty, options, reports))
 
 
+def is_brief(options: argparse.Namespace) -> bool:
+    return bool(options.summary or options.markdown)
+
+
 def _end(folders: list[Path], empty: list[Path], options: argparse.Namespace, reports: "list[Report]") -> int:
     """Write the output that follows the last checkpoint. Returns the exit status."""
     from ckpt_patches.audit.audit import EXIT_STATUS
-    from ckpt_patches.audit.report import page, text_report
+    from ckpt_patches.audit.report import brief, page, text_report
     from ckpt_patches.audit.report.run_report import run_reports
 
     for path in empty:
@@ -155,11 +174,13 @@ def _end(folders: list[Path], empty: list[Path], options: argparse.Namespace, re
     runs = [run for folder in folders for run in run_reports(folder, reports)]
     if options.json:
         print(json.dumps(text_report.as_json(reports, runs), indent=1))
+    elif is_brief(options):
+        print(brief.brief(reports, runs, markdown=options.markdown))
     elif not options.json_lines:
         for line in text_report.last_lines(reports, runs, notes=options.notes):
             print(line)
     if options.html:
-        page.write(reports, options.html)
+        page.write(reports, runs, options.html)
     sys.stdout.flush()  # torchrun stops all ranks when one exits with a nonzero status
     statuses = {EXIT_STATUS[report.verdict] for report in reports}
     if empty or len(folders) < len(options.paths):

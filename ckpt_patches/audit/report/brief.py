@@ -1,0 +1,57 @@
+"""At most five lines on a run or a checkpoint, for a chat or the summary of a job; as a Markdown list, too."""
+
+import shlex
+from collections.abc import Iterable
+
+from ckpt_patches.audit.audit import TO_RESUME_FROM, Report
+from ckpt_patches.audit.report.rows import headline, rows, what_to_do
+from ckpt_patches.audit.report.run_report import RunReport
+from ckpt_patches.runtime.shown import printable, shortened
+
+MOST = 3  # checkpoints that a line names
+WIDEST = 300  # characters of a line
+
+
+def brief(reports: list[Report], runs: list[RunReport], *, markdown: bool) -> str:
+    """The lines on each run, and on each checkpoint that is in none."""
+    inside = {report.checkpoint.path for report in reports for run in runs if _is_in(report, run)}
+    blocks = [_of_run(run, [report for report in reports if _is_in(report, run)]) for run in runs]
+    blocks += [_of_checkpoint(report) for report in reports if report.checkpoint.path not in inside]
+    return "\n".join(_as_list(block) if markdown else "\n".join(block) for block in blocks)
+
+
+def _is_in(report: Report, run: RunReport) -> bool:
+    return report.checkpoint.path.parent == run.path
+
+
+def _of_run(run: RunReport, own: list[Report]) -> list[str]:
+    bad = [report for report in own if report.verdict not in TO_RESUME_FROM]
+    lines = [f"{run.path}: {headline(own)}", run.as_text()]
+    if bad:
+        named = ", ".join(f"{report.checkpoint.path.name} ({_kinds(report)})" for report in bad[:MOST])
+        more = f", and {len(bad) - MOST} more" if len(bad) > MOST else ""
+        lines += [
+            f"not WHOLE: {named}{more}",
+            f"details: ckpt-patches audit {shlex.quote(str(bad[0].checkpoint.path))}",
+        ]
+    return [shortened(printable(line), WIDEST) for line in lines]
+
+
+def _of_checkpoint(report: Report) -> list[str]:
+    lines = [f"{report.checkpoint.path}: {report.verdict}"]
+    if report.verdict not in TO_RESUME_FROM:
+        lines = [f"{report.checkpoint.path}: {_kinds(report)}"]
+        lines += [f"{name}: {sentence}" for name, sentence in what_to_do(report, notes=False)[:MOST]]
+    return [shortened(printable(line), WIDEST) for line in lines]
+
+
+def _kinds(report: Report) -> str:
+    """The verdict and the names of the kinds of finding, the cause first."""
+    names = [*dict.fromkeys(row.kind.name for row in rows(report, notes=False))]
+    return f"{report.verdict}: {', '.join([*names[:MOST], *(['…'] if len(names) > MOST else [])])}"
+
+
+def _as_list(lines: Iterable[str]) -> str:
+    """A Markdown item with the other lines below it; text from a checkpoint is code."""
+    first, *others = (line.replace("`", "'") for line in lines)
+    return "\n".join([f"- `{first}`", *(f"  - `{line}`" for line in others)])
