@@ -192,9 +192,13 @@ def to_universal(path: "AnyPath", output: "AnyPath", *, workers: int | None = No
         UserError: the checkpoint is damaged or of an unsupported kind, or the output exists.
     """
     folder = _folder(path)
+    from pathlib import Path
+
     from ckpt_patches.convert.convert import WORKERS, Options, convert
     from ckpt_patches.runtime.processes import safe_workers
+    from ckpt_patches.runtime.unfinished import check_parent
 
+    check_parent(Path(output))
     with safe_workers(workers or WORKERS) as count:
         return convert(folder, output, Options(count), warn=_warn)
 

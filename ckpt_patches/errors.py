@@ -14,6 +14,12 @@ class UserError(Exception):
     status = 2  # the exit status of a command that raises it
 
 
+class NothingToDo(UserError):
+    """What was asked for is there already: one line, nothing is written, and the exit status is 0."""
+
+    status = 0
+
+
 class WorkerDefect(RuntimeError):
     """An error in a worker process that is a defect of this project; the message has the traceback."""
 
@@ -31,7 +37,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a line about an unknown name: the nearest known name; empty if no name is close."""
     import difflib
 
-    found = difflib.get_close_matches(name, list(known), n=1)
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f"; did you mean {found[0]}?" if found else ""
 
 

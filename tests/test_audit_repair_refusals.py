@@ -1,5 +1,6 @@
 """What a repair refuses because it would be a guess, and what a killed one leaves; compared with the truth."""
 
+import json
 import os
 import shutil
 import signal
@@ -36,7 +37,7 @@ from ckpt_patches.formats.checkpoint import (
 from ckpt_patches.formats.elements import read_elements
 from dcp_checkpoints import saved
 from megatron_checkpoints import ZARR, written
-from test_audit import copied, lose_first_moment, lose_square, state
+from test_audit import copied, lose_first_moment, lose_master, lose_square, state
 from test_audit_repair import contents, listed
 from test_same_run import of_seed
 
@@ -360,4 +361,18 @@ def test_what_a_killed_one_left_is_no_source(tmp_path: Path, capsys: pytest.Capt
 def test_a_whole_one_is_refused_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = copied(written(ZARR).whole[-1], tmp_path)
     assert audit(path).verdict == WHOLE
-    assert "nothing to repair" in refused(capsys, path, tmp_path / "new")
+    assert main(["repair", str(path), "--output", str(tmp_path / "new")]) == 0
+    assert capsys.readouterr() == ("", f"ckpt-patches: {path} is WHOLE: nothing to repair\n")
+    assert main(["repair", str(path), "--output", str(tmp_path / "new"), "--json"]) == 0
+    assert "nothing to repair" in json.loads(capsys.readouterr().out)["nothing_to_do"]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_mistyped_output_makes_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copied(written(ZARR).whole[-1], tmp_path)
+    lose_master(path)
+    for command in ("repair", "migrate", "to-universal"):
+        capsys.readouterr()
+        assert main([command, str(path), "--output", str(tmp_path / "typo" / "new")]) == 2
+        assert f"expected a folder {tmp_path / 'typo'}, found none" in capsys.readouterr().err
+    assert not (tmp_path / "typo").exists()

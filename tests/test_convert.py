@@ -99,15 +99,14 @@ def source() -> Path:
 def test_as_a_module_a_command_and_a_function(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = {how: tmp_path / how / "universal" for how in ("module", "command", "function")}
     ours(source, folders["module"])
-    options = (str(source), "--output", str(folders["command"]))
+    command = [str(Path(sys.executable).with_name("ckpt-patches")), "to-universal", str(source), "--output"]
+    folders["command"].parent.mkdir()
     done = subprocess.run(
-        [str(Path(sys.executable).with_name("ckpt-patches")), "to-universal", *options],
-        env=environment(),
-        capture_output=True,
-        text=True,
+        [*command, str(folders["command"])], env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"\d [KMG]?i?B in \d+ files", done.stdout)
+    assert done.stdout.endswith('to load it: "checkpoint": {"load_universal": true} and tag universal\n')
     found = convert(source, folders["function"], Options(workers=1))
     assert (found.files, found.files_before) == (distinct(folders["function"]), 0)
     assert files(folders["module"]) == files(folders["command"]) == files(folders["function"])

@@ -460,16 +460,26 @@ def test_the_command_says_what_it_has_done(tree: Path) -> None:
         return done.stderr.splitlines()
 
     both = (PRODUCT, ZARR_FIX)
-    skipped = f"{PRODUCT}: not applied (CKPT_PATCHES_SKIP)"
-    note = "pip uninstall does not undo this, ckpt-patches revert does"
-    assert said("apply", *both, skip=PRODUCT) == [skipped, f"{ZARR_FIX}: applied", note]
+    skipped = "not applied (CKPT_PATCHES_SKIP)"
+    note = "ckpt-patches: pip uninstall does not undo this, ckpt-patches revert does"
+
+    def of_all(text: str) -> str:
+        return f"ckpt-patches: megatron-core: {text} ({tree})"
+
+    first = [f"{ZARR_FIX}: applied", f"{PRODUCT}: {skipped}", of_all(f"1 applied, 1 {skipped}"), note]
+    assert said("apply", *both, skip=PRODUCT) == first
     assert rewrite.read_state(tree, CORE).fixes == (ZARR_FIX,)
-    assert said("apply", *both) == [f"{ZARR_FIX}: already there", f"{PRODUCT}: applied", note]
-    assert said("apply", *both) == [f"{PRODUCT}: already there", f"{ZARR_FIX}: already there"]
-    assert said("apply", *both, skip=PRODUCT)[0] == (
-        f"{PRODUCT}: applied in place by an earlier run, revert it (CKPT_PATCHES_SKIP)"
+    *lines, last = said("apply", *both)
+    assert (sorted(lines), last) == (
+        sorted([f"{PRODUCT}: applied", f"{ZARR_FIX}: already there", of_all("1 applied, 1 already there")]),
+        note,
     )
+    *lines, last = said("apply", *both)
+    assert sorted(lines) == [f"{PRODUCT}: already there", f"{ZARR_FIX}: already there"]
+    assert last == of_all("2 already there")
+    in_place = f"{PRODUCT}: {skipped}: it is applied in place, by an earlier run: revert it"
+    assert in_place in said("apply", *both, skip=PRODUCT)
     status = command("status", on=tree, CKPT_PATCHES_SKIP=PRODUCT).stdout
     assert f"warning: {PRODUCT} is in CKPT_PATCHES_SKIP, and applied in place: ckpt-patches revert" in status
-    assert said("revert", *both) == [f"{PRODUCT}: reverted", f"{ZARR_FIX}: reverted"]
-    assert said("revert", PRODUCT) == [f"{PRODUCT}: was not applied in place"]
+    assert said("revert", *both) == [f"{PRODUCT}: reverted", f"{ZARR_FIX}: reverted", of_all("2 reverted")]
+    assert said("revert", PRODUCT) == [f"{PRODUCT}: was not applied in place", of_all("1 was not applied in place")]

@@ -1,6 +1,7 @@
 """Every `--json` output has a schema number and its keys."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ KEYS = {
     "status --json": "version mode hook_active hook_reason installed fixes warnings errors async_saves proofs complete",
     "list --json": "fixes",
     "explain --json": "answers",
+    "apply --json": "packages",
+    "revert --json": "packages",
     "audit --json": "checkpoints runs",
     "resume-from --json": "run structure_only resume_from tag step undecided skipped left trackers",
     "repair --json": "output source repaired copied verdict left",
@@ -65,6 +68,16 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "explain", "--json", "KeyError: 'exp_avg'")
     check("explain --json", found)
     assert found["answers"][0].keys() == {"name", "why", "page"}
+
+
+def test_apply_and_revert(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    copy = shutil.copytree(tree("megatron-core", "0.14.0"), tmp_path / "tree")
+    for verb, outcome in (("apply", "applied"), ("revert", "reverted")):
+        found = printed(capsys, verb, "--json", "--tree", copy)
+        check(f"{verb} --json", found)
+        (package,) = found["packages"]
+        assert package.keys() == {"package", "path", "fixes"}
+        assert {"name": "numpy2_product", "outcome": outcome, "reason": ""} in package["fixes"]
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:

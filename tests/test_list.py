@@ -1,6 +1,7 @@
 """`ckpt-patches list`: the bugs of a release, or of a tree."""
 
 import json
+import re
 
 import pytest
 
@@ -48,10 +49,30 @@ def test_list_has_a_row_for_every_fix() -> None:
     assert lines.index(fix_table.VISIBLE) == 3 + sum(fixes.load(name).silent for name in FIXES)
 
 
-def test_list_wraps_its_cells_in_a_narrow_terminal() -> None:
-    lines = command("list", COLUMNS="80").stdout.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert {line.split()[-1] for line in lines if line} >= set(FIXES)
+@pytest.mark.parametrize("columns", [60, 80, 119])
+def test_list_has_two_lines_for_a_fix_in_a_narrow_terminal(columns: int) -> None:
+    text = command("list", COLUMNS=str(columns)).stdout
+    assert max(map(len, text.splitlines())) <= columns
+    for name in FIXES:
+        fix = fixes.load(name)
+        _, after = text.split(f"\n{name}: ")
+        entry = " ".join(re.split(r"\n(?=\w)", after)[0].split())
+        assert entry.endswith(" ".join(fix.symptom.split()))
+        assert fix.releases[0][0] in entry
+
+
+def test_list_of_an_installed_package() -> None:
+    release = newest("deepspeed")
+    done = command("list", "--json", "--for", "deepspeed", on=tree("deepspeed", release))
+    assert [fix["name"] for fix in json.loads(done.stdout)["fixes"]] == names("--for", f"deepspeed=={release}")
+    line = one_line(command("list", "--for", "nvrx"))
+    assert line == "ckpt-patches: nvrx: expected the package to be installed, found none; name a release with =="
+
+
+def test_the_nearest_releases_are_named() -> None:
+    assert "found 0.16; the nearest are 0.16.0, 0.16.1; for any other" in one_line(
+        command("list", "--for", "mcore==0.16")
+    )
 
 
 @pytest.mark.parametrize("package", ["megatron-core", "megatron_core", "Megatron-Core"])
@@ -93,7 +114,7 @@ def test_list_for_a_build_of_torch_is_that_for_its_release() -> None:
     assert "dcp_empty_group" not in found  # a bug of 2.7 and later
 
 
-@pytest.mark.parametrize("requirement", ["zarr==2.18.7", "megatron-core", "megatron-core>=0.16"])
+@pytest.mark.parametrize("requirement", ["zarr==2.18.7", "megatron-core==", "megatron-core>=0.16"])
 def test_list_for_something_else(requirement: str) -> None:
     assert f"expected PACKAGE==VERSION, such as megatron-core=={NEWEST}" in one_line(
         command("list", "--for", requirement)

@@ -330,11 +330,15 @@ def test_gathered_states_are_not_cut_up_anew(tmp_path: Path) -> None:
 def test_what_is_loaded_as_it_is_needs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, _ = checkpoint(tmp_path / "old")
     new = migrate(old, tmp_path / "migrated")
-    assert "needs nothing: megatron-core 0.16 and later load it as it is" in refused(capsys, new, tmp_path)
+    said = "needs nothing: megatron-core 0.16 and later load it as it is"
+    assert said in refused(capsys, new, tmp_path, status=0)
+    assert command_line.main(["migrate", str(new), "--output", str(tmp_path / "again"), "--json"]) == 0
+    assert said in json.loads(capsys.readouterr().out)["nothing_to_do"]
+    assert not (tmp_path / "again").exists()
     weights = Old(tmp_path / "weights")
     weights.tensor("layer.weight", torch.bfloat16, (4,))
     weights.chunk("layer.weight", (0,), torch.ones(4, dtype=torch.bfloat16))
-    assert "needs nothing" in refused(capsys, weights.write({"iteration": 1}), tmp_path)
+    assert "needs nothing" in refused(capsys, weights.write({"iteration": 1}), tmp_path, status=0)
 
 
 def test_objects_get_the_number_of_all_where_old_names_lack_it(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from ckpt_patches.audit.audit import Report
     from ckpt_patches.runtime.distributed import Ranks
 
-NO_FOLDER = "{}: expected a checkpoint or a folder of checkpoints, found no folder"
-NO_CHECKPOINT = "{}: expected a checkpoint in a known format, found none (ckpt-patches explain audit)"
+EXPECTED = "a checkpoint or a folder of checkpoints"
 
 
 def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -65,8 +64,8 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
             "Repair a copy of a damaged checkpoint: main parameters from the model's own weights, moments from an "
             "older checkpoint. Refused: damage that is not confined, and files of which one is another run's.",
             "ckpt-patches repair run1/iter_0002000 --output fixed --from run1/iter_0001000",
-            after="exit status: 0 the copy is REPAIRED, 1 damage is left in it, 2 nothing was written: a line has the "
-            "reason",
+            after="exit status: 0 the copy is REPAIRED, or PATH is whole (a line says so), 1 damage is left in it, 2 "
+            "nothing was written: a line has the reason",
         ),
     )
     repair.add_argument("path", type=Path, metavar="PATH", help="one checkpoint")
@@ -92,10 +91,12 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 
 def _audit(options: argparse.Namespace) -> int:
+    from ckpt_patches.formats.reading import wrong_path
+
     folders = [path for path in options.paths if path.is_dir()]
     for path in options.paths:
         if path not in folders:
-            commands.say("ckpt-patches", NO_FOLDER.format(path))
+            commands.say("ckpt-patches", str(wrong_path(path, EXPECTED)))
     if not folders:  # before the slow imports and before waiting for other ranks
         return UserError.status
     from ckpt_patches.runtime.distributed import joined
@@ -107,19 +108,22 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _repair(options: argparse.Namespace) -> int:
+    from ckpt_patches.formats.reading import reader_of, wrong_path
+
     for path in (options.path, options.older):
-        if path is not None and not path.is_dir():
-            raise UserError(NO_FOLDER.format(path))
+        if path is not None and (not path.is_dir() or reader_of(path) is None):
+            raise wrong_path(path)
     with commands.needed_by("a repair"):
         from ckpt_patches.audit.repair.repair import repair
         from ckpt_patches.audit.report import repair_report
         from ckpt_patches.runtime.distributed import Ranks
-    result = repair(
-        *(options.path, options.output, options.older, options.workers or Ranks().workers),
-        reset_moments=options.reset_moments,
-        trust_source=options.trust_source,
-        say=partial(commands.say, "ckpt-patches"),
-    )
+    with commands.told_as_json(repair_report.SCHEMA, options.json):
+        result = repair(
+            *(options.path, options.output, options.older, options.workers or Ranks().workers),
+            reset_moments=options.reset_moments,
+            trust_source=options.trust_source,
+            say=partial(commands.say, "ckpt-patches"),
+        )
     if options.json:
         print(json.dumps(repair_report.as_json(options.output, result), indent=1))
     else:
@@ -166,9 +170,10 @@ def _end(folders: list[Path], empty: list[Path], options: argparse.Namespace, re
     from ckpt_patches.audit.audit import EXIT_STATUS
     from ckpt_patches.audit.report import brief, page, text_report
     from ckpt_patches.audit.report.run_report import run_reports
+    from ckpt_patches.formats.reading import wrong_path
 
     for path in empty:
-        commands.say("ckpt-patches", NO_CHECKPOINT.format(path))
+        commands.say("ckpt-patches", str(wrong_path(path)))
     if not reports:
         return UserError.status
     runs = [run for folder in folders for run in run_reports(folder, reports)]

@@ -75,17 +75,19 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     if not options.run_folder.is_dir():
         if options.allow_empty and not os.path.lexists(options.run_folder) and not options.json:
-            commands.say(PROGRAM, f"{options.run_folder} is not there yet")
+            commands.note(PROGRAM, f"{options.run_folder} is not there yet")
             return 0
-        raise UserError(f"{options.run_folder}: expected the folder of a run, found no folder")
+        from ckpt_patches.formats.reading import wrong_path
+
+        raise wrong_path(options.run_folder, "the folder of a run")
     with commands.needed_by("resume-from"):
         from ckpt_patches.audit.resume_from import resume_from
     how = {"quick": options.quick, "most": options.most}
     answer = resume_from(
-        options.run_folder, options.workers, **how, say=lambda own: commands.say(PROGRAM, skipped(own))
+        options.run_folder, options.workers, **how, say=lambda own: commands.note(PROGRAM, skipped(own))
     )
     for line in lines(answer, quick=options.quick):
-        commands.say(PROGRAM, line)
+        (commands.note if answer.save else commands.say)(PROGRAM, line)
     if options.json:
         print(json.dumps(as_json(answer, quick=options.quick), indent=1))
     elif answer.save is not None:

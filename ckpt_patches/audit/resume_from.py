@@ -12,11 +12,12 @@ from pathlib import Path
 
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, TO_RESUME_FROM, UNKNOWN, Report, audit, audit_structure
 from ckpt_patches.audit.report.rows import rows
-from ckpt_patches.audit.run_folder import TRACKERS, UNFINISHED, Tracker, leaves, saves, trackers, unit_of
+from ckpt_patches.audit.run_folder import UNFINISHED, leaves, saves, unit_of
 from ckpt_patches.audit.unit import joined
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.checkpoint import ALONE, Checkpoint
 from ckpt_patches.formats.reading import reader_of
+from ckpt_patches.formats.trackers import TRACKERS, Tracker, trackers
 from ckpt_patches.formats.universal import is_universal
 
 STEP = re.compile(

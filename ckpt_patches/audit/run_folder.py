@@ -1,10 +1,4 @@
-"""A run's folder: its saves, complete or not, and the save that its tracker names.
-
-DeepSpeed writes the name of a folder to `latest` (its converter: to `latest_universal`). Megatron writes an iteration,
-which stands for the folder `iter_0000010`, or the word `release` to `latest_checkpointed_iteration.txt`, and
-Megatron-Bridge the state of the training to `latest_train_state.pt`. verl writes Megatron's file for the folder
-`global_step_10`, which has a checkpoint for each trained model.
-"""
+"""A run's folder: its saves, complete or not, and the folders that are resumed from as one."""
 
 import os
 import re
@@ -12,21 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_patches.errors import UserError
-from ckpt_patches.formats import dcp, files_reader, tensor_streams, torch_file
+from ckpt_patches.formats import dcp, files_reader
 from ckpt_patches.formats.checkpoint import Checkpoint
 from ckpt_patches.formats.megatron_torch import RANK, is_without_distributed_optimizer
 from ckpt_patches.formats.reading import HAS_OTHERS_BELOW, reader_of
 from ckpt_patches.formats.torch_dist import INDEX
+from ckpt_patches.formats.trackers import OF_VERL, TRACKERS, Tracker, trackers
 from ckpt_patches.formats.universal import FOLDER as UNIVERSAL
 from ckpt_patches.formats.universal import is_universal
 from ckpt_patches.formats.zarr import METADATA
 
-MEGATRON_TRACKER, BRIDGE_TRACKER = "latest_checkpointed_iteration.txt", "latest_train_state.pt"
-TRACKERS = ("latest", "latest_universal", MEGATRON_TRACKER, BRIDGE_TRACKER)
-LONGEST_NAME = 255  # bytes, of a folder's name and of a tracker's content
 UNFINISHED = ".unfinished"  # suffix of a folder that a tool of this package has not finished
-OF_VERL = re.compile(r"global_step_\d{1,15}")
 # Folders that are resumed from as one, and can hold several checkpoints: verl's, those of Transformers' Trainer and of
 # Accelerate, and Lightning's.
 UNIT = re.compile(rf"{OF_VERL.pattern}|checkpoint[-_]\d{{1,15}}|.+\.ckpt")
@@ -36,13 +26,6 @@ DATA = re.compile(rf".*\.distcp|.*_(model|optim)_states\.pt|{RANK.pattern}")
 PARTS = re.compile(rf"{DATA.pattern}|metadata\.json|common\.pt|fsdp_config\.json")
 LOADER = re.compile(r"train_dataloader_dprank\d+\.pt")  # Megatron's and its Bridge's position in the training data
 MOST_ENTRIES = 10_000  # entries of a folder that are checked
-
-
-class Tracker(NamedTuple):
-    """A file that names a checkpoint."""
-
-    path: Path
-    names: Path | None  # the folder; None if the file names no folder
 
 
 def unit_of(checkpoint: Path, root: Path) -> Path:
@@ -154,34 +137,6 @@ def _not_there(tracker: Tracker) -> Path | None:
     if tracker.names is None:
         return tracker.path
     return None if tracker.names.is_dir() else tracker.names
-
-
-def trackers(path: Path) -> list[Tracker]:
-    """The trackers in a folder."""
-    return [Tracker(path / name, _named_in(path / name)) for name in TRACKERS if (path / name).is_file()]
-
-
-def _named_in(file: Path) -> Path | None:
-    if file.name == BRIDGE_TRACKER:
-        return _named_by_bridge(file)
-    with file.open("rb") as opened:
-        text = opened.read(LONGEST_NAME + 2)
-    name = text.decode("utf-8", "replace").strip()
-    if file.name == MEGATRON_TRACKER and name.isdecimal():
-        of_verl = any(OF_VERL.fullmatch(entry.name) for entry in file.parent.iterdir())
-        name = f"global_step_{int(name)}" if of_verl else f"iter_{int(name):07d}"
-    is_name = name not in ("", ".", "..") and len(text) <= LONGEST_NAME + 1 and name.isprintable() and "/" not in name
-    return file.with_name(name) if is_name else None
-
-
-def _named_by_bridge(file: Path) -> Path | None:
-    """The folder of the step in Megatron-Bridge's training state, a dict of tensors."""
-    try:
-        state = torch_file.read(file).value
-        step = tensor_streams.scalar(file, state.get("step")) if isinstance(state, dict) else None
-    except (UserError, OSError):
-        return None
-    return file.with_name(f"iter_{int(step):07d}") if step is not None and 0 <= step < 1 << 53 else None
 
 
 def why_incomplete(path: Path) -> str | None:

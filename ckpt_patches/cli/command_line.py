@@ -5,6 +5,8 @@ import io
 import json
 import os
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,13 +33,33 @@ if TYPE_CHECKING:
     from ckpt_patches.engine.fix import Fix
     from ckpt_patches.engine.fix_table import Row
 
-AFTER = """Each command has its own --help. Documentation: ckpt-patches explain lists all pages.
+# The commands in --help, by what they are for; the others are not listed.
+GROUPS = {
+    "fixes": ("status", "list", "explain"),
+    "checkpoints": ("resume-from", "audit", "repair", "to-universal", "migrate", "compare", "fingerprint"),
+    "write the fixes": ("diff", "apply", "revert"),
+}
+AFTER = """options of every command:
+  -q, --quiet           no progress and no remarks: results and errors alone
+  -v, --verbose         print a traceback before the line of an error
+  --color WHEN          auto (default), always or never
 
-exit status: 0 success; 1 a needed fix is missing, or a checkpoint is damaged; 2 wrong usage, or a file that cannot be
-read or written; 3 no verdict on a checkpoint is possible"""
+environment variables:
+  CKPT_PATCHES          warn (default), strict (a missing fix is an error), off
+  CKPT_PATCHES_SKIP     fixes that are switched off, such as FIX,OTHER
+  CKPT_PATCHES_FINGERPRINT
+                        1: record the state at a save and verify it at a load
+  NO_COLOR              no colors
+
+Each command has its own --help. ckpt-patches explain lists all pages.
+
+exit status: 0 success, or nothing to do; 1 a needed fix is missing, or a
+checkpoint is damaged; 2 wrong usage, or a file that cannot be read or written;
+3 no verdict on a checkpoint is possible"""
 
 TO_UNIVERSAL = "to-universal"
 # Commands and options of earlier versions, and what to use instead.
+ALIASES = {"check": "audit", "ds-to-universal": TO_UNIVERSAL}
 REMOVED_OPTIONS = {
     "show": "removed in 0.3; ckpt-patches diff --module MODULE prints what the fixes change in a module",
     "--break-lock": "removed in 0.3; a lock ends with the process that holds it",
@@ -45,11 +67,14 @@ REMOVED_OPTIONS = {
     "--step": "removed in 0.3; all param groups of a checkpoint must be at one step, or megatron-core refuses it",
     "--plot": "removed in 0.3; --html FILE.html writes a page with the range of each finding",
 }
+WIDE = 120  # columns that a table of fixes needs
 # Version of the JSON of status and list; increased when a key is renamed, removed or changes its meaning.
 SCHEMA = 2
 JSON_HELP = "print JSON (ckpt-patches explain json)"
 MATCH_STATUS = "exit status: 0 success, 1 a fix does not match, 2 wrong usage or an unreadable file"
 
+Outcomes = dict[str, tuple[str, str]]  # of apply and revert, by fix: the outcome and its reason
+SKIPPED = "not applied (CKPT_PATCHES_SKIP)"
 MEANING = {
     Outcome.APPLIES: "applied",
     Outcome.NOT_NEEDED: "not needed",
@@ -63,6 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    arguments = terminal.take_options(arguments)
+    if arguments[:1] in (["help"], ["version"]):
+        arguments = [*arguments[1:], f"--{arguments[0]}"]
+    if arguments[:1] and arguments[0] in ALIASES:
+        arguments = [ALIASES[arguments[0]], *arguments[1:]]
     if arguments[:1] == [TO_UNIVERSAL]:
         from ckpt_patches.convert import convert_command
 
@@ -86,6 +116,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     """The main parser, and the parser of each command."""
     parser: argparse.ArgumentParser = Parser(
         "ckpt-patches",
+        usage="ckpt-patches [-h] [-V] COMMAND ...",
         **described(
             "Checkpoint fixes for megatron-core, DeepSpeed, NVRx, apex and torch, and tools for checkpoints.",
             "ckpt-patches status",
@@ -94,8 +125,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
             after=AFTER,
         ),
     )
-    parser.add_argument("--version", action="version", version=f"training-checkpoint-patches {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument("-V", "--version", action="version", version=f"training-checkpoint-patches {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", prog="ckpt-patches", help=argparse.SUPPRESS)
     _add_reports(commands)
     _add_patches(commands)
     # Its options are defined in its own module, which the other commands do not import.
@@ -105,7 +136,14 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     migrate.add_to(commands)
     fingerprint.add_to(commands)
     _add_others(commands)
+    parser.epilog = f"{_listed_commands(commands)}\n\n{parser.epilog}"
     return parser, commands.choices
+
+
+def _listed_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> str:
+    helps = {action.dest: action.help for action in commands._get_subactions()}
+    groups = ([f"{title}:", *(f"  {name:13} {helps[name]}" for name in names)] for title, names in GROUPS.items())
+    return "\n\n".join("\n".join(lines) for lines in groups)
 
 
 def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -146,18 +184,24 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         **described(
             "List every bug that has a fix: symptom, affected releases, affected stacks and the fix.",
             "ckpt-patches list --for megatron-core==0.16.1",
+            "ckpt-patches list --for deepspeed",
         ),
     )
     listed.add_argument("--json", action="store_true", help=JSON_HELP)
     which = listed.add_mutually_exclusive_group()
-    which.add_argument("--for", dest="release", metavar="PACKAGE==VERSION", help="only the bugs of a tested release")
+    which.add_argument(
+        "--for",
+        dest="release",
+        metavar="PACKAGE[==VERSION]",
+        help="only the bugs of a tested release (default: the installed one)",
+    )
     which.add_argument(
         "--tree", metavar="PATH", help="only the bugs whose fixes apply to a checkout or a folder of packages"
     )
     listed.set_defaults(run=_list)
     explained = commands.add_parser(
         "explain",
-        help="print a page, or find the page for an error text, a log, a question or a finding",
+        help="find the page for an error, a log, a question; print a page",
         **described(
             "Print the page of a fix or of a topic. With an error text, the file of a log, an effect, a question or "
             "the name of a finding: list the pages that answer it, at most five, best first. Without an argument: list "
@@ -226,6 +270,8 @@ def _add_patches(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     revert.set_defaults(run=_revert)
     for command in (diff, apply, revert):
         command.add_argument("fixes", nargs="*", metavar="FIX", help="names from `ckpt-patches list` (default: all)")
+    for command in (apply, revert):
+        command.add_argument("--json", action="store_true", help=JSON_HELP)
     for command in (diff, apply, revert):
         command.add_argument(
             "--tree",
@@ -324,10 +370,24 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _table_of(title: str, rows: "Sequence[Row]") -> str:
+    """A heading and a table; on a narrow terminal two lines for each fix instead, wrapped."""
     from ckpt_patches.engine.fix_table import HEADS
 
-    lines = terminal.table([HEADS, *rows], terminal.width(), wrapped=(0, 1, 2))
+    columns = terminal.width()
+    lines = terminal.table([HEADS, *rows], columns, wrapped=(0, 1, 2))
+    if 0 < columns < WIDE:
+        lines = [line for row in rows for line in _two_lines(row, columns)]
     return "\n".join([terminal.paint(title, "bold"), *lines])
+
+
+def _two_lines(row: "Row", columns: int) -> list[str]:
+    symptom, releases, stacks, name = row
+    first = f"{name}: {releases}; {stacks}" if stacks else f"{name}: {releases}"
+    wrapped = [
+        textwrap.wrap(text, columns, initial_indent=begin, subsequent_indent="    ", break_on_hyphens=False)
+        for text, begin in ((first, ""), (symptom, "  "))
+    ]
+    return [line for lines in wrapped for line in lines]
 
 
 def _listed(options: argparse.Namespace) -> tuple[list[str], list[FixResult]]:
@@ -337,7 +397,7 @@ def _listed(options: argparse.Namespace) -> tuple[list[str], list[FixResult]]:
         from ckpt_patches.engine.plan import fixes_for
         from ckpt_patches.engine.releases import recorded_release
 
-        package, version = recorded_release(options.release)
+        package, version = recorded_release(options.release, _installed_version)
         fixes = {name: load(name) for name in fixes_for(package)}
         return [name for name, fix in fixes.items() if fix.affects(version) and not fix.is_for_upstream_alone], []
     if options.tree is None:
@@ -347,6 +407,14 @@ def _listed(options: argparse.Namespace) -> tuple[list[str], list[FixResult]]:
         plan.check_readable()
     unmatched = [result for plan in plans for result in plan.results if result.outcome is Outcome.NO_MATCH]
     return [name for plan in plans for name in plan.named(Outcome.APPLIES)], unmatched
+
+
+def _installed_version(package: str) -> str:
+    """The installed version of an upstream package; empty if it is not installed."""
+    from ckpt_patches.engine.installed import locate, version_in
+
+    root = locate(package)
+    return version_in(root, package) if root else ""
 
 
 def _as_json(fix: "Fix") -> dict[str, object]:
@@ -501,7 +569,8 @@ def _diff_of_module(options: argparse.Namespace) -> int:
         raise UserError(f"expected {path}, found no such file: this release does not have the module")
     if file is not None:
         _write(file_diff(plan.root, file))
-    return _tell([one for one in plan.results if options.module in load(one.name).modules])
+    results = [one for one in plan.results if options.module in load(one.name).modules]
+    return _tell([one for one in results if one.outcome is not Outcome.APPLIES])
 
 
 def _edited_modules() -> list[str]:
@@ -515,25 +584,47 @@ def _apply(options: argparse.Namespace) -> int:
     skip = Switches(os.environ).skip
     selections = select(options.fixes, options.tree)
     _check_rights(selections)
-    return max([_apply_to(selection, skip) for selection in selections])
+    found = [(selection, _applied(selection, skip)) for selection in selections]
+    _tell_outcomes(found, options)
+    outcomes = [outcome for _, own in found for outcome, _ in own.values()]
+    if MEANING[Outcome.APPLIES] in outcomes and not options.json:
+        runtime_commands.note("ckpt-patches", "pip uninstall does not undo this, ckpt-patches revert does")
+    return 1 if MEANING[Outcome.NO_MATCH] in outcomes else 0
 
 
-def _apply_to(selection: Selection, skip: Collection[str]) -> int:
+def _applied(selection: Selection, skip: Collection[str]) -> Outcomes:
+    """Apply the fixes of a package."""
     from ckpt_patches.inplace import rewrite
 
     before = rewrite.read_state(selection.root, selection.package).fixes
-    names = [name for name in selection.names if name not in skip]
-    plan = rewrite.apply(selection.root, selection.package, names)
-    for name in selection.names:
-        if name in skip:
-            left = "applied in place by an earlier run, revert it" if name in before else "not applied"
-            print(f"{name}: {left} (CKPT_PATCHES_SKIP)", file=sys.stderr)
-        elif name in before:
-            print(f"{name}: already there", file=sys.stderr)
-    status = _tell([result for result in plan.results if result.name in names and result.name not in before])
-    if set(plan.named(Outcome.APPLIES)).difference(before):
-        print("pip uninstall does not undo this, ckpt-patches revert does", file=sys.stderr)
-    return status
+    plan = rewrite.apply(selection.root, selection.package, [name for name in selection.names if name not in skip])
+    found = {one.name: (MEANING[one.outcome], one.reason) for one in plan.results if one.name in selection.names}
+    found |= {name: ("already there", "") for name in before if name in selection.names}
+    for name in set(skip).intersection(selection.names):
+        found[name] = (SKIPPED, "it is applied in place, by an earlier run: revert it" if name in before else "")
+    return found
+
+
+def _tell_outcomes(found: Sequence[tuple[Selection, Outcomes]], options: argparse.Namespace) -> None:
+    """Print JSON, or each fix that is not as asked for, or each of those that were named; and a line on the package."""
+    if options.json:
+        packages = [
+            {
+                "package": DISTRIBUTIONS[selection.package],
+                "path": str(selection.root),
+                "fixes": [{"name": name, "outcome": what, "reason": why} for name, (what, why) in own.items()],
+            }
+            for selection, own in found
+        ]
+        print(json.dumps({"schema": 1, "packages": packages}, indent=1))
+        return
+    for selection, own in found:
+        for name, (what, why) in own.items():
+            if options.fixes or terminal.Output.verbose or what in (SKIPPED, MEANING[Outcome.NO_MATCH]):
+                print(f"{name}: {what}{f': {why}' if why else ''}", file=sys.stderr)
+        counts = ", ".join(f"{number} {what}" for what, number in Counter(what for what, _ in own.values()).items())
+        text = f"{DISTRIBUTIONS[selection.package]}: {counts or 'no fixes'} ({selection.root})"
+        runtime_commands.note("ckpt-patches", text)
 
 
 def _check_rights(selections: Sequence[Selection]) -> None:
@@ -547,10 +638,13 @@ def _check_rights(selections: Sequence[Selection]) -> None:
 def _revert(options: argparse.Namespace) -> int:
     from ckpt_patches.inplace import rewrite
 
+    found: list[tuple[Selection, Outcomes]] = []
     for selection in select(options.fixes, options.tree):
         removed = rewrite.revert(selection.root, selection.package, selection.names)
-        for name in selection.names:
-            print(f"{name}: {'reverted' if name in removed else 'was not applied in place'}", file=sys.stderr)
+        names = selection.names if options.fixes else removed
+        words = {name: "reverted" if name in removed else "was not applied in place" for name in names}
+        found.append((selection, {name: (what, "") for name, what in words.items()}))
+    _tell_outcomes(found, options)
     return 0
 
 

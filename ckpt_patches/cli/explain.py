@@ -137,10 +137,22 @@ def _prose(markdown: str, columns: int) -> str:
     return "".join(part if part.isspace() else _part(part, columns) for part in parts)
 
 
+def _table(text: str, columns: int) -> str:
+    """A Markdown table with aligned cells, wrapped."""
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines()]
+    cells = [[cell.strip().replace("\\|", "|") for cell in line] for line in lines]
+    rows = [row for row in cells if not all(re.fullmatch(r":?-+:?", cell) for cell in row)]
+    if len({len(row) for row in rows}) > 1:
+        return text
+    return "\n".join(terminal.table(rows, columns, wrapped=range(len(rows[0])))) + ("\n" if text.endswith("\n") else "")
+
+
 def _part(text: str, columns: int) -> str:
     if text.startswith("#"):
         return terminal.paint(text.lstrip("# "), "bold")
-    if text.startswith(("    ", "|")) or not text.strip():
+    if text.startswith("|"):
+        return _table(text, columns)
+    if text.startswith("    ") or not text.strip():
         return text
     marker = re.match(r"[-*] |\d+\. |", text)
     indent = " " * len(marker[0]) if marker else ""

@@ -17,6 +17,7 @@ from ckpt_patches.convert.source import check_folder
 from ckpt_patches.runtime import commands
 from ckpt_patches.runtime.distributed import joined
 from ckpt_patches.runtime.options import Parser, add_distributed, add_trust, add_workers, described, spelled
+from ckpt_patches.runtime.unfinished import check_parent
 from ckpt_patches.runtime.units import in_bytes
 
 DESCRIPTION = "Convert a DeepSpeed ZeRO checkpoint to a universal one, reading and writing every byte once."
@@ -81,6 +82,8 @@ def take_over(upstream: Any, module: str) -> bool:
 def _run(options: argparse.Namespace, program: str, begin: float) -> int:
     say = partial(commands.say, program)
     path = Path(options.path or options.input_folder)
+    if program != HAND_OVER:
+        check_parent(Path(options.output))
     check_folder(path)  # before importing torch and waiting for other ranks
     chosen = Options(
         options.workers,
@@ -142,4 +145,5 @@ def text(summary: Summary) -> str:
     before = f" ({summary.files_before} were there already)" if summary.files_before else ""
     written = f"{in_bytes(summary.bytes)} in {summary.files} files{before}"
     times = f"{summary.seconds:.1f} s ({summary.plan_seconds:.1f} s of it planning), {in_bytes(summary.rate)}/s"
-    return f"{summary.output_folder}: {written}, {times}"
+    load = f'"checkpoint": {{"load_universal": true}} and tag {Path(summary.output_folder).name}'
+    return f"{summary.output_folder}: {written}, {times}\nto load it: {load}"

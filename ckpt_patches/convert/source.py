@@ -58,7 +58,7 @@ def check_folder(path: Path) -> Folder:
         UserError: the folder is not a ZeRO checkpoint, has files of two runs, or experts without a ZeRO optimizer.
     """
     if not path.is_dir():
-        raise UserError(f"{path} is not a folder; name the one with the files of the ranks, like OUT/global_step10")
+        raise _wrong_path(path)
     folder = zero.look(path)
     if not folder.optimizer and folder.experts:
         raise UserError(
@@ -66,11 +66,17 @@ def check_folder(path: Path) -> Folder:
             "checkpoint is made of"
         )
     if not folder.optimizer:
-        raise UserError(f"{path} has no file like bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt: no ZeRO checkpoint")
+        raise _wrong_path(path)
     if len(folder.prefixes) > 1:
         found = " and ".join(sorted(folder.prefixes))
         raise UserError(f"{path} has files of two trainings, {found}: keep those of one")
     return folder
+
+
+def _wrong_path(path: Path) -> UserError:
+    from ckpt_patches.formats.reading import wrong_path  # imports all readers
+
+    return wrong_path(path, "a ZeRO checkpoint, with files like bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
 def read(path: Path, *, trust: bool = False, inject_missing_state: bool = False) -> Source:

@@ -1,5 +1,7 @@
 """What a release says about a bug. Statements hold for the releases in `registry.PACKAGES`, on which the tests ran."""
 
+from collections.abc import Callable, Sequence
+
 from ckpt_patches.engine.fix import numbers
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, PACKAGES, TORCH
 from ckpt_patches.engine.source import Ranges
@@ -56,24 +58,37 @@ def without_build(package: str, version: str) -> str:
     return version.partition("+")[0] if package == TORCH else version
 
 
-def recorded_release(requirement: str) -> tuple[str, str]:
-    """The upstream package and the release of `PACKAGE==VERSION`.
+ALIASES = {"mcore": "megatron-core", "megatron": "megatron-core", "nvrx": "nvidia-resiliency-ext"}
+
+
+def recorded_release(requirement: str, installed: Callable[[str], str]) -> tuple[str, str]:
+    """The upstream package and the release of `PACKAGE==VERSION`, or of `PACKAGE` the one that `installed` returns.
 
     Raises:
-        UserError: the package is unknown, or the tests never ran on that release.
+        UserError: the package is unknown or not installed, or the tests never ran on that release.
     """
     name, equals, version = (part.strip() for part in requirement.partition("=="))
-    named = [one for one in PACKAGES.values() if one.distribution == name.lower().replace("_", "-")]
-    if not named or not equals:
+    name = name.lower().replace("_", "-")
+    named = [one for one in PACKAGES.values() if one.distribution == ALIASES.get(name, name)]
+    if not named or (equals and not version):
         known = " or ".join(f"{one.distribution}=={one.releases[-1]}" for one in PACKAGES.values())
         raise UserError(f"expected PACKAGE==VERSION, such as {known}, found {requirement}")
     (package,) = named
-    version = without_build(package.root, version)
+    version = without_build(package.root, version if equals else installed(package.root))
+    if not version:
+        raise UserError(f"{requirement}: expected the package to be installed, found none; name a release with ==")
     if old := too_old(package.root, version):
         raise UserError(old)
     if version not in package.releases:
         raise UserError(
             f"expected a tested release of {package.distribution} ({package.releases[0]} to {package.releases[-1]}), "
-            f"found {version or 'none'}; for any other release: ckpt-patches list --tree PATH"
+            f"found {version}; {_near(version, package.releases)}for any other release: ckpt-patches list --tree PATH"
         )
     return package.root, version
+
+
+def _near(version: str, releases: Sequence[str]) -> str:
+    """The tested releases with the same first numbers."""
+    here = numbers(version)[:2]
+    near = [release for release in releases if numbers(release)[:2] == here]
+    return f"the nearest are {', '.join(near)}; " if near else ""

@@ -26,7 +26,7 @@ from ckpt_patches.formats.megatron_arrays import CONFIG
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE
 from ckpt_patches.formats.megatron_torch import MODEL
 from ckpt_patches.formats.ranged import RangedFiles
-from ckpt_patches.formats.reading import reader_of
+from ckpt_patches.formats.reading import reader_of, wrong_path
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.processes import in_order
 from ckpt_patches.runtime.progress import Progress
@@ -72,11 +72,9 @@ def opened(path: Path) -> Checkpoint:
     Raises:
         UserError: the folder has no known format.
     """
-    if not path.is_dir():
-        raise UserError(f"{path} is no folder, expected that of a checkpoint")
-    read = reader_of(path)
+    read = reader_of(path) if path.is_dir() else None
     if read is None:
-        raise UserError(f"{path}: expected a checkpoint of a known format, found none (ckpt-patches audit {path})")
+        raise wrong_path(path)
     return read(path)
 
 

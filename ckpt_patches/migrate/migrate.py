@@ -15,7 +15,7 @@ from ckpt_patches import __version__
 from ckpt_patches.audit import audit
 from ckpt_patches.audit.audit import Report
 from ckpt_patches.audit.judging import recorded_states
-from ckpt_patches.errors import UserError
+from ckpt_patches.errors import NothingToDo, UserError
 from ckpt_patches.formats import torch_dist_writer
 from ckpt_patches.formats.checkpoint import Checkpoint, Extent
 from ckpt_patches.formats.damages import DAMAGE, INCOMPLETE, MIXED_ROWS, NOTE, SHIFTED_STATE, UNREADABLE, Finding
@@ -29,7 +29,7 @@ from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.pause import without_garbage_collection
 from ckpt_patches.runtime.processes import in_order
 from ckpt_patches.runtime.progress import Progress
-from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, write_at_once
+from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, check_parent, write_at_once
 
 MARK = ".ckpt-patches-migrate.json"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -91,8 +91,9 @@ def _nothing_to_do(path: Path, kind: str) -> UserError:
         report = audit.audit(path)
         if any(finding.kind is SHIFTED_STATE for finding in report.findings):
             return UserError(f"{path} is shifted: {SHIFTED_STATE.remedy}")
-        more += "; but it is damaged, as ckpt-patches audit says" if report.verdict == audit.DAMAGED else ""
-    return UserError(f"{path} needs nothing: megatron-core 0.16 and later load it as it is{more}")
+        if report.verdict == audit.DAMAGED:
+            return UserError(f"{path} needs no migration, but a repair: it is damaged, as ckpt-patches audit says")
+    return NothingToDo(f"{path} needs nothing: megatron-core 0.16 and later load it as it is{more}")
 
 
 def _check_damage(path: Path, findings: Iterable[Finding], options: Options) -> None:
@@ -187,6 +188,7 @@ class _Migration(NamedTuple):
 
 def _prepared(path: Path, output: Path, options: Options) -> _Migration:
     check_outside(path, output)
+    check_parent(output)
     old, planned = prepare(path, options)
     folder = UnfinishedFolder(output, _fingerprint(old, planned), MARK, "migration")
     folder.check(planned.files)

@@ -3,6 +3,9 @@
 import argparse
 import dataclasses
 import json
+import re
+import shlex
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,23 +16,24 @@ from ckpt_patches.runtime.shown import printable_lines
 from ckpt_patches.runtime.units import in_bytes
 
 if TYPE_CHECKING:
-    from ckpt_patches.migrate.migrate import Summary
+    from ckpt_patches.migrate.migrate import Options, Summary
     from ckpt_patches.migrate.plan import Plan
 
 MOST_SHOWN = 10  # findings
+ITERATION = re.compile(r"iter_(\d{7,15})")  # the name that Megatron-LM looks for
 SCHEMA = 2  # JSON version; raised when a key is renamed, removed or changes its meaning
 AFTER = """OLD is only read. NEW gets its name when it is complete; until then it is NEW.unfinished, and the same
 command continues from there.
 
-exit status: 0 migrated, 1 not migrated because elements are damaged, 2 not migrated or nothing to do (a line names
-the reason), 130 interrupted"""
+exit status: 0 migrated, or nothing to do (a line says so), 1 not migrated because elements are damaged, 2 not migrated
+(a line names the reason), 130 interrupted"""
 
 
 def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to the command line."""
     migrate = parsers.add_parser(
         "migrate",
-        help="convert an old Megatron checkpoint for megatron-core 0.16 and later",
+        help="make old Megatron checkpoints (zarr, flattened) load in 0.16+",
         **described(
             "Convert a checkpoint that megatron-core up to 0.15 wrote (zarr, or optimizer state in flattened ranges) "
             "to one that 0.16 and later load and resume from, bit for bit. Rows of SwiGLU that torch FSDP2 mixed up to "
@@ -56,6 +60,13 @@ def run(options: argparse.Namespace) -> int:
         from ckpt_patches.migrate import migrate
     say = partial(commands.say, "ckpt-patches")
     chosen = migrate.Options(options.workers, options.damaged_as_is, options.trust_checkpoint)
+    with commands.told_as_json(SCHEMA, options.json):
+        return _run(options, chosen, say)
+
+
+def _run(options: argparse.Namespace, chosen: "Options", say: Callable[[str], None]) -> int:
+    from ckpt_patches.migrate import migrate
+
     if options.dry_run:
         _, planned = migrate.prepare(options.path, chosen)
         print(_plan_as_json(planned) if options.json else printable_lines(_plan_as_text(planned)))
@@ -99,7 +110,12 @@ def _summary_as_text(summary: "Summary") -> str:
     more = len(summary.findings) - MOST_SHOWN
     lines += [f"and {more} more findings: ckpt-patches audit lists them"] if more > 0 else []
     times = f"{summary.seconds:.1f} s ({summary.plan_seconds:.1f} s of it plan and audit)"
-    return "\n".join([*lines, f"{summary.output}: {kind}, {summary.verdict}, {written}, {times}"])
+    lines.append(f"{summary.output}: {kind}, {summary.verdict}, {written}, {times}")
+    if step := ITERATION.fullmatch(Path(summary.output).name):
+        lines.append(f"to load it: --load {shlex.quote(str(Path(summary.output).parent))} --ckpt-step {int(step[1])}")
+    else:
+        lines.append("to load it: give it the name iter_ and its iteration in seven digits, in the folder of --load")
+    return "\n".join(lines)
 
 
 def _summary_as_json(summary: "Summary") -> str:

@@ -10,9 +10,12 @@ from ckpt_patches.formats import megatron_arrays, torch_dist, torch_dist_reader,
 from ckpt_patches.formats.checkpoint import Checkpoint, Extent
 from ckpt_patches.formats.damages import BAD_METADATA, NOT_READ
 from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.reading import wrong_path
 from ckpt_patches.formats.swiglu_rows import Mixed
 from ckpt_patches.formats.torch_dist import COMMON, COMMON_OBJECT, INDEX, Tensor
 from ckpt_patches.formats.torch_dist_reader import Chunked
+
+EXPECTED = "one of Megatron's distributed checkpoints, in zarr or torch_dist"
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,11 @@ def read(path: Path, *, trust: bool = False) -> Source:
     Raises:
         UserError: it is not a distributed Megatron checkpoint, is damaged, or names classes that are not listed.
     """
-    if not path.is_dir():
-        raise UserError(f"{path}: expected the folder of a checkpoint (iter_0001000), found none")
-    backend = megatron_arrays.backend(path)
+    backend = megatron_arrays.backend(path) if path.is_dir() else None
+    if backend is None:
+        raise wrong_path(path, EXPECTED)
     if backend not in megatron_arrays.BACKENDS:
-        raise UserError(
-            f"{path}: expected one of Megatron's distributed checkpoints, in zarr or torch_dist, found "
-            f"{'one in ' + backend if backend else 'none'}: name the folder with metadata.json, like iter_0001000"
-        )
+        raise UserError(f"{path}: expected {EXPECTED}, found one in {backend}")
     files = files_in(path)
     found, arrays, objects, mixed = (_of_zarr if backend == megatron_arrays.ZARR else _of_torch_dist)(path, trust)
     held = objects.pop(COMMON_OBJECT, None)

@@ -1,14 +1,17 @@
 """Error handling of all commands: a user's mistake or a system error is one line and an exit status."""
 
 import contextlib
+import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 
-from ckpt_patches.errors import UserError, WorkerDefect, one_line
+from ckpt_patches.errors import NothingToDo, UserError, WorkerDefect, one_line
 from ckpt_patches.runtime.distributed import OtherRankError
 from ckpt_patches.runtime.shown import printable_lines
+from ckpt_patches.runtime.terminal import Output
 
 
 def run(program: str, work: Callable[[], int], *, interrupted: str = "interrupted", defect: int = 2) -> int:
@@ -46,6 +49,17 @@ def say(program: str, message: str) -> None:
 
 
 @contextlib.contextmanager
+def told_as_json(schema: int, as_json: bool) -> Iterator[None]:
+    """A context for work that can find nothing to do: with `as_json`, standard output says so, too."""
+    try:
+        yield
+    except NothingToDo as error:
+        if as_json:
+            print(json.dumps({"schema": schema, "output": None, "nothing_to_do": str(error)}, indent=1))
+        raise
+
+
+@contextlib.contextmanager
 def needed_by(what: str) -> Iterator[None]:
     """A context for imports of packages that may not be installed.
 
@@ -59,7 +73,15 @@ def needed_by(what: str) -> Iterator[None]:
         raise UserError(f"{what} needs {name}, which is not installed: pip install {name}") from None
 
 
+def note(program: str, message: str) -> None:
+    """Say what is no result and no error: not with --quiet."""
+    if not Output.quiet:
+        say(program, message)
+
+
 def _failed(program: str, message: str, status: int) -> int:
+    if Output.verbose:
+        traceback.print_exc()
     say(program, message)
     return status
 

@@ -27,7 +27,11 @@ Result = TypeVar("Result")
 
 
 class OtherRankError(UserError):
-    """Another rank failed, and rank 0 reports it; this rank prints nothing."""
+    """Another rank failed, and rank 0 reports it; this rank prints nothing, and ends with the same status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,14 @@ class Ranks:
 
             distributed.monitored_barrier(timeout=STEP)
             outcomes: list[Any] | None = [None] * self.size if self.rank == 0 else None
-            distributed.gather_object((result if self.rank else None, _message_of(error)), outcomes)
-            failed = _broadcast(next((rank for rank, own in enumerate(outcomes or ()) if own[1]), None))
+            status = getattr(error, "status", UserError.status)
+            distributed.gather_object((result if self.rank else None, _message_of(error), status), outcomes)
+            failed = _broadcast(next(((rank, own[2]) for rank, own in enumerate(outcomes or ()) if own[1]), None))
         if failed is None:
-            return [result, *(own for own, _ in (outcomes or ())[1:])]
+            return [result, *(own[0] for own in (outcomes or ())[1:])]
         if outcomes is None:
-            raise OtherRankError(f"{self._named(failed)} failed at {step}")
-        raise error or UserError(f"{self._named(failed)}: {outcomes[failed][1]}")
+            raise OtherRankError(f"{self._named(failed[0])} failed at {step}", failed[1])
+        raise error or UserError(f"{self._named(failed[0])}: {outcomes[failed[0]][1]}")
 
     def first(self, step: str, work: Callable[[], Result]) -> Result:
         """Run `work` on rank 0, and return its result on all ranks. Raises as `gather`."""

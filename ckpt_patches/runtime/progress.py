@@ -4,6 +4,7 @@ import sys
 import time
 from typing import TextIO
 
+from ckpt_patches.runtime.terminal import Output
 from ckpt_patches.runtime.units import in_bytes
 
 
@@ -14,7 +15,7 @@ class Progress:
 
     def __init__(self, total: int, file: TextIO | None = None, *, label: str = "") -> None:
         self._total, self._file, self._label = total, file or sys.stderr, label
-        self._shown = self._file.isatty()
+        self._shown = self._file.isatty() and not Output.quiet
         self._begin = self._last = time.monotonic()
 
     def show(self, done: int) -> None:

@@ -1,4 +1,4 @@
-"""The commands' output: tables, wrapped to the width of the terminal, and colors."""
+"""The commands' output: how much of it, tables, wrapped to the width of the terminal, and colors."""
 
 import os
 import shutil
@@ -6,9 +6,45 @@ import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
+from ckpt_patches.errors import UserError
+
+WHEN = ("auto", "always", "never")
 COLORS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
 GAP = 2  # columns between two cells
 NARROWEST = 14  # minimum columns of a wrapped cell
+
+
+class Output:
+    """The options that every command has."""
+
+    quiet = False  # no progress, and no line that is neither a result nor an error
+    verbose = False  # a traceback before an error's line
+    color = WHEN[0]
+
+
+def take_options(arguments: Sequence[str]) -> list[str]:
+    """Set `Output` from the options of every command, and return the other arguments.
+
+    Raises:
+        UserError: --color has no value, or another one than those in WHEN.
+    """
+    Output.quiet, Output.verbose, Output.color = False, False, WHEN[0]
+    left, rest = list[str](), iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if argument == "--":
+            return [*left, argument, *rest]
+        if argument in ("-q", "--quiet"):
+            Output.quiet = True
+        elif argument in ("-v", "--verbose"):
+            Output.verbose = True
+        elif name == "--color":
+            Output.color = value if equals else next(rest, "")
+            if Output.color not in WHEN:
+                raise UserError(f"--color: expected {', '.join(WHEN)}, found {Output.color or 'nothing'}")
+        else:
+            left.append(argument)
+    return left
 
 
 def width() -> int:
@@ -17,8 +53,9 @@ def width() -> int:
 
 
 def paint(text: str, color: str) -> str:
-    """Text in one of `COLORS`, if standard output is a terminal with colors and NO_COLOR is not set."""
+    """Text in one of `COLORS`: by --color or, without it, on a terminal with colors if NO_COLOR is not set."""
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb" or not _is_terminal()
+    plain = plain if Output.color == "auto" else Output.color == "never"
     return text if plain or not color else f"\x1b[{COLORS[color]}m{text}\x1b[0m"
 
 

@@ -55,6 +55,17 @@ def check_outside(source: Path, output: Path) -> None:
         raise UserError(f"{output}: expected an output folder outside of {source}, which is only read")
 
 
+def check_parent(output: Path) -> None:
+    """Check that the folder around an output is there, so that a mistyped path makes none.
+
+    Raises:
+        UserError: it is not.
+    """
+    parent = Path(os.path.abspath(output)).parent
+    if not parent.is_dir():
+        raise UserError(f"{output}: expected a folder {parent}, found none: make it first, or correct the path")
+
+
 class UnfinishedFolder:
     """An output folder: named `working` while it is written, and `final` in the end.
 

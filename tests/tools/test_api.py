@@ -117,6 +117,9 @@ def test_a_migration(tmp_path: Path) -> None:
     shapes: dict[str, tuple[int, ...]] = {"layer.weight": (6, 4)}
     fragments: dict[str, tuple[int, ...]] = {"layer.weight": (1, 2)}
     old = flattened(tmp_path / "iter_0000010", shapes, fragments, ranks=3)[0].write(settings())
+    with pytest.raises(api.UserError, match="make it first"):
+        api.migrate(old, tmp_path / "new" / "iter_0000010")
+    (tmp_path / "new").mkdir()
     made = api.migrate(old, tmp_path / "new" / "iter_0000010")
     assert made.source_type != made.target_type
     assert api.audit(tmp_path / "new" / "iter_0000010").verdict == made.verdict

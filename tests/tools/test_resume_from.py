@@ -271,7 +271,7 @@ def test_folders_without_a_checkpoint(tmp_path: Path, resume_from: Any) -> None:
     assert resume_from(tmp_path)[:2] == (1, "")
     absent = tmp_path / "absent"
     said = resume_from(absent)
-    assert said == (2, "", f"ckpt-patches: {absent}: expected the folder of a run, found no folder\n")
+    assert said == (2, "", f"ckpt-patches: {absent}: expected the folder of a run, found nothing\n")
 
 
 def test_a_first_start_needs_no_checkpoint(run: Path, tmp_path: Path, resume_from: Any) -> None:

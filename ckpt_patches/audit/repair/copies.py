@@ -14,7 +14,7 @@ from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.ranged import open_regular
 from ckpt_patches.formats.zarr import LOCKS
-from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, check_space
+from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, check_parent, check_space
 from ckpt_patches.runtime.units import in_bytes
 
 BUFFER = 1 << 22  # bytes
@@ -29,6 +29,7 @@ def new_copy(path: Path, output: Path) -> Iterator[Path]:
         UserError: the output exists, or another repair writes it now.
     """
     check_outside(path, output)
+    check_parent(output)
     work = UnfinishedFolder(output, "", MARK, "repair")
     check_outside(work.working, path)  # which is removed
     if not work.is_of_this(work.working):

@@ -19,7 +19,7 @@ from ckpt_patches.audit.repair.copies import copied, copy_checkpoint, in_copy, n
 from ckpt_patches.audit.repair.plan import AT_A_TIME, FROM_OLDER, RESET, Fill, Plan, plan
 from ckpt_patches.audit.repair_list import Repaired
 from ckpt_patches.audit.run_folder import unit_of
-from ckpt_patches.errors import UserError
+from ckpt_patches.errors import NothingToDo, UserError
 from ckpt_patches.formats import damages
 from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Stream
 from ckpt_patches.formats.damages import NOTE, Finding
@@ -57,14 +57,15 @@ def repair(
     """Audit, plan, write the repaired copy, and audit it. Only damaged elements change, and moments that are reset.
 
     Raises:
-        UserError: the checkpoint is complete, nothing in it can be repaired, or what is right would be a guess; or the
+        NothingToDo: the checkpoint is complete.
+        UserError: nothing in it can be repaired, or what is right would be a guess; or the
             output exists; or the older checkpoint is damaged, or not known to be of the same run.
     """
     with new_copy(path, output) as copy:
         report = audit(path, workers)
         found = report.checkpoint
         if report.verdict in TO_RESUME_FROM:
-            raise UserError(f"{path} is {report.verdict}: nothing to repair")
+            raise NothingToDo(f"{path} is {report.verdict}: nothing to repair")
         older = audit(older_path, workers) if older_path else None
         source = older.checkpoint if older else None
         if older:

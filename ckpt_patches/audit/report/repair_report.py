@@ -20,6 +20,8 @@ def as_text(output: Path, result: Result) -> str:
     if result.left:
         lines[-1] += f"; {len(result.left)} findings are left:"
     lines += [f"  {found.kind.name} {found.array} {found.shard}: {reason}" for found, reason in result.left]
+    if not result.left:
+        lines.append("to resume from it, give it the name and place of the damaged one: it is loaded as that is")
     return "\n".join(lines)
 
 

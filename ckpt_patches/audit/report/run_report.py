@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit.audit import TO_RESUME_FROM, UNKNOWN, Report
-from ckpt_patches.audit.run_folder import Tracker, leaves, trackers
+from ckpt_patches.audit.run_folder import leaves
 from ckpt_patches.formats.checkpoint import ALONE
+from ckpt_patches.formats.trackers import Tracker, trackers
 
 
 @dataclass(frozen=True)
