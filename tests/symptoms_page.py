@@ -1,4 +1,4 @@
-"""Write docs/symptoms.md from the fixes: `python tests/symptoms_page.py`. --check: exit with 1 if it is not current."""
+"""Write docs/reference/symptoms.md from the fixes: `python tests/symptoms_page.py`. --check: exit with 1 if it is not current."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ from ckpt_patches.cli import symptoms
 from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.fix_table import row
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "symptoms.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "symptoms.md"
 HEAD = """# Symptoms
 
 Every error text that a tool or a fix of this package answers, and every visible effect with its fix. `ckpt-patches
@@ -59,7 +59,7 @@ def _code(error: str) -> str:
 
 
 def _linked(name: str) -> str:
-    return f"[{name}]({name}.md)"
+    return f"[{name}](../{name}.md)"
 
 
 def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:

@@ -25,7 +25,7 @@ FEW = 4  # words of an error text; a pasted line must contain a shorter one with
 LONGEST = 25  # words of an effect or a question; a longer text is a log, in which only error texts are searched
 MOST = 5  # answers
 NOT_HERE = "not by this package"  # begins the answer to an error text that no fix and no tool is for
-LEFT_OUT = ("README", "symptoms", "architecture", "explorer")  # pages that answer no user's question
+LEFT_OUT = ("README", "architecture", "explorer")  # pages that answer no user's question
 
 # Words that do not describe a symptom.
 COMMON = re.compile(
