@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, TO_RESUME_FROM, UNKNOWN, Report, audit, audit_structure
@@ -47,6 +48,16 @@ class Save:
         """The step in its name, which options of frameworks take; None without one."""
         found = STEP.findall(self.name)
         return int(found[-1]) if found else None
+
+    @cached_property
+    def structure(self) -> Report:
+        """The report on its structure, read once."""
+        return joined(self.path, [audit_structure(part) for part in self.parts])
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is an exported model, without an optimizer."""
+        return self.structure.checkpoint.format.endswith(ALONE)
 
     @property
     def is_universal(self) -> bool:
@@ -114,17 +125,16 @@ def resume_from(
     alone: list[Save] = []
     chosen = candidates[:most]
     for number, save in enumerate(chosen, 1):
-        found = _structure(save)
-        if found.checkpoint.format.endswith(ALONE):
+        if save.is_alone:
             alone.append(save)
-        elif good := search.judged(save, found):
+        elif good := search.judged(save):
             chosen = chosen[:number]
             break
     if len(alone) < len(candidates):
         for save in alone:
             search.skip(save, "", SKIPPED_ALONE)
     else:  # there is nothing else to resume from
-        good = next(filter(None, (search.judged(save, _structure(save)) for save in alone)), None)
+        good = next(filter(None, map(search.judged, alone)), None)
     left = 0 if good else len(candidates) - len(chosen)
     newest, report = good or (None, None)
     unknown = None if every else _unknown(path)
@@ -144,8 +154,9 @@ class _Search:
         self.skipped.append(Skipped(save.path, verdict, reason))
         self.say(self.skipped[-1])
 
-    def judged(self, save: Save, found: Report) -> tuple[Save, Report] | None:
-        """A save and the report on it, from that on its structure, if it is good; else the save is skipped."""
+    def judged(self, save: Save) -> tuple[Save, Report] | None:
+        """A save and the report on it, if it is good; else the save is skipped."""
+        found = save.structure
         if not self.quick and found.verdict not in (DAMAGED, INCOMPLETE):
             found = joined(save.path, [audit(part, self.workers) for part in save.parts])
         if found.verdict in TO_RESUME_FROM:
@@ -176,7 +187,7 @@ def _run_of(path: Path) -> tuple[Path, list[Save]]:
     if len(runs) > 1:
         if path in runs and _is_run(runs[path]):
             return path, runs[path]
-        runs = {folder: own for folder, own in runs.items() if not all(map(_is_alone, own))} or runs
+        runs = {folder: own for folder, own in runs.items() if not all(save.is_alone for save in own)} or runs
     if len(runs) > 1:
         names = [str(folder) for folder in runs]
         more = f" and {len(names) - MOST_RUNS} more" if len(names) > MOST_RUNS else ""
@@ -186,7 +197,7 @@ def _run_of(path: Path) -> tuple[Path, list[Save]]:
 
 def _is_run(own: Iterable[Save]) -> bool:
     """Whether one of the saves is of a known format, and has more than weights."""
-    return any(_reader(part) and not _is_alone(save) for save in own for part in save.parts)
+    return any(_reader(part) and not save.is_alone for save in own for part in save.parts)
 
 
 def _reader(path: Path) -> Callable[[Path], Checkpoint] | None:
@@ -195,10 +206,6 @@ def _reader(path: Path) -> Callable[[Path], Checkpoint] | None:
         return reader_of(path) if is_finished else None
     except OSError:
         return None
-
-
-def _is_alone(save: Save) -> bool:
-    return _structure(save).checkpoint.format.endswith(ALONE)
 
 
 def _candidates(run: Path, every: list[Save]) -> tuple[list[Save], list[tuple[Save, str]]]:
@@ -220,7 +227,7 @@ def _age(save: Save) -> tuple[int, float]:
     """Sort key: the step in the name or, without one, of the optimizer; then the time of the last write."""
     step = save.step
     if step is None:
-        step = _structure(save).checkpoint.step
+        step = save.structure.checkpoint.step
     return (
         -1 if step is None else step,
         save.path.stat().st_mtime if save.path.exists() else 0,
@@ -228,10 +235,6 @@ def _age(save: Save) -> tuple[int, float]:
 
 
 # Judging
-
-
-def _structure(save: Save) -> Report:
-    return joined(save.path, [audit_structure(part) for part in save.parts])
 
 
 def _unknown(path: Path) -> Path | None:
