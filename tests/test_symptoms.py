@@ -126,6 +126,7 @@ NO_STATE = "RuntimeError: Missing key in checkpoint state_dict: optimizer.state.
         ("which of my checkpoints can I resume from", "resume_from"),
         ("convert DP=768 ZeRO to universal", "ds_to_universal"),
         ("loss spike", "incident"),
+        ("grad norm spikes", "incident"),
         ("grad norm spikes after resume", "incident"),
         ("diverge", "incident"),
         ("lost_moment", "lost_moment"),

@@ -52,6 +52,7 @@ SYNONYMS = {
     "switch": "disable turn",
     "patch": "send submit contribute",
     "rank": "gpu",
+    "gradient": "grad",
 }
 
 

@@ -1,0 +1,86 @@
+"""All commands have the same habits: one sentence for a wrong path, with the checkpoint to name; the next step last."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckpt_patches.cli import main
+from megatron_checkpoints import ZARR, written
+from old_checkpoints import flattened, settings
+from small_tree import command
+from test_audit import copied, lose_both_moments, lose_master
+from zero_checkpoints import trained
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A DeepSpeed run with two checkpoints and a tracker; the current folder is empty."""
+    for step in (2, 10):
+        shutil.copytree(trained("0.19.8", "stage1")["stage1"], tmp_path / "run" / f"global_step{step}")
+    (tmp_path / "run" / "latest").write_text("global_step10")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    return tmp_path / "run"
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: str, path: Path) -> str:
+    """The line of a command that ends with 2, between "expected a checkpoint …" and its end."""
+    assert main([*arguments.split(), str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: expected " in line
+    return line.partition(", found ")[2]
+
+
+@pytest.mark.parametrize("command", ["repair --output new", "to-universal --output new", "fingerprint"])
+def test_a_path_that_is_no_checkpoint(command: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = run / "global_step10"
+    assert refused(capsys, command, run) == f"a folder of 2; name one, such as {newest}"
+    assert refused(capsys, command, run / "latest") == f"a tracker; it names {newest}"
+    assert refused(capsys, command, run / "absent") == "nothing"
+    assert refused(capsys, command, Path()) == "none in this folder (ckpt-patches explain formats)"
+    (run / "file").touch()
+    assert refused(capsys, command, run / "file") == "a file"
+
+
+def test_a_path_that_is_no_checkpoint_of_the_kind(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "migrate --output new", run).startswith("a folder of 2; name one")
+    assert refused(capsys, "migrate --output new", run / "global_step2").startswith("none in this folder")
+    assert refused(capsys, "audit", run / "latest") == f"a tracker; it names {run / 'global_step10'}"
+    assert refused(capsys, "audit", run / "absent") == "nothing"
+    assert refused(capsys, "resume-from", run / "absent") == "nothing"
+    assert refused(capsys, f"compare {run / 'global_step2'}", run).startswith("a folder of 2; name one")
+
+
+def test_the_last_line_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def last(*arguments: object) -> str:
+        assert main([*map(str, arguments)]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    zero = trained("0.19.8", "stage1")["stage1"]
+    expected = 'to load it: "checkpoint": {"load_universal": true} and tag universal'
+    assert last("to-universal", zero, "--output", tmp_path / "universal") == expected
+    old = flattened(tmp_path / "old", {"layer.weight": (6, 4)}, {"layer.weight": (1, 2)}, ranks=3)[0].write(settings())
+    migrated = last("migrate", old, "--output", tmp_path / "iter_0000010")
+    assert migrated == f"to load it: --load {tmp_path} --ckpt-step 10"
+    damaged = copied(written(ZARR).whole[-1], tmp_path)
+    lose_master(damaged)
+    assert last("repair", damaged, "--output", tmp_path / "repaired").startswith("to resume from it, give it the name")
+
+
+def test_findings_have_one_order(tmp_path: Path) -> None:
+    damaged = copied(written(ZARR).whole[-1], tmp_path)
+    for damage in (lose_master, lose_both_moments):
+        damage(damaged)
+    outputs = {command("audit", "--notes", str(damaged), PYTHONHASHSEED=str(seed)).stdout for seed in range(3)}
+    assert len(outputs) == 1
+    assert "lost_master" in outputs.pop()
+
+
+def test_the_help_has_groups_and_the_environment() -> None:
+    text = command("--help").stdout
+    for line in ("fixes:", "checkpoints:", "write the fixes:", "environment variables:", "options of every command:"):
+        assert f"\n{line}\n" in text
+    for name in ("CKPT_PATCHES ", "CKPT_PATCHES_SKIP", "CKPT_PATCHES_FINGERPRINT", "NO_COLOR"):
+        assert f"\n  {name}" in text
+    assert "completion" not in text
