@@ -1,4 +1,4 @@
-"""Write docs/reference/symptoms.md from the fixes: `python tests/symptoms_page.py`. --check: exit with 1 if it is not current."""
+"""Write docs/reference/symptoms.md: `python tests/symptoms_page.py`. --check: exit with 1 if it is not current."""
 
 import re
 import sys
