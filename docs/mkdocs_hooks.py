@@ -58,14 +58,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def _tests(fix: str) -> str:
     """The last section of a fix's page: the programs that show its bug."""
-    from ckpt_patches.engine import registry
-    from ckpt_patches.engine.fix import load, package_of
+    from ckpt_patches.engine.fix import load
 
-    folder = registry.PACKAGES[package_of(fix)].folders[-1]
+    proof = f"tests/fixes/test_{fix}.py"
+    shown = proof if (ROOT / proof).exists() else f"tests/demos/{fix}.py"
     own = f"`tests/test_{fix}.py`"
     has_own = (ROOT / own.strip("`")).exists()
     tests = [
-        f"`{folder}/demos/{fix}.py` shows the bug: `ckpt-patches status --prove`.",
+        f"`{shown}` shows the bug without the fix, and that it is gone with it.",
         f"{own} contains its own tests; `tests/contract/` tests every fix."
         if has_own
         else "`tests/contract/` tests it, as every fix.",

@@ -13,7 +13,7 @@ import textwrap
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ckpt_patches.demo.run import DemonstrationFailed, Outcome, demonstrations
+from trainers.run import DemonstrationFailed, Outcome, demonstrations
 from upstream import demonstrate, is_available, needed, newest_affected, tree
 
 # The bugs that started this project, and four of the worst silent bugs.

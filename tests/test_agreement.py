@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_patches.demo.ranks import free_port
+from trainers.ranks import free_port
 from upstream import all_releases, newest, run, run_lines, tree
 
 RANKS = 3

@@ -473,6 +473,7 @@ def test_a_module_that_a_release_does_not_have_is_said() -> None:
         ("show",),
         ("apply", "--break-lock"),
         ("revert", "--break_lock", "numpy2_product"),
+        ("status", "--prove"),
         ("audit", "folder", "--plot=holes.png"),
         ("audit", "--plot", "holes.png", "folder"),
     ],

@@ -1,18 +1,13 @@
 """Reading and running demonstrations. tests/contract/test_fix_contract.py runs each fix's."""
 
-import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from ckpt_patches.demo import prove, ranks
-from ckpt_patches.demo import run as running
-from ckpt_patches.demo.run import Demonstration, DemonstrationFailed, Outcome, environment, read, run
+from trainers import run as running
+from trainers.run import Demonstration, DemonstrationFailed, Outcome, environment, read, run
 
 
 def program(folder: Path, text: str) -> Path:
@@ -111,32 +106,3 @@ def test_its_workers_are_ended_when_it_takes_too_long(tmp_path: Path, monkeypatc
         if left.path.with_suffix(".pid").exists():
             break
     assert has_ended(left)
-
-
-@pytest.mark.quick
-def test_workers_are_ended_that_one_of_several_leaves_behind(tmp_path: Path) -> None:
-    left = leaves_a_worker(tmp_path)
-    environ = prove.variables(os.environ, tree=None, mode="off")
-    assert prove.prove([left], environ) == {left.fix: (False, "it")}
-    assert has_ended(left)
-
-
-@pytest.mark.quick
-def test_several_that_take_too_long_together(tmp_path: Path) -> None:
-    """The outcomes of others are printed if one takes too long."""
-    (tmp_path / "first.py").write_text('print(\'{"bug": false, "found": "it"}\')')
-    slow = leaves_a_worker(tmp_path, then="time.sleep(600)")
-    (tmp_path / "last.py").touch()
-    paths = [str(tmp_path / "first.py"), str(slow.path), str(tmp_path / "last.py")]
-    text = "import pathlib, sys; from ckpt_patches.demo import prove; prove.main(1, [*map(pathlib.Path, sys.argv[1:])])"
-    environ = prove.variables(os.environ, tree=None, mode="off")
-    process = subprocess.Popen([sys.executable, "-c", text, *paths], env=environ, stdout=subprocess.PIPE, text=True)
-    ranks.wait_for([slow.path.with_suffix(".pid")])
-    process.send_signal(signal.SIGALRM)
-    output, _ = process.communicate(timeout=60)
-    assert json.loads(output.splitlines()[-1]) == {
-        "first": {"bug": False, "found": "it"},
-        slow.fix: {"bug": None, "found": "no outcome"},
-        "last": {"bug": None, "found": f"not begun within {running.TIMEOUT:.0f} s"},
-    }
-    assert has_ended(slow)

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_patches.demo.ranks import free_port
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.distributed import Ranks, place
 from test_audit_many import arrays
 from test_audit_many import written as by_hand
 from test_audit_repair import contents
 from test_interrupted import write_old
+from trainers.ranks import free_port
 from universal import environment, parallel
 
 LIMIT = 900  # seconds

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from ckpt_patches.cli import command_line
-from ckpt_patches.demo import SHORT
-from ckpt_patches.demo.run import demonstrations
 from registered import FIXES
+from trainers import SHORT
+from trainers.run import demonstrations
 from upstream import TIMEOUT, environment_for, newest, run, tree
 from zero_checkpoints import convert
 from zero_resumes import PROGRAM

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_patches.demo.ranks import free_port, results
 from ckpt_patches.fingerprint import FingerprintError
 from ckpt_patches.fingerprint import verdict as verdicts
 from ckpt_patches.fingerprint.boxes import Box
@@ -25,6 +24,7 @@ from ckpt_patches.fingerprint.record import STEP, from_plain, of_step
 from ckpt_patches.fingerprint.states import FROZEN
 from ckpt_patches.fingerprint.verdict import Difference
 from ckpt_patches.runtime.units import in_bytes
+from trainers.ranks import free_port, results
 
 Tensors = dict[tuple[str, str], torch.Tensor]
 SHAPES = {"first.weight": (40, 30), "second.weight": (7, 60), "second.bias": (60,)}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ckpt_patches.audit.audit import WHOLE, audit
-from ckpt_patches.demo.gpu import SWITCH
 from registered import FIXES
+from trainers.gpu import SWITCH
 from upstream import demonstrate, newest, newest_affected, numbers, run, run_lines, tree
 
 pytestmark = pytest.mark.gpu

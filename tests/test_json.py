@@ -17,7 +17,7 @@ from zero_checkpoints import of_ranks
 
 # The keys of a document, by command: none is renamed or removed within a schema number (docs/json.md).
 KEYS = {
-    "status --json": "version mode hook_active hook_reason installed fixes warnings errors async_saves proofs complete",
+    "status --json": "version mode hook_active hook_reason installed fixes warnings errors async_saves complete",
     "list --json": "fixes",
     "explain --json": "answers",
     "apply --json": "packages",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_patches.demo.ranks import free_port
+from trainers.ranks import free_port
 from upstream import newest_affected, run_lines, tree
 from zero_checkpoints import PERMISSIVE
 

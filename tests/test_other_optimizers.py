@@ -90,8 +90,8 @@ def test_a_state_that_is_not_finite_is_damage(case: str, tmp_path: Path) -> None
 
 SAVE_MUON = """
 import sys
-from ckpt_patches.demo import deepspeed_training as dt
-from ckpt_patches.demo import optimizers
+from trainers import deepspeed_training as dt
+from trainers import optimizers
 
 def save(rank, folder):
     run = optimizers.engine("Muon", 2, 1)

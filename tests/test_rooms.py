@@ -20,12 +20,6 @@ ROOMS = {
     | {"ckpt_patches.engine.registry", "ckpt_patches.engine.releases"},
     "ckpt_patches.audit": COMMON | {"ckpt_patches.formats", "ckpt_patches.fingerprint", "ckpt_patches.convert"},
     "ckpt_patches.migrate": COMMON | {"ckpt_patches.formats", "ckpt_patches.audit"},
-    "ckpt_patches.demo": COMMON | {"ckpt_patches.engine"},
-    "deepspeed_patches.demos": {"ckpt_patches.demo"},
-    "megatron.patches.demos": {"ckpt_patches.demo"},
-    "nvrx_patches.demos": {"ckpt_patches.demo"},
-    "apex_patches.demos": {"ckpt_patches.demo"},
-    "torch_patches.demos": {"ckpt_patches.demo"},
     "deepspeed_patches.ds_to_universal": {"ckpt_patches.convert"},
     "deepspeed_patches.universal_converter": {"ckpt_patches.engine", "ckpt_patches.convert"},  # its text imports it
     "deepspeed_patches": {"ckpt_patches.engine"},

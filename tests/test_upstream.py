@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 
 import upstream
-from ckpt_patches.demo import ranks
+from trainers import ranks
 
 NEWEST = upstream.newest("megatron-core")
 

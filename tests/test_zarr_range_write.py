@@ -140,7 +140,7 @@ import json, logging, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from ckpt_patches.demo import zarr_saving
+from trainers import zarr_saving
 
 def tensor(key, rank, numel, fragments):
     from megatron.core.dist_checkpointing.mapping import ShardedTensor

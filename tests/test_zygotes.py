@@ -266,7 +266,7 @@ def test_without_forks_a_program_has_an_interpreter_of_its_own(run: Run, monkeyp
 WHO_LOADED = """
 import json, sys
 import deepspeed.checkpoint.ds_to_universal as converter, deepspeed.utils as other
-assert "ckpt_patches.demo.deepspeed_training" in sys.modules  # imported before
+assert "trainers.deepspeed_training" in sys.modules  # imported before
 finders = [type(finder).__name__ for finder in sys.meta_path]
 loaders = [type(module.__loader__).__name__ for module in (converter, other)]
 print(json.dumps({"finder": "PatchFinder" in finders, "loaders": loaders, "file": converter.__file__}))

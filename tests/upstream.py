@@ -38,13 +38,13 @@ import pytest
 import by_hand
 import shared
 import zygotes
-from ckpt_patches.demo import run as demonstrating
-from ckpt_patches.demo.ranks import free_port
-from ckpt_patches.demo.run import Outcome
 from ckpt_patches.engine import fix as fix_files
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, PACKAGES, TORCH
 from registered import FIXES
+from trainers import run as demonstrating
+from trainers.ranks import free_port
+from trainers.run import Outcome
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROGRAMS = REPOSITORY / "tests" / "programs"
@@ -519,7 +519,7 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     apex = checkout("apex")
     stubs = [PROGRAMS / "stub_apex_kernels"] if apex and root.name == apex.name else []
-    folders = [root, *path, *stubs, *needed(root), PROGRAMS]
+    folders = [root, *path, *stubs, *needed(root), PROGRAMS, PROGRAMS.parent]
     product_alone = delivery == "none" and lacks_product(root, path)
     return {
         **{name: os.environ[name] for name in ["CKPT_PATCHES_TEST_PATIENCE"] if name in os.environ},

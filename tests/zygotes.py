@@ -27,17 +27,17 @@ PROGRAMS = Path(__file__).resolve().parent / "programs"
 ZYGOTE = PROGRAMS / "zygote.py"
 
 MEGATRON = (
-    "ckpt_patches.demo.megatron_training",  # first: the GPU stub must exist before Megatron's import
+    "trainers.megatron_training",  # first: the GPU stub must exist before Megatron's import
     "megatron.core.dist_checkpointing",
     "megatron.core.optimizer",
-    "ckpt_patches.demo.stub_fused_adam",
+    "trainers.stub_fused_adam",
     "torch._dynamo",
 )
 CORE = ("megatron.core.dist_checkpointing", "megatron.core.optimizer", "torch._dynamo")  # without stubs
 BRIDGE = ("bridge_imports", "megatron.core.optimizer", "torch._dynamo")
-ZARR = ("ckpt_patches.demo.zarr_saving", "megatron.core.dist_checkpointing.strategies.zarr")
+ZARR = ("trainers.zarr_saving", "megatron.core.dist_checkpointing.strategies.zarr")
 NO_PACKAGE = ("torch",)
-DEEPSPEED = ("deepspeed.checkpoint.ds_to_universal", "ckpt_patches.demo.deepspeed_training")
+DEEPSPEED = ("deepspeed.checkpoint.ds_to_universal", "trainers.deepspeed_training")
 
 # The modules that each program of programs/ imports, with any arguments.
 IMPORTS: dict[str, tuple[str, ...]] = {

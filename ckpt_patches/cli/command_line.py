@@ -65,6 +65,7 @@ REMOVED_OPTIONS = {
     "--break-lock": "removed in 0.3; a lock ends with the process that holds it",
     "--no-sync": "removed in 0.3; every file is on disk before it gets its name",
     "--step": "removed in 0.3; all param groups of a checkpoint must be at one step, or megatron-core refuses it",
+    "--prove": "removed in 0.3; make prove SITE=/path/to/site-packages, in a clone of the repository, runs the proofs",
     "--plot": "removed in 0.3; --html FILE.html writes a page with the range of each finding",
 }
 WIDE = 120  # columns that a table of fixes needs
@@ -154,14 +155,9 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
             "Show the installed packages and the state of every fix: active, in place, not needed, NO MATCH, off or "
             "replaced.",
             "ckpt-patches status --require megatron-core",
-            after="exit status: 0 success, 1 a needed fix or a required package is missing, a fix was not proven to "
-            "work, or nothing to patch is installed",
+            after="exit status: 0 success, 1 a needed fix or a required package is missing, or nothing to patch is "
+            "installed",
         ),
-    )
-    status.add_argument(
-        "--prove",
-        action="store_true",
-        help="run the demonstration of each active fix, on the CPU, and report whether the fix works",
     )
     status.add_argument("--json", action="store_true", help=JSON_HELP)
     status.add_argument(
@@ -346,8 +342,6 @@ def _status(options: argparse.Namespace) -> int:
     from ckpt_patches.cli import status
 
     found = status.collect(options.tree, options.require)
-    if options.prove:
-        found = status.proven(found, options.tree)
     if options.json:
         fixes = [{**asdict(fix), "package": DISTRIBUTIONS[fix.package]} for fix in found.fixes]
         print(json.dumps({"schema": SCHEMA, **asdict(found), "fixes": fixes, "complete": found.complete}, indent=1))
@@ -442,22 +436,11 @@ def _print_status(found: "Status") -> None:
         _print_fixes(found, package)
     if found.async_saves:
         print(f"\nasynchronous saves: {found.async_saves}")
-    _print_proofs(found)
     for warning in found.warnings:
         print(f"\nwarning: {warning}")
     for error in found.errors:
         print(f"\nerror: {error}")
     print(f"\n{found.summary()}")
-
-
-def _print_proofs(found: "Status") -> None:
-    from ckpt_patches.cli.status import DOES_NOT_WORK, NOT_RUN, WORKS
-
-    if found.proofs:
-        colors = {WORKS: "green", DOES_NOT_WORK: "red", NOT_RUN: "red"}
-        rows = [(proof.name, proof.result, proof.found) for proof in found.proofs]
-        print("\n" + terminal.paint("run here", "bold"))
-        print("\n".join(terminal.table(rows, terminal.width(), wrapped=(2,), colors=colors)))
 
 
 def _row(package: "Installed") -> tuple[str, ...]:

@@ -53,18 +53,6 @@ class FixStatus:
 
 
 @dataclass(frozen=True)
-class Proof:
-    """The result of an active fix's demonstration in this environment."""
-
-    name: str
-    result: str  # one of the constants below
-    found: str
-
-
-WORKS, DOES_NOT_WORK, NOT_RUN = "works", "does not work", "could not run"
-
-
-@dataclass(frozen=True)
 class Status:
     """Everything that `ckpt-patches status` shows."""
 
@@ -77,13 +65,11 @@ class Status:
     warnings: tuple[str, ...]
     errors: tuple[str, ...]  # missing packages, unsupported releases
     async_saves: str  # the package that runs Megatron's asynchronous saves, and how many of its fixes are active
-    proofs: tuple[Proof, ...] = ()
 
     @property
     def complete(self) -> bool:
-        """Whether every required package is installed, no needed fix is missing, and every demonstration succeeded."""
-        missing = any(fix.state in MISSING for fix in self.fixes)
-        return not self.errors and not missing and all(proof.result == WORKS for proof in self.proofs)
+        """Whether every required package is installed, and no needed fix is missing."""
+        return not self.errors and not any(fix.state in MISSING for fix in self.fixes)
 
     def summary(self) -> str:
         """The number of fixes in each state, for the installed packages."""
@@ -153,23 +139,6 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
         tuple(_errors(roots, tree, required)),
         _async_saves(roots[CORE], installed, fixes),
     )
-
-
-def proven(status: Status, tree: str | None = None) -> Status:
-    """Run the demonstrations of the active fixes in this environment, on the CPU, one per core at a time.
-
-    A fix whose test is in the repository's tests/fixes has none.
-    """
-    from ckpt_patches.demo.prove import prove, variables
-    from ckpt_patches.demo.run import demonstrations
-
-    known = demonstrations()
-    active = [fix.name for fix in status.fixes if fix.state in (ACTIVE, IN_PLACE) and fix.name in known]
-    environ = variables(os.environ, tree=os.path.abspath(tree) if tree else None, mode=status.mode)
-    found = prove([known[name] for name in active], environ)
-    words = {True: DOES_NOT_WORK, False: WORKS, None: NOT_RUN}
-    proofs = ((name, *found[name]) for name in active)
-    return replace(status, proofs=tuple(Proof(name, words[bug], text) for name, bug, text in proofs))
 
 
 def _errors(roots: Mapping[str, Path | None], tree: str | None, required: Sequence[str]) -> list[str]:

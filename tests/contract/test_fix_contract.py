@@ -16,7 +16,6 @@ from pyflakes.messages import UnusedImport
 
 import edits
 from ckpt_patches import PREFIXES
-from ckpt_patches.demo.run import demonstrations
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine import plan
 from ckpt_patches.engine.installed import DISTRIBUTIONS
@@ -27,6 +26,7 @@ from ckpt_patches.engine.source import Source
 from ckpt_patches.inplace import rewrite
 from demo import SHOWN
 from registered import EVERYTHING, FIXES, SWITCHED, TARGETS
+from trainers.run import demonstrations
 from upstream import (
     DELIVERIES,
     MAIN,

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, audit
-from ckpt_patches.demo.ranks import free_port
 from explore import tools
 from explore.damaging import ALTERED, LOST, UNSEEN, damage
 from explore.megatron_space import EMERGING_OPTIMIZERS, FROZEN
 from explore.spaces import SPACES, space_of
 from registered import FIXES
+from trainers.ranks import free_port
 from upstream import run_json, tree
 
 NOT_TRAINED, RIGHT, LOUD, SILENT = "not trained", "right", "loud", "SILENT"

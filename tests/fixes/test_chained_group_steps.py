@@ -43,7 +43,7 @@ def test_with_torchs_adam_experts_keep_their_step(version: str, delivery: str) -
 
 def resume(rank: int, folder: Path, inner: str = "fused") -> list[Any]:
     """Two pipeline stages train, save in fully_reshardable, and resume. Returns the steps of groups with parameters."""
-    from ckpt_patches.demo import megatron_training as mt
+    from trainers import megatron_training as mt
 
     mt.use_inner_optimizer(inner)
     model, optimizer = mt.build(make_model=stage)

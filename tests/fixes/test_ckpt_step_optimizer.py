@@ -29,7 +29,7 @@ def test_everything_is_of_the_iteration_that_was_asked_for(version: str, deliver
 
 def resume(rank: int, folder: Path) -> dict[str, Any]:
     import lm_run
-    from ckpt_patches.demo import megatron_training as mt
+    from trainers import megatron_training as mt
 
     run = lm_run.start(folder, "torch")
     saved = {}

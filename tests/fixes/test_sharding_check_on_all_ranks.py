@@ -49,7 +49,7 @@ def save(rank: int, folder: Path) -> str:
     from megatron.core import tensor_parallel
 
     import gpt_training
-    from ckpt_patches.demo import megatron_training as mt
+    from trainers import megatron_training as mt
 
     mt.use_inner_optimizer("fused")
     tensor_parallel.random.initialize_rng_tracker()

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo.ranks import call_after
 from program_arguments import parsed
+from trainers import megatron_training as mt
+from trainers.ranks import call_after
 
 NUMEL = 5000
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import deepspeed
 import torch
 
-from ckpt_patches.demo import deepspeed_training
+from trainers import deepspeed_training
 
 RANKS, HIDDEN, INNER, EXPERTS = 4, 4, 3, 4
 

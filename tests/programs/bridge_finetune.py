@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import bridge_imports  # noqa: F401  installs stubs for missing packages
-from ckpt_patches.demo import megatron_training as mt
 from program_arguments import parsed
+from trainers import megatron_training as mt
 
 # How Bridge gets the checkpoint, and whether the optimizer gets it as well (`state_dict=`).
 LOADS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from ckpt_patches.demo import megatron_training  # noqa: F401  installs the GPU stub first
+from trainers import megatron_training  # noqa: F401  installs the GPU stub first
 
 # Bridge imports these at its top; the code under test uses none of them.
 NOT_HERE = {

@@ -11,7 +11,7 @@ import json
 import multiprocessing
 from pathlib import Path
 
-from ckpt_patches.demo.deepspeed_training import convert_by_upstream
+from trainers.deepspeed_training import convert_by_upstream
 
 
 def convert(source: Path, output: Path, workers: int, *, handed_over: bool = False) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import async_saving
-from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo.zarr_saving import force_race
 from program_arguments import parsed
+from trainers import megatron_training as mt
+from trainers.zarr_saving import force_race
 
 STEPS = 3
 RANKS = {"race": 2, "step": 1}

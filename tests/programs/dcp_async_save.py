@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt_patches import fingerprint
-from ckpt_patches.demo import dcp_saving
-from ckpt_patches.demo.ranks import free_port
+from trainers import dcp_saving
+from trainers.ranks import free_port
 
 
 def staged_values() -> list[float]:

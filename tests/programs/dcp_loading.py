@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ckpt_patches import fingerprint
-from ckpt_patches.demo.ranks import free_port, results
 from dcp_saving import RANKS, Case, begin, damaged, optimizer_of, trained
+from trainers.ranks import free_port, results
 
 RECORD = "ckpt_patches_fingerprint"
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ckpt_patches.demo.ranks import free_port, results
+from trainers.ranks import free_port, results
 
 RANKS, ROWS, WIDTH, TOKENS, CPU = 4, 8, 24, 37, torch.device("cpu")
 

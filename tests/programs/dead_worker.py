@@ -21,15 +21,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.demo import fake_gpu
+from trainers import fake_gpu
 
 fake_gpu.install()
 
 import torch.distributed as dist  # noqa: E402  after the GPU stub
 
-from ckpt_patches.demo.ranks import free_port, results  # noqa: E402
 from patience import seconds  # noqa: E402
 from program_arguments import parsed  # noqa: E402
+from trainers.ranks import free_port, results  # noqa: E402
 
 CALLERS = (
     "megatron.core.dist_checkpointing.strategies.async_utils",

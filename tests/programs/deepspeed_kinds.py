@@ -21,9 +21,9 @@ import torch
 
 import token_model
 import zero_healthy
-from ckpt_patches.demo import deepspeed_training as training
-from ckpt_patches.demo import experts_training
 from program_arguments import parsed
+from trainers import deepspeed_training as training
+from trainers import experts_training
 
 LATER = 2000
 STEPS = 3

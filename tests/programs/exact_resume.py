@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt_patches.demo import megatron_training as mt
+from trainers import megatron_training as mt
 
 STEPS_BEFORE, STEPS_AFTER = 3, 2
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from ckpt_patches.demo import megatron_lm
-from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo.ranks import RankError
 from program_arguments import parsed
+from trainers import megatron_lm
+from trainers import megatron_training as mt
+from trainers.ranks import RankError
 
 EXPERTS, MODEL = "expert-parallel-rng", "model-parallel-rng"
 

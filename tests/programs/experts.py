@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from ckpt_patches.demo import deepspeed_training
-from ckpt_patches.demo.experts_training import MORE, RANKS, STEPS, engine, state, train
+from trainers import deepspeed_training
+from trainers.experts_training import MORE, RANKS, STEPS, engine, state, train
 
 
 def work(rank: int, args: argparse.Namespace) -> None:

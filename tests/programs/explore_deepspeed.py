@@ -30,12 +30,12 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.utils import groups as expert_groups
 
 import explored
-from ckpt_patches.demo import deepspeed_training as dt
-from ckpt_patches.demo import ranks
-from ckpt_patches.demo.experts_training import numbered
-from ckpt_patches.demo.optimizers import MOMENTUM
 from explore_deepspeed_model import SLICED, Model, expert_ranks, loss, optimizer, patterns, pipeline
 from explored import FIRST, LAST, Options, Part, SaveFailed, State, alike, is_nothing
+from trainers import deepspeed_training as dt
+from trainers import ranks
+from trainers.experts_training import numbered
+from trainers.optimizers import MOMENTUM
 
 SAMPLES = 60  # per step; divisible by 1 to 5 ranks
 MORE = 2  # the number of steps after the load

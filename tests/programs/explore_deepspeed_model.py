@@ -10,7 +10,7 @@ from deepspeed.ops.adam import fused_adam
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 import zero_healthy
-from ckpt_patches.demo.optimizers import Lion, NoCompiler
+from trainers.optimizers import Lion, NoCompiler
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {**zero_healthy.OPTIMIZERS, "Lion": Lion}
 BUILT_IN = {"built-in Adam": "Adam", "built-in AdamW": "AdamW", "Muon": "Muon"}

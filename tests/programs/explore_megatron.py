@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from ckpt_patches.demo import megatron_training as mt  # isort: skip  the GPU stub must load first
+from trainers import megatron_training as mt  # isort: skip  the GPU stub must load first
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import explored
-from ckpt_patches.demo import megatron_lm
-from ckpt_patches.demo.ranks import call_after
 from explored import FIRST, LAST, Part, SaveFailed, State, is_nothing
 from gpt_training import LAYERS, SEQUENCES, Options, build, initialize, scheduler, step
+from trainers import megatron_lm
+from trainers.ranks import call_after
 
 MORE = 2  # the number of steps after the load
 LAYOUT = ("tp", "pp", "ep", "cp")

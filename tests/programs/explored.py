@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ckpt_patches.demo.ranks import free_port
 from patience import seconds
+from trainers.ranks import free_port
 
 Options = dict[str, Any]
 State = dict[str, Any]

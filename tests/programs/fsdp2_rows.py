@@ -12,10 +12,10 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.demo import megatron_training as mt
 from program_arguments import parsed
+from trainers import megatron_training as mt
 
-DEMOS = Path(__file__).resolve().parents[2] / "megatron" / "patches" / "demos"
+DEMOS = Path(__file__).resolve().parents[1] / "demos"
 DEMO = runpy.run_path(str(DEMOS / "fsdp2_swiglu_rows.py"))
 TRUTH = "truth.json"
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ckpt_patches.demo import megatron_training as mt
 from gpt_resume import build, everything, sharded, step
 from live_states import by_folder, digest
 from program_arguments import parsed
+from trainers import megatron_training as mt
 
 RANKS = 2
 ITERATIONS = (1, 3)

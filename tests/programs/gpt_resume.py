@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 import gpt_training
-from ckpt_patches.demo import megatron_training as mt
 from program_arguments import parsed
+from trainers import megatron_training as mt
 
 STEPS_BEFORE, STEPS_AFTER = 3, 2
 

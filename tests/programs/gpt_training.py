@@ -7,7 +7,7 @@ import types
 from typing import Any
 from unittest import mock
 
-from ckpt_patches.demo import megatron_training as mt  # isort: skip  the GPU stub must load first
+from trainers import megatron_training as mt  # isort: skip  the GPU stub must load first
 import torch
 import torch.distributed as dist
 

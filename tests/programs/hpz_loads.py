@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.demo import deepspeed_training as dt
-from deepspeed_patches.demos import hpz_secondary_weights as demo
+from demos import hpz_secondary_weights as demo
+from trainers import deepspeed_training as dt
 
 LOADS: dict[str, dict[str, Any]] = {
     "all": {},

@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.demo import megatron_training as mt
 from program_arguments import parsed
+from trainers import megatron_training as mt
 
 FORMAT, STEPS = "fully_reshardable", 5
 

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.demo import deepspeed_training as zt
-from ckpt_patches.demo.ranks import free_port
 from patience import seconds
 from program_arguments import parsed
+from trainers import deepspeed_training as zt
+from trainers.ranks import free_port
 
 RANKS = 2
 LATE = seconds(3)  # from the first rank's last file to the time at which it would have written `latest`

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import gpt_resume
-from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo import stub_fused_adam
 from gpt_training import gathered
 from program_arguments import parsed
+from trainers import megatron_training as mt
+from trainers import stub_fused_adam
 
 STEPS = 3
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import layer_wise
-from ckpt_patches.demo import megatron_lm
-from ckpt_patches.demo import megatron_training as mt
 from gpt_training import gathered
 from program_arguments import parsed
+from trainers import megatron_lm
+from trainers import megatron_training as mt
 
 RANKS = 2
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ckpt_patches.demo import megatron_lm
-from ckpt_patches.demo import megatron_training as mt
 from program_arguments import parsed
+from trainers import megatron_lm
+from trainers import megatron_training as mt
 
 
 def main() -> None:

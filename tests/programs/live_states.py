@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckpt_patches.demo.ranks import RankError
+from trainers.ranks import RankError
 
 
 def by_folder(load_all: Callable[[list[str]], list[list[Any]]], folders: list[str]) -> dict[str, Any]:

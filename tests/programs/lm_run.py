@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.demo import megatron_lm
-from ckpt_patches.demo import megatron_training as mt
+from trainers import megatron_lm
+from trainers import megatron_training as mt
 
 SAMPLES = 8  # per step
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ckpt_patches.demo import fake_gpu, megatron_lm
-from ckpt_patches.demo import megatron_training as mt
+from trainers import fake_gpu, megatron_lm
+from trainers import megatron_training as mt
 
 RANKS, STEPS = 2, 3
 

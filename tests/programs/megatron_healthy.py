@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ckpt_patches.demo import megatron_training as mt
 from megatron_saving import SEEN, VOCABULARY, save
 from program_arguments import parsed
+from trainers import megatron_training as mt
 
 HIDDEN = 12
 RATE = 1e-2

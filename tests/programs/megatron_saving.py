@@ -31,10 +31,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt_patches.demo import megatron_training as mt
 from live_states import by_folder, digest
 from patience import seconds
 from program_arguments import parsed
+from trainers import megatron_training as mt
 
 VOCABULARY, SEEN, HIDDEN = 64, 40, 12  # tokens from SEEN on are padding; half of the others never occur
 PATIENCE = seconds(300)  # a plan that waits longer is wrong and fails

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ckpt_patches.demo import megatron_training as mt
 from live_states import print_differences
 from program_arguments import parsed
+from trainers import megatron_training as mt
 
-DEMOS = Path(__file__).resolve().parents[2] / "megatron" / "patches" / "demos"
+DEMOS = Path(__file__).resolve().parents[1] / "demos"
 DEMO = runpy.run_path(str(DEMOS / "mixed_dtype_group_order.py"))
 
 

@@ -6,9 +6,9 @@ nvrx_local.py OUT
 import sys
 from pathlib import Path
 
-from ckpt_patches.demo import fake_gpu
-from ckpt_patches.demo.gpu import REAL_GPU
-from ckpt_patches.demo.ranks import free_port, results
+from trainers import fake_gpu
+from trainers.gpu import REAL_GPU
+from trainers.ranks import free_port, results
 
 if not REAL_GPU:
     fake_gpu.install()

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.demo import nvrx_saving
-from ckpt_patches.demo.ranks import results
+from trainers import nvrx_saving
+from trainers.ranks import results
 
 import torch  # isort: skip  after the GPU stub
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from ckpt_patches.convert.convert import Options, convert
-from ckpt_patches.demo import deepspeed_training as dt
-from ckpt_patches.demo import optimizers
+from trainers import deepspeed_training as dt
+from trainers import optimizers
 
 SAVED, LOADED = 2, (2, 3)  # ranks
 

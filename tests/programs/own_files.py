@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from ckpt_patches.demo.deepspeed_training import (
+from convert import convert
+from trainers.deepspeed_training import (
     KINDS,
     STEPS,
     TAG,
@@ -25,7 +26,6 @@ from ckpt_patches.demo.deepspeed_training import (
     state,
     train,
 )
-from convert import convert
 
 RANKS = 2
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ckpt_patches.demo import megatron_training as mt
 from program_arguments import parsed
+from trainers import megatron_training as mt
 
 # The parameters of each case, in the order of their creation: the last is the first in the buffer.
 CASES: dict[str, tuple[dict[str, tuple[int, ...]], int | None]] = {

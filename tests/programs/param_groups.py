@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ckpt_patches.demo import megatron_training as mt
+from trainers import megatron_training as mt
 
 BATCH = 4
 STEPS, SCHEDULE = 3, 20

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from ckpt_patches.demo import megatron_training as mt
-from ckpt_patches.demo.stub_fused_adam import joined
 from live_states import print_differences
 from program_arguments import parsed
+from trainers import megatron_training as mt
+from trainers.stub_fused_adam import joined
 
-DEMOS = Path(__file__).resolve().parents[2] / "megatron" / "patches" / "demos"
+DEMOS = Path(__file__).resolve().parents[1] / "demos"
 DEMO = runpy.run_path(str(DEMOS / "param_remainders.py"))
 
 

@@ -28,7 +28,7 @@ def main() -> None:
 def call(function: Callable[..., Any], folder: Path, layout: list[int]) -> Any:
     if not layout:
         return function(folder)
-    from ckpt_patches.demo import megatron_training as mt
+    from trainers import megatron_training as mt
 
     ranks, *stages = layout
     return mt.results(function, ranks, folder, parallel=(1, stages[0] if stages else 1))

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ckpt_patches.demo import megatron_training as mt
 from patience import seconds
+from trainers import megatron_training as mt
 
 
 def main() -> None:

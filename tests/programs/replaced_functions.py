@@ -13,12 +13,12 @@ import sys
 from typing import Any
 
 import ckpt_patches
-from ckpt_patches.demo import stub_imports
 from ckpt_patches.engine.installed import locate
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.errors import StrictModeError
 from ckpt_patches.inplace import rewrite
 from ckpt_patches.startup import report, verify
+from trainers import stub_imports
 
 
 def theirs(*args: Any, **kwargs: Any) -> None:

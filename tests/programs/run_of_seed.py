@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ckpt_patches.demo.deepspeed_training import results
 from program_arguments import parsed
+from trainers.deepspeed_training import results
 from zero_healthy import HIDDEN, PLAIN, engine
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import shifted_saving
-from ckpt_patches.demo import megatron_training as mt
+from trainers import megatron_training as mt
 
 
 def worker(rank: int, out: Path) -> None:

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ckpt_patches.demo import megatron_training as mt
 from program_arguments import parsed
+from trainers import megatron_training as mt
 
 VOCABULARY, SEEN, HIDDEN = 62, 41, 13
 RATE = 1e-3  # after one step at this rate a norm's weights are still 1 in bf16, but its main parameters are not

@@ -14,7 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from ckpt_patches.demo import deepspeed_training as dt
+from trainers import deepspeed_training as dt
 
 STAGES = 2
 

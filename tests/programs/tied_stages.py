@@ -16,7 +16,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from ckpt_patches.demo import deepspeed_training as dt
+from trainers import deepspeed_training as dt
 
 HIDDEN, SAMPLES, BATCHES, STAGES = 4, 4, 2, 2
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import token_model
-from ckpt_patches.demo.ranks import free_port, results
 from program_arguments import parsed
+from trainers.ranks import free_port, results
 
 VOCABULARY, LENGTH = 64, 9
 
@@ -127,7 +127,7 @@ def main() -> None:
     args = parsed({"cases": Path}, ranks=2)
     cases = json.loads(args.cases.read_text())
     if any("deepspeed" in case for case in cases):
-        from ckpt_patches.demo.deepspeed_training import prepare, reduce_as_on_a_gpu
+        from trainers.deepspeed_training import prepare, reduce_as_on_a_gpu
 
         prepare()
         reduce_as_on_a_gpu()

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 
-from ckpt_patches.demo import deepspeed_training
-from ckpt_patches.demo.deepspeed_training import (
+from trainers import deepspeed_training
+from trainers.deepspeed_training import (
     KINDS,
     MOMENTS,
     STEPS,

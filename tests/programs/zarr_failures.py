@@ -17,9 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ckpt_patches.demo import zarr_saving
 from patience import seconds
 from program_arguments import parsed
+from trainers import zarr_saving
 
 SHAPE = (64, 128)  # 32 KiB per chunk
 KEY = "optimizer.state.exp_avg.w"

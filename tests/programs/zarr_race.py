@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ckpt_patches.demo import zarr_saving
 from program_arguments import parsed
+from trainers import zarr_saving
 
 KEYS = ("fp32_param", "exp_avg", "exp_avg_sq")
 ROWS, COLUMNS = 24, 50  # of a tensor-parallel rank's shard

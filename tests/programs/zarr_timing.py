@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt_patches.demo import zarr_saving
 from program_arguments import parsed
+from trainers import zarr_saving
 
 COLUMNS = 1024
 

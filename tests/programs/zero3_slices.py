@@ -12,7 +12,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
-from ckpt_patches.demo import deepspeed_training as dt
+from trainers import deepspeed_training as dt
 
 SLICES = 2
 

@@ -15,8 +15,8 @@ from typing import Any
 import deepspeed
 import torch
 
-from ckpt_patches.demo.deepspeed_training import results
 from program_arguments import parsed
+from trainers.deepspeed_training import results
 
 HIDDEN = 8
 OPTIMIZERS = {

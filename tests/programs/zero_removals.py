@@ -14,11 +14,11 @@ import torch
 
 import tied_stages
 import zero_healthy
-from ckpt_patches.demo import experts_training
-from ckpt_patches.demo.deepspeed_training import STEPS, engine, flat_groups, results, snapshot, train
-from deepspeed_patches.demos import autotp_fused_widths
+from demos import autotp_fused_widths
 from live_states import by_folder, digest
 from program_arguments import parsed
+from trainers import experts_training
+from trainers.deepspeed_training import STEPS, engine, flat_groups, results, snapshot, train
 
 AT_ONCE = 25  # loads per process: Gloo keeps the threads of every group
 
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(name: str) -> Kind:
-    """The kind with this name; unlisted ones are those of `ckpt_patches.demo`, on two ranks."""
+    """The kind with this name; unlisted ones are those of `trainers`, on two ranks."""
     found = {
         "experts": Kind(  # two expert-parallel ranks, at stage 1
             experts_training.RANKS,

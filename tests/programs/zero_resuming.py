@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from ckpt_patches.demo.deepspeed_training import (
+from patience import seconds
+from trainers.deepspeed_training import (
     STEPS,
     TAG,
     differences,
@@ -39,8 +40,7 @@ from ckpt_patches.demo.deepspeed_training import (
     snapshot,
     train,
 )
-from ckpt_patches.demo.ranks import free_port
-from patience import seconds
+from trainers.ranks import free_port
 
 # For a rank that does not notice the end of another rank.
 PATIENCE = seconds(20)

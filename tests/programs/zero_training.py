@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckpt_patches.demo.deepspeed_training import (
+from trainers.deepspeed_training import (
     KINDS,
     STEPS,
     engine,

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.cli.status import ACTIVE, NO_MATCH, NOT_NEEDED, FixStatus, collect
-from ckpt_patches.demo.prove import prove, variables
-from ckpt_patches.demo.run import Demonstration, DemonstrationFailed, demonstrations, run
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from explore import tools
 from explore.judged import LOUD, NOT_TRAINED, RIGHT, SILENT, Stack, outcome
 from explore.megatron_space import formats
 from explore.spaces import SPACES, complete
 from stacks.rows import BY_NAME, Row
+from trainers.run import Demonstration, DemonstrationFailed, demonstrations, environment, run
 from upstream import numbers
 
 # The expected results of a fix. Any other text describes a failure.
@@ -34,7 +33,6 @@ WORDS = (WORKS, NOT_NEEDED, NEEDS_NUMPY_2)
 MIGRATE = "megatron: migrate"
 FLATTENED = "0.15.3"  # the last release that saves torch_dist in flattened ranges
 TESTS = Path(__file__).resolve().parents[1]
-AT_ONCE = 8  # the number of demonstrations per process
 CASES, SECONDS = 8, 180.0  # limits of a package's sample: the number of cases, and the time to start them
 LENGTH = 200  # the maximum number of characters of an error
 Case = dict[str, Any]
@@ -82,10 +80,6 @@ def fixes(row: Row, chosen: Sequence[str] = ()) -> dict[str, str]:
     known = demonstrations()
     to_show = [known[fix.name] for fix in mine if fix.state == ACTIVE and can_run(known[fix.name])]
     without, with_them = (shown(to_show, row, mode) for mode in ("off", "warn"))
-    # Some releases do not show their bug in a short demonstration of a few seconds.
-    unseen = [known[name] for name, (bug, _) in without.items() if bug is False]
-    without |= {each.fix: shown_at_length(each, row, "off") for each in unseen}
-    with_them |= {each.fix: shown_at_length(each, row, "warn") for each in unseen}
     return {fix.name: word(fix, without.get(fix.name), with_them.get(fix.name)) for fix in mine}
 
 
@@ -99,27 +93,30 @@ Shown = tuple[bool | None, str]
 
 def shown(wanted: list[Demonstration], row: Row, mode: str) -> dict[str, Shown]:
     """The result of each fix's demonstration with the hook in a mode."""
-    environ = variables(_on_path(row), tree=None, mode=mode)
     found: dict[str, Shown] = {}
-    for first in range(0, len(wanted), AT_ONCE):
-        some = wanted[first : first + AT_ONCE]
-        found |= prove(some, environ)
-        print(f"{row.name}: {mode}: {len(found)} of {len(wanted)} demonstrations", flush=True)
+    for demonstration in wanted:
+        try:
+            outcome = run(demonstration, variables(row, mode))
+        except DemonstrationFailed as error:
+            found[demonstration.fix] = None, cause(error)
+        else:
+            found[demonstration.fix] = outcome.bug, outcome.found
     return found
 
 
-def shown_at_length(demonstration: Demonstration, row: Row, mode: str) -> Shown:
-    """The result of the demonstration in all of its cases."""
-    try:
-        found = run(demonstration, variables(_on_path(row), tree=None, mode=mode))
-    except DemonstrationFailed as error:
-        return None, cause(error)
-    return found.bug, found.found
+def variables(row: Row, mode: str) -> dict[str, str]:
+    """The programs' environment variables: no GPU, and a checkout first on the path.
 
-
-def _on_path(row: Row) -> dict[str, str]:
-    """Variables that put a checkout on the path."""
-    return {**os.environ, "PYTHONPATH": os.environ.get("STACK_PATH", "")}
+    In warn mode, a fix that does not match does not stop the demonstrations of the others.
+    """
+    path = filter(None, (os.environ.get("STACK_PATH"), str(TESTS)))
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore",
+    }
+    return {**environment(environ, patched=mode != "off"), "CKPT_PATCHES": mode}
 
 
 def word(fix: FixStatus, without: Shown | None, with_it: Shown | None) -> str:

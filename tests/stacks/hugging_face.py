@@ -22,7 +22,7 @@ import transformers
 import transformers.training_args
 from accelerate import Accelerator, DeepSpeedPlugin
 
-from ckpt_patches.demo import deepspeed_training as dt
+from trainers import deepspeed_training as dt
 
 STEPS, SAVED_AT = 6, 3
 VOCABULARY, LENGTH, BATCH = 64, 8, 12  # the batch is divisible by 2, 3 and 4 ranks

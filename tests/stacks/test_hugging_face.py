@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_patches.demo.ranks import free_port
+from trainers.ranks import free_port
 
 PROGRAM = Path(__file__).with_name("hugging_face.py")
 ALL = ["saved", "end"]

@@ -39,8 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _on_ranks(test: Any, arguments: Mapping[str, Any], ranks: int) -> None:
-    from ckpt_patches.demo.deepspeed_training import prepare
-    from ckpt_patches.demo.ranks import free_port
+    from trainers.deepspeed_training import prepare
+    from trainers.ranks import free_port
 
     prepare()
     port, context = free_port(), multiprocessing.get_context("fork")

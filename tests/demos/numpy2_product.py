@@ -1,0 +1,54 @@
+"""checkpoints under NumPy 2"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainers import show
+
+BESIDE = {"numpy": "2.2.6"}
+# The callers of `np.product` moved between these modules from release to release.
+MODULES = ("exchange_utils", "strategies.fully_parallel", "validation", "serialization")
+
+
+def run(folder: Path) -> str:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    place = (4, 3), (4, 3), (0, 0), (1, 1)
+    whole = ShardedTensor("whole", torch.zeros(4, 3), torch.float32, *place)
+    shards = [
+        ShardedTensor("parts", torch.zeros(6), torch.float32, *place, flattened_range=part)
+        for part in (slice(0, 6), slice(6, 12))
+    ]
+    calls = [
+        shards[1].global_coordinates,
+        lambda: find("_shard_size")(whole),
+        lambda: find("_validate_sharding_for_key_flattened")(shards),
+    ]
+    failed = list(filter(None, map(error_of, calls)))
+    return f"{len(failed)} of 3 calls fail with {failed[0]}" if failed else ""
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except AttributeError as error:
+        return f"AttributeError: {error}".partition(". ")[0]
+    return ""
+
+
+def find(name: str) -> Any:
+    for module in MODULES:
+        try:
+            found = getattr(import_module(f"megatron.core.dist_checkpointing.{module}"), name, None)
+        except ModuleNotFoundError:
+            continue
+        if found is not None:
+            return found
+    raise LookupError(name)
+
+
+if __name__ == "__main__":
+    show(run, "the places and sizes of shards are computed")

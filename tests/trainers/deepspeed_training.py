@@ -1,0 +1,606 @@
+"""Small training runs with the real DeepSpeed on CPU ranks, for saves, resumes and conversions.
+
+The no-decay group of `engine` has 11 elements; on 8 ranks it is padded to 16, 2 per rank: the padding, 5 elements,
+spans 3 ranks. Every rank gets its share of the same 16 samples per step, so runs with different numbers of ranks are
+comparable.
+"""
+
+import argparse
+import functools
+import gc
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch._dynamo  # else an optimizer imports it on every rank
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+import trainers as demo
+from trainers.gpu import REAL_GPU, share_gpu
+from trainers.ranks import free_port
+from trainers.ranks import gathered as gathered
+from trainers.ranks import results as run_ranks
+
+_all_gather_into_tensor = torch.distributed.all_gather_into_tensor
+
+
+def prepare() -> None:
+    """Let DeepSpeed train on a CPU, without a compiler, and without DeepSpeed's own race."""
+    # On a CPU, DeepSpeed would compile its shared-memory operator at run time; tests must not need a compiler.
+    deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
+    # It would also use oneCCL, if that is installed; up to 0.15 it trains in fp16 only on a GPU.
+    if REAL_GPU:
+        return
+    get_accelerator()._communication_backend_name = "gloo"
+    get_accelerator().is_fp16_supported = lambda: True
+    torch.distributed.all_gather_into_tensor = gather_and_wait
+
+
+def gather_and_wait(*args: Any, **kwargs: Any) -> Any:
+    """Wait for each gather: up to 0.19.7 stage 3 starts many gathers, and waits only for the last one.
+
+    NCCL completes them in order. Gloo has two threads: one gather in fifty was incomplete, and some steps began
+    without all parameters.
+    """
+    work = _all_gather_into_tensor(*args, **kwargs)
+    if work is not None:
+        work.wait()
+    return work
+
+
+Make = Callable[..., Any]  # a run, given `universal` (whether it loads such a checkpoint) and `seed`
+States = Callable[[Any], dict[str, Any]]  # of a run
+
+HIDDEN = 3
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SAMPLES = 16
+STEPS = 2  # before the checkpoint, and again after it
+TAG = "global_step2"
+UNIVERSAL, TRUTH = "universal", "truth.pt"
+RANK_ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}  # a scale at which no step overflows and is skipped
+
+
+def zero(stage: int, **more: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **more}}  # the default needs 1 GB
+
+
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+KINDS: dict[str, dict[str, Any]] = {
+    "stage0": {**BF16, **zero(0)},
+    "stage0_fp32_gradients": {**BF16, **zero(0), **FP32_GRADIENTS},
+    "pipeline": {**BF16, **zero(0), "gradient_accumulation_steps": 2},  # with one stage
+    "stage0_fp16": {**FP16, **zero(0)},
+    "stage1": {**BF16, **zero(1)},
+    # fp32 gradient accumulation at stage 1 selects BF16_Optimizer, as in the DP=768 report
+    "bf16_optimizer": {**BF16, **zero(1), **FP32_GRADIENTS},
+    "stage2": {**BF16, **zero(2)},
+    "stage1_round_robin": {**BF16, **zero(1, round_robin_gradients=True)},
+    "stage2_round_robin": {**BF16, **zero(2, round_robin_gradients=True)},
+    "stage3": {**BF16, **zero(3)},
+    "stage3_writer": {**BF16, **zero(3), "checkpoint": {"writer": {"type": "python"}}},
+    "stage3_decoupled": {**BF16, **zero(3), "checkpoint": {"writer": {"type": "python", "decoupled": True}}},
+    "stage1_fp16": {**FP16, **zero(1)},
+    "stage2_fp16": {**FP16, **zero(2)},
+    "stage3_fp16": {**FP16, **zero(3)},
+    "stage3_groups": {**BF16, **zero(3, sub_group_size=4)},
+    "stage3_sub_groups": {**BF16, **zero(3, sub_group_size=4)},
+    "stage3_frozen": {**BF16, **zero(3)},  # the norm is frozen
+    # Parameters below the threshold (default: 100,000 elements) are gathered once and from all ranks.
+    "stage3_hpz": {
+        **BF16,
+        **zero(3, zero_hpz_partition_size=2, stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0),
+    },
+}
+# Before 0.18 the converter reads only the first group.
+ONE_GROUP = ("stage3", "stage3_fp16", "stage3_sub_groups", "stage3_frozen")
+
+
+class Tiny(torch.nn.Module):
+    """12 elements with weight decay, 11 without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.ln = torch.nn.LayerNorm(HIDDEN)
+        self.w2 = torch.nn.Linear(HIDDEN, 1)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.w2(self.ln(torch.tanh(self.w1(x)))) * self.scale
+        return output
+
+
+def engine(kind: str, ranks: int, universal: bool) -> Any:
+    """A run of a kind, with one param group or two."""
+    return engine_of(f"{kind}-{1 if kind in ONE_GROUP else 2}", ranks, universal, seed=0)
+
+
+def engine_of(case: str, ranks: int, universal: bool, seed: int, **more: Any) -> Any:
+    """A run of a case: kind and number of param groups, e.g. `stage1-2`. `more` is set in each group."""
+    torch.manual_seed(seed)
+    kind, _, number = case.rpartition("-")
+    tiny = Tiny()
+    tiny.ln.requires_grad_(kind != "stage3_frozen")
+    model = deepspeed.PipelineModule(layers_of(tiny), num_stages=1, loss_fn=loss) if kind == "pipeline" else tiny
+    groups = [{**group, **more} for group in param_groups(model, tiny.scale, int(number))]
+    return initialize(kind, ranks, model, groups, universal)
+
+
+def param_groups(model: Any, scale: torch.Tensor, number: int) -> list[dict[str, Any]]:
+    """One to three groups with different learning rates and weight decays; the third has one element, `scale`."""
+    if number == 1:
+        return [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": 0.01}]
+    others = [p for p in model.parameters() if p.dim() <= 1 and not (number == 3 and p is scale)]
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01, "lr": 1e-2},
+        {"params": others, "weight_decay": 0.0, "lr": 3e-3},
+        {"params": [scale], "weight_decay": 0.0, "lr": 1e-3},
+    ]
+    return groups[:number]
+
+
+def layers_of(model: Tiny) -> list[torch.nn.Module]:
+    return [model.w1, torch.nn.Tanh(), model.ln, model.w2]
+
+
+def loss(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return (output.float() - expected.float()).pow(2).mean()
+
+
+def initialize(kind: str, ranks: int, model: Any, groups: list[dict[str, Any]], universal: bool) -> Any:
+    gc.freeze()  # DeepSpeed's setup collects garbage up to twenty times; skip imported objects
+    settings = config(SAMPLES // ranks, universal, KINDS[kind])
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=settings)[0]
+
+
+def config(samples: int, universal: bool, *parts: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of DeepSpeed, for micro-batches of so many samples, with these parts."""
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": samples,
+        "zero_allow_untested_optimizer": True,
+        "checkpoint": {"load_universal": universal},
+    }
+    for part in parts:
+        found |= part
+    return found
+
+
+def train(run: Any, rank: int, ranks: int, first: int) -> list[float]:
+    """The mean loss of every step."""
+    if hasattr(run, "grid"):
+        return train_pipeline(run, rank, ranks, first)
+    losses = []
+    dtype = next(run.module.parameters()).dtype
+    for step in range(first, first + STEPS):
+        samples = torch.randn(SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(step)).to(run.device, dtype)
+        loss = (run(samples.chunk(ranks)[rank]).float() - 1).pow(2).mean()
+        run.backward(loss)
+        with torch.no_grad():  # with grad enabled, 0.12 gathers into views
+            run.step()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / ranks)
+    return losses
+
+
+def train_pipeline(run: Any, rank: int, ranks: int, first: int) -> list[float]:
+    losses = []
+    for step in range(first, first + STEPS):
+        samples = torch.randn(2 * SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(step)).bfloat16()
+        micro_batches = samples.chunk(2 * ranks)[rank::ranks]
+        losses.append(float(run.train_batch(iter([(batch, torch.ones(len(batch), 1)) for batch in micro_batches]))))
+    return losses
+
+
+def state(run: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """The full main parameters and moments, by parameter."""
+    by_key = {key: full(run, key) for key in ("fp32", *MOMENTS)}
+    return {name: {key: own[name] for key, own in by_key.items()} for name in by_key["fp32"]}
+
+
+def full(run: Any, key: str) -> dict[str, torch.Tensor]:
+    """The full main parameters (`fp32`), or a moment of each, gathered from the running optimizer, not from a file.
+
+    Where DeepSpeed flattens groups, they are split by the parameters' sizes, not by its links.
+    """
+    names, optimizer = names_of(run), run.optimizer
+
+    def own(master: torch.Tensor) -> torch.Tensor:
+        moments = optimizer.optimizer.state.get(master, {})
+        return master.detach() if key == "fp32" else moments.get(key, torch.full_like(master, torch.nan))
+
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        parameters = [parameter for parameter in names if parameter.requires_grad]
+        if key == "fp32":
+            return {names[parameter]: safe_get_full_fp32_param(parameter).clone() for parameter in parameters}
+        return {names[parameter]: safe_get_full_optimizer_state(parameter, key).clone() for parameter in parameters}
+    if hasattr(optimizer, "fp32_groups"):  # without ZeRO every rank has all of them
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        pairs = [pair for group in groups for pair in zip(*group, strict=True)]
+        return {names[parameter]: own(master).clone() for parameter, master in pairs}
+    flats = [(torch.cat(gathered(own(master).clone())), parameters) for master, parameters in flat_groups(run)]
+    return {names[parameter]: part for flat, parameters in flats for parameter, part in cut(flat, parameters)}
+
+
+def cut(flat: torch.Tensor, parameters: Iterable[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """The parameters and their elements, which are one after another in a flat tensor."""
+    at = 0
+    for parameter in parameters:
+        yield parameter, flat[at : at + parameter.numel()].view(parameter.shape).clone()
+        at += parameter.numel()
+
+
+def settings(run: Any) -> dict[str, Any]:
+    """The inner optimizer's state besides its flat tensors: each group's settings, each flat tensor's step."""
+    inner = run.optimizer.optimizer
+    return {
+        "groups": [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups],
+        "steps": [float(own["step"]) for own in inner.state.values() if "step" in own],
+    }
+
+
+def not_equal(expected: dict[str, dict[str, torch.Tensor]], found: dict[str, dict[str, torch.Tensor]]) -> list[str]:
+    return [f"{n}.{key}" for n, states in expected.items() for key in states if not found[n][key].equal(states[key])]
+
+
+def snapshot(run: Any) -> dict[str, Any]:
+    """All that the next steps depend on: full weights, main parameters and moments, and other state."""
+    optimizer = run.optimizer
+    states: dict[str, Any] = {f"{name}.weight": weight for name, weight in weights(run).items()}
+    for key in ("fp32", *MOMENTS):
+        states |= {f"{name}.{key}": value for name, value in full(run, key).items()}
+    for number, group in enumerate(groups_of(run)):
+        states[f"group {number}"] = {key: value for key, value in group.items() if key != "params"}
+    steps = {float(own["step"]) for own in optimizer.optimizer.state.values() if "step" in own}
+    states["steps"] = sorted(set().union(*gathered(steps)))
+    states["counters"] = [run.global_steps, run.global_samples, run.skipped_steps]
+    states["scale"] = [getattr(optimizer, "loss_scale", None), getattr(scaler_of(optimizer), "cur_iter", None)]
+    return states
+
+
+def groups_of(run: Any) -> list[dict[str, Any]]:
+    """The inner optimizer's param groups."""
+    groups: list[dict[str, Any]] = run.optimizer.optimizer.param_groups
+    return groups
+
+
+def scaler_of(optimizer: Any) -> Any:
+    """The object with the loss scale's counters; without ZeRO the optimizer, or since 0.18.6 its config object."""
+    return getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", optimizer))
+
+
+def flat_groups(run: Any) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """This rank's partition of each group's flat main parameters, and the group's parameters."""
+    optimizer = run.optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
+        masters, groups = optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups
+    elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # stages 1 and 2
+        masters, groups = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
+    else:  # BF16_Optimizer
+        masters, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+    return list(zip(masters, groups, strict=True))
+
+
+def names_of(run: Any) -> dict[torch.Tensor, str]:
+    return {parameter: name for name, parameter in run.module.named_parameters()}
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """The names of values that are not the same, or only in one of the two."""
+    return [name for name in {**expected, **found} if not same(found.get(name), expected.get(name))]
+
+
+def reduce_as_on_a_gpu() -> None:
+    """Let the engine reduce 16-bit gradients itself, as it does without ZeRO and for BF16_Optimizer.
+
+    Up to 0.16 it reduces only dtypes that the accelerator lists, and a CPU does not list fp16.
+    """
+    if REAL_GPU:
+        return
+    get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("+")[0].split("."))
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return bool(one.equal(other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def on_any_rank(names: list[str]) -> list[str]:
+    """The names from all ranks: a rank's own data, e.g. its copy of the weights, may be wrong only there."""
+    return sorted(set().union(*gathered(names)))
+
+
+def save(run: Any, folder: Path) -> None:
+    """Save as TAG in a folder, so that it can be converted."""
+    info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+    run.save_checkpoint(str(folder), tag=TAG, client_state={**info, "iteration": STEPS})
+
+
+def load(run: Any, folder: Path, tag: str, **asked: bool) -> Any:
+    """Load a checkpoint. Returns the client state."""
+    return run.load_checkpoint(str(folder), tag=tag, **asked)[1]
+
+
+def show_result(
+    worker: Callable[[int, Path], str],
+    ranks: int,
+    right: str,
+    *,
+    node: int | None = None,
+    raises: str | tuple[str, ...] = (),
+) -> None:
+    """A demonstration: what `worker(rank, folder)` finds wrong on the first rank; see `results` and `demo.show`."""
+    demo.show(lambda folder: str(results(worker, ranks, folder, node=node)[0]), right, raises=raises)
+
+
+def show_resume(
+    case: str, *, ranks: int = 2, node: int | None = None, universal: bool = False, raises: str | tuple[str, ...] = ()
+) -> None:
+    """A demonstration: save and resume, with `universal` from a universal checkpoint.
+
+    An error that starts with `raises` is the bug.
+    """
+
+    def worker(rank: int, folder: Path) -> str:
+        make = functools.partial(engine_of, case, ranks)
+        return resume(rank, folder, ranks, make, [UNIVERSAL if universal else TAG])
+
+    show_result(worker, ranks, "saved; resumes bit for bit", node=node, raises=raises)
+
+
+def resume(rank: int, folder: Path, ranks: int, make: Make, tags: Sequence[str], states: States = snapshot) -> str:
+    """Train, save, load each tag into a new run with other weights, and take two steps in both runs.
+
+    Returns how many `states` differ after the load and after the steps, in words, or "" if none.
+    """
+    run = make(universal=False, seed=0)
+    saved, end = save_and_go_on(run, rank, folder, ranks, states)
+    for tag in tags:
+        if tag == UNIVERSAL:
+            convert(folder)
+        resumed = make(universal=tag == UNIVERSAL, seed=1)
+        load(resumed, folder, tag)
+        loaded = on_any_rank(differences(states(resumed), saved))
+        train(resumed, rank, ranks, first=STEPS)
+        trained = on_any_rank(differences(states(resumed), end))
+        if loaded or trained:
+            counts = f"{len(loaded)} of {len(saved)} states differ after the load, {len(trained)} after {STEPS} steps"
+            return f"{counts} more, and no error"
+    return ""
+
+
+def show_weights_alone(*cases: str, raises: str | tuple[str, ...] = (), **options: bool) -> None:
+    """A demonstration: load only the weights of a checkpoint that is not the latest, on 2 and on 3 ranks.
+
+    An error that starts with `raises` is the bug. `options` are passed to `load_checkpoint`.
+    """
+
+    allow_pickles()
+
+    def run(folder: Path) -> str:
+        found = {
+            case: results(load_weights, ranks, folder / case / str(ranks), case, ranks, options)[0]
+            for ranks in demo.cases((2, 3))
+            for case in cases
+        }
+        return "; ".join(f"{case}: {wrong}" for case, wrong in found.items() if wrong)
+
+    demo.show(run, "weights and masters are those of the checkpoint", raises=raises)
+
+
+def load_weights(rank: int, folder: Path, case: str, ranks: int, options: dict[str, bool]) -> str:
+    """Save twice, and load the first checkpoint's weights into a run with other weights. Returns what is wrong."""
+    run = engine_of(case, ranks, universal=False, seed=0)
+    train(run, rank, ranks, first=0)
+    run.save_checkpoint(str(folder), tag=TAG)
+    saved = weights(run)
+    train(run, rank, ranks, first=STEPS)
+    run.save_checkpoint(str(folder), tag="later")
+    loaded = engine_of(case, ranks, universal=False, seed=1)
+    loaded.load_checkpoint(str(folder), tag=TAG, **options)
+    found = weights(loaded)
+    wrong = on_any_rank(differences(found, saved))
+    stale = on_any_rank(differences(full(loaded, "fp32"), {name: weight.float() for name, weight in found.items()}))
+    if not wrong and not stale:
+        return ""
+    return f"{len(wrong)} of {len(saved)} weights are not those saved, {len(stale)} masters not the weights; no error"
+
+
+def show_universal_weights_alone(*every: str) -> None:
+    """A demonstration: load only the weights of a universal checkpoint, on 2 and on 3 ranks."""
+    allow_pickles()
+
+    def run(folder: Path) -> str:
+        found = [
+            results(load_universal_weights, ranks, folder / case / str(ranks), case, ranks)[0]
+            for ranks in demo.cases((2, 3))
+            for case in demo.cases(every)
+        ]
+        return next(filter(None, found), "")
+
+    demo.show(run, "weights and masters are loaded, and nothing else")
+
+
+def load_universal_weights(rank: int, folder: Path, case: str, ranks: int) -> str:
+    """Load only the weights into a new run. Returns wrong weights and unexpected changes, or "" if none."""
+    saved, _ = train_and_save(rank, folder, case, ranks)
+    convert(folder)
+    for asked in ({"load_optimizer_states": False}, {"load_module_only": True}):
+        run = engine_of(case, ranks, universal=True, seed=1)
+        before = settings(run)
+        run.load_checkpoint(str(folder), tag=UNIVERSAL, **asked)
+        found = {"weight": weights(run), "fp32": full(run, "fp32")}
+        wrong = [
+            f"{name}.{key}" for key, own in found.items() for name in own if not same(own[name], saved[f"{name}.{key}"])
+        ]
+        wrong = on_any_rank(wrong)
+        states = on_any_rank([key for own in run.optimizer.optimizer.state.values() for key in own])
+        if wrong or states or settings(run) != before:
+            return f"{next(iter(asked))}: weights {wrong}, states {states} or settings are not as asked for; no error"
+    return ""
+
+
+def weights(run: Any) -> dict[str, torch.Tensor]:
+    """The full 16-bit weights."""
+    found = {}
+    for name, parameter in run.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            found[name] = parameter.detach().clone()
+    return found
+
+
+def train_and_save(rank: int, folder: Path, case: str, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train and save. Returns the state at the save, and the state STEPS steps later."""
+    run = engine_of(case, ranks, universal=False, seed=0)
+    return save_and_go_on(run, rank, folder, ranks, snapshot)
+
+
+def save_and_go_on(
+    run: Any, rank: int, folder: Path, ranks: int, states: States
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    train(run, rank, ranks, first=0)
+    for group in groups_of(run):
+        group["lr"] /= 2  # as a scheduler would, so that it differs from the next run's initial value
+    save(run, folder)
+    saved = states(run)
+    train(run, rank, ranks, first=STEPS)
+    return saved, states(run)
+
+
+def convert(folder: Path, *more: str) -> None:
+    """Convert TAG to the universal checkpoint UNIVERSAL, on rank 0 with this project's converter."""
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        alone = {name: value for name, value in os.environ.items() if name not in RANK_ENVIRONMENT}
+        options = ["--input_folder", str(folder / TAG), "--output_folder", str(folder / UNIVERSAL)]
+        command = [sys.executable, "-m", "deepspeed_patches.ds_to_universal", *options, *more]
+        done = subprocess.run(command, env=alone, text=True, capture_output=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}: exit status {done.returncode}: {done.stderr}")
+    torch.distributed.barrier()
+
+
+def show_conversion(case: str, *, ranks: int, raises: str | tuple[str, ...] = ()) -> None:
+    """A demonstration: save, convert with DeepSpeed's converter, and compare with the state at the save."""
+
+    def run(folder: Path) -> str:
+        results(train_and_keep, ranks, folder, case, ranks)
+        return converted(folder)
+
+    demo.show(run, "converted bit for bit", raises=raises)
+
+
+def train_and_keep(rank: int, folder: Path, case: str, ranks: int) -> None:
+    run = engine_of(case, ranks, universal=False, seed=0)
+    train(run, rank, ranks, first=0)
+    save_and_keep(run, folder)
+
+
+def save_and_keep(run: Any, folder: Path) -> None:
+    """Save a checkpoint, and the live state as TRUTH."""
+    save(run, folder)
+    live = state(run)
+    if torch.distributed.get_rank() == 0:
+        torch.save(live, folder / TRUTH)
+
+
+def converted(folder: Path) -> str:
+    """Convert TAG with DeepSpeed's converter. Returns how many states differ from TRUTH, or "" if none.
+
+    Raises:
+        RankError: the converter raised an error.
+    """
+    run_ranks(convert_by_upstream, 1, folder / TAG, folder / UNIVERSAL)
+    truth, found = torch.load(folder / TRUTH, map_location="cpu"), universal_states(folder / UNIVERSAL)
+    pairs = [(live, found[name][key]) for name, states in truth.items() for key, live in states.items()]
+    different = sum(not live.flatten().equal(other.flatten()) for live, other in pairs)  # ZeRO-3 states are flat
+    return f"{different} of {len(pairs)} states differ, and no error" if different else ""
+
+
+def convert_by_upstream(rank: int, source: Path, output: Path, workers: int = 2, *, handed_over: bool = False) -> None:
+    """Convert with DeepSpeed's own converter; with `handed_over`, with the one that the switches say."""
+    if not handed_over:
+        os.environ["CKPT_PATCHES_SKIP"] = f"{os.environ.get('CKPT_PATCHES_SKIP', '')},universal_converter"
+    sys.argv = ["ds_to_universal", "--input_folder", str(source), "--output_folder", str(output)]
+    sys.argv += ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
+    if inspect.signature(ds_to_universal.main).parameters:
+        ds_to_universal.main(ds_to_universal.parse_arguments())
+    else:  # up to 0.14 it parses the arguments itself
+        ds_to_universal.main()
+
+
+def universal_states(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The states in a universal checkpoint, by parameter."""
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for parameter in sorted(path for path in (folder / "zero").iterdir() if path.is_dir()):
+        loaded = {key: torch.load(parameter / f"{key}.pt") for key in ("fp32", *MOMENTS)}
+        states[parameter.name] = {key: v["param"] if isinstance(v, dict) else v for key, v in loaded.items()}
+    return states
+
+
+def allow_pickles() -> None:
+    """Work around another bug, `torch_load_weights_only`: up to 0.15.4 no checkpoint loads with torch 2.6 or later."""
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+
+
+def results(worker: Callable[..., Any], ranks: int, *args: object, node: int | None = None) -> list[Any]:
+    """The return values of `worker(rank, *args)`, one per rank. `node` is the number of ranks per node (default: all).
+
+    Raises:
+        RankError: a rank raised an error.
+    """
+    prepare()
+    reduce_as_on_a_gpu()
+    return run_ranks(_start, ranks, worker, ranks, node or ranks, free_port(), *args)
+
+
+def _start(rank: int, worker: Callable[..., Any], ranks: int, node: int, port: int, *args: object) -> Any:
+    join(rank, ranks, node, port)
+    result = worker(rank, *args)
+    torch.distributed.barrier()
+    if REAL_GPU:
+        torch.distributed.destroy_process_group()  # NCCL aborts a rank whose neighbor ends first
+    return result
+
+
+def join(rank: int, ranks: int, node: int, port: int) -> None:
+    """Make this process a rank."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank % node))
+    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_SIZE=str(node))
+    if REAL_GPU:
+        os.environ["LOCAL_RANK"] = "0"
+        share_gpu(rank)
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="nccl" if REAL_GPU else "gloo", verbose=False)
+
+
+def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:
+    join(rank, args.ranks, getattr(args, "node", None) or args.ranks, port)
+    args.work(rank, args)
+    torch.distributed.barrier()
+    os._exit(0)  # Gloo and DeepSpeed leave threads behind
+
+
+def on_ranks(args: argparse.Namespace) -> None:
+    """Run `args.work(rank, args)` on `args.ranks` processes.
+
+    Raises:
+        RankError: a rank raised an error.
+    """
+    results(args.work, args.ranks, args, node=getattr(args, "node", None))

@@ -1,0 +1,86 @@
+"""Save and load with the real `megatron.training`, as Megatron-LM's scripts do, on CPU ranks."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from trainers import megatron_training as mt
+from trainers import stub_imports
+
+SEED = 123
+
+
+def import_training() -> Any:
+    """`megatron.training.checkpointing`, even if modules that its package imports are missing."""
+    mt.import_packages()
+    mt.without_transformer_engine()
+    stub_imports.install()
+    from megatron.training import checkpointing
+
+    return checkpointing
+
+
+def start(tensor: int, expert: int, expert_tensor: int | None = None, context: int = 1) -> None:
+    """Begin a run: initialize its parallel state and seed its RNG states."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+        context_parallel_size=context,
+    )
+    model_parallel_cuda_manual_seed(SEED)
+
+
+def arguments(folder: Path, tensor: int, expert: int, expert_tensor: int | None = None, **more: Any) -> Any:
+    """The arguments of a script that saves to a folder and loads from it."""
+    from megatron.training.arguments import parse_args
+
+    found, sys.argv = sys.argv, [sys.argv[0]]
+    try:
+        args = parse_args(ignore_unknown_args=True)
+    finally:
+        sys.argv = found
+    ranks = dist.get_world_size()
+    vars(args).update(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=1,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor or tensor,
+        world_size=ranks,
+        data_parallel_size=ranks // tensor,
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        add_position_embedding=True,
+        vocab_file=None,
+        consumed_train_samples=0,
+        skipped_train_samples=0,
+        consumed_valid_samples=0,
+        seed=SEED,
+        save=str(folder),
+        load=str(folder),
+        ckpt_format="torch_dist",
+        use_dist_ckpt=True,
+        phase_transition_iterations=None,
+        async_strategy="mcore",
+        save_tokenizer_assets=False,
+    )
+    vars(args).update(more)
+    return args
+
+
+def save(checkpointing: Any, model: Any, args: Any, optimizer: Any = None) -> None:
+    checkpointing.get_args = lambda: args
+    checkpointing.save_checkpoint(1, [model], optimizer, None, 0)
+
+
+def load(checkpointing: Any, model: Any, args: Any, optimizer: Any = None, **more: Any) -> None:
+    checkpointing.get_args = lambda: args
+    checkpointing.update_num_microbatches = lambda **_: None  # its schedule is not set up here
+    checkpointing.load_checkpoint([model], optimizer, None, **more)
