@@ -461,7 +461,7 @@ def test_the_command_says_what_it_has_done(tree: Path) -> None:
 
     both = (PRODUCT, ZARR_FIX)
     skipped = "not applied (CKPT_PATCHES_SKIP)"
-    note = "ckpt-patches: pip uninstall does not undo this, ckpt-patches revert does"
+    note = "ckpt-patches: ckpt-patches status shows the result; ckpt-patches revert undoes it, pip uninstall does not"
 
     def of_all(text: str) -> str:
         return f"ckpt-patches: megatron-core: {text} ({tree})"

@@ -111,6 +111,7 @@ NO_STATE = "RuntimeError: Missing key in checkpoint state_dict: optimizer.state.
         ("Cannot merge two lists with different lengths (4 and 2, encountered at key 'optimizer')", "limits"),
         # fixes of this release
         ("KeyError: 'betas'", "dcp_empty_group"),
+        ("group 2 has no 'step', and another group has", "chained_group_steps"),
         ("CheckpointingException: Invalid access pattern for ShardedTensor(key='x')", "sharding_check_on_all_ranks"),
         # words and questions
         ("overhead", "install"),
@@ -172,7 +173,10 @@ def test_there_are_five_answers_at_most(text: str) -> None:
 
 def test_a_tool_comes_first_and_what_nothing_answers_last() -> None:
     assert found("PytorchStreamReader failed") == ["audit", "legacy_expert_save"]
-    assert found("IndexError: list index out of range")[-2:] == ["universal_empty_group", "limits"]
+    index = "IndexError: list index out of range"
+    assert found(index) == ["universal_empty_group", "limits"]
+    of_torch = f'  File "torch/distributed/checkpoint/state_dict.py", line 888, in _unflatten_optim_state_dict\n{index}'
+    assert found(of_torch) == ["limits", "universal_empty_group"]
 
 
 def test_each_kind_of_finding_is_explained() -> None:

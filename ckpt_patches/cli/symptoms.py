@@ -166,9 +166,9 @@ def search(text: str) -> list[Answer]:
         return [finding]
     raw = [*dict.fromkeys(text.splitlines())]
     lines = [*dict.fromkeys(tuple(found) for line in raw if (found := words(line)))]
-    by_error = [(*best, each) for each in known() if (best := _best_error(each, lines, raw))[0]]
+    by_error = [(*match, each) for each in known() if (match := _matched(each, lines, raw))]
     if by_error:
-        by_error.sort(key=lambda found: (_place(found[2], found[1]), -found[0]))
+        by_error.sort(key=lambda found: (-round(found[0], 6), _place(found[2], found[1])))
         return [Answer(each.name, each.errors[error], each.name) for _, error, each in by_error[:MOST]]
     asked = _asked(text)
     scores = [(score, each) for each in known() if (score := _score(each, asked, text))]
@@ -177,7 +177,7 @@ def search(text: str) -> list[Answer]:
 
 
 def _place(each: Page, error: str) -> int:
-    """What a tool answers comes first, as it is often the more general; what nothing here answers comes last."""
+    """Among equals, what a tool answers comes first, as it is the more general; what nothing here answers comes last."""
     return 1 if not each.is_topic else 2 if each.errors[error].startswith(NOT_HERE) else 0
 
 
@@ -196,9 +196,13 @@ def weights() -> dict[str, float]:
     return {word: math.log((len(known()) + 1) / number) for word, number in count.items()}
 
 
-def _best_error(each: Page, lines: Sequence[Sequence[str]], raw: Sequence[str]) -> tuple[float, str]:
-    """The weight of the error text of a page that the lines contain most of, and that text."""
-    return max(((_found(error, lines, raw), error) for error in each.errors), default=(0.0, ""))
+def _matched(each: Page, lines: Sequence[Sequence[str]], raw: Sequence[str]) -> tuple[float, str] | None:
+    """The weight of a page's error texts that the lines contain, each word once, and the heaviest of these texts."""
+    found = [(weight, error) for error in each.errors if (weight := _found(error, lines, raw))]
+    if not found:
+        return None
+    pasted = {word for line in lines for word in line}
+    return _sum({word for _, error in found for word in words(error)} & pasted), max(found)[1]
 
 
 def _asked(text: str) -> frozenset[str]:
