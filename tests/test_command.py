@@ -361,7 +361,10 @@ def test_without_names_it_says_what_is_not_as_asked_for(tmp_path: Path) -> None:
 
     first, note = said("apply")
     assert re.fullmatch(rf"ckpt-patches: megatron-core: \d+ applied, \d+ not needed \({re.escape(str(copy))}\)", first)
-    assert note == "ckpt-patches: ckpt-patches status shows the result; ckpt-patches revert undoes it, pip uninstall does not"
+    assert (
+        note
+        == "ckpt-patches: ckpt-patches status shows the result; ckpt-patches revert undoes it, pip uninstall does not"
+    )
     assert said("apply", skip="torch_adam_step")[0].startswith("torch_adam_step: not applied (CKPT_PATCHES_SKIP)")
     assert said("apply", "--quiet") == []
     every = said("apply", "--verbose")

@@ -79,12 +79,6 @@ def test_the_checkpoint_holds_where_it_is_asked_for(version: str, tmp_path: Path
     assert resumes(version, "hook", tmp_path, CHECKPOINT) == {name: [] for name in runs_for(version)}
 
 
-def test_upstream_gives_the_first_iteration_its_own_weight_decay_there(tmp_path: Path) -> None:
-    """Upstream gives later iterations the checkpoint's."""
-    found = resumes("0.12.0", "none", tmp_path, CHECKPOINT)
-    assert found["weight_decay"] == ["0/a.weight,c.weight/now"]
-
-
 def test_with_neither_flag_upstreams_assertion_speaks(tmp_path: Path) -> None:
     runs: list[Run] = [{"do": "save", "name": "x"}, {"do": "load", "name": "x", **NEW}]
     for version in ("0.12.0", NEWEST):

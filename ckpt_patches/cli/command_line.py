@@ -571,7 +571,10 @@ def _apply(options: argparse.Namespace) -> int:
     _tell_outcomes(found, options)
     outcomes = [outcome for _, own in found for outcome, _ in own.values()]
     if MEANING[Outcome.APPLIES] in outcomes and not options.json:
-        runtime_commands.note("ckpt-patches", "ckpt-patches status shows the result; ckpt-patches revert undoes it, pip uninstall does not")
+        runtime_commands.note(
+            "ckpt-patches",
+            "ckpt-patches status shows the result; ckpt-patches revert undoes it, pip uninstall does not",
+        )
     return 1 if MEANING[Outcome.NO_MATCH] in outcomes else 0
 
 

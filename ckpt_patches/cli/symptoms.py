@@ -177,7 +177,7 @@ def search(text: str) -> list[Answer]:
 
 
 def _place(each: Page, error: str) -> int:
-    """Among equals, what a tool answers comes first, as it is the more general; what nothing here answers comes last."""
+    """Among equals, what a tool answers comes first, being more general; what nothing here answers comes last."""
     return 1 if not each.is_topic else 2 if each.errors[error].startswith(NOT_HERE) else 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import NoMatch, NotNeeded, Source
+from ckpt_patches.engine.source import NotNeeded, Source
 
 TYPE_CHECKING = False
 
@@ -30,8 +30,8 @@ fix = Fix(
 
 SCHEDULER = "megatron.core.optimizer_param_scheduler"
 CLASS = "OptimizerParamScheduler"
-UPSTREAMS = "_restore_param_group_scheduler_overrides"  # since Megatron-LM#5213, not in any release
 STEP = "self.step(increment=num_steps)"
+UPSTREAMS = "_restore_param_group_scheduler_overrides"  # since Megatron-LM#5213, not in any release
 
 
 def _bounds_of_param_group(param_group: "dict[str, Any]") -> "dict[str, float]":
@@ -64,17 +64,19 @@ REMEMBER = """# A load puts the checkpoint's bounds into the param groups.
 self.own_bounds = [
     _bounds_of_param_group(param_group) for param_group in optimizer.param_groups
 ]
-self.restores_left = 0"""
-KEEP = """# In the step of this load, and in the next one: the optimizer may be loaded between them.
-self.restores_left = 2 if self.override_opt_param_scheduler else 0"""
-RESTORE = """if self.restores_left > 0:
-    self.restores_left -= 1
+self.bounds_may_be_loaded = False"""
+RESTORE = """if self.override_opt_param_scheduler:
     self._restore_own_bounds()"""
+REPEAT = """# The optimizer may be loaded, or told other bounds, between this load and the next step.
+self.bounds_may_be_loaded = self.override_opt_param_scheduler"""
+RESTORE_IN_STEP = """if self.bounds_may_be_loaded:
+    self._restore_own_bounds()
+    self.bounds_may_be_loaded = False"""
 
 
 @fix.edit(SCHEDULER)
 def keep_own_bounds(source: Source) -> None:
-    """Restored at the load and at the next step: an optimizer load or global bounds may replace them in between."""
+    """Restored in the load and in the step after it: an optimizer load or global bounds may come between them."""
     if source.has_function(f"{CLASS}.{UPSTREAMS}"):
         raise NotNeeded
     init, step, load = (
@@ -82,31 +84,15 @@ def keep_own_bounds(source: Source) -> None:
     )
     source.skip_if(
         ("self.own_bounds = ...", init),
-        ("self.restores_left = ...", load),
-        "self._restore_own_bounds()",
+        ("self.bounds_may_be_loaded = self.override_opt_param_scheduler", load),
+        ("self._restore_own_bounds()", load),
+        ("self._restore_own_bounds()", step),
         _bounds_of_param_group,
         OptimizerParamScheduler._restore_own_bounds,
-        within=step,
     )
     source.insert_after(source.one("self.optimizer = optimizer", within=init), REMEMBER)
-    source.insert_after(source.one("self.num_steps += increment", within=step), RESTORE)
-    source.insert_at_start(load, KEEP)
+    source.insert_after(source.one("self.num_steps += increment", within=step), RESTORE_IN_STEP)
+    source.insert_at_start(load, RESTORE)
+    source.insert_after(source.one(STEP, within=load), REPEAT)
     source.insert_method_before(step, OptimizerParamScheduler._restore_own_bounds)
     source.insert_function_before(source.class_named(CLASS), _bounds_of_param_group)
-
-
-@fix.edit(SCHEDULER, independent=True)
-def step_with_loaded_weight_decay(source: Source) -> None:
-    """Upstream steps before it loads the weight decay, so the next iteration uses this run's weight decay."""
-    load = source.function(f"{CLASS}.load_state_dict")
-    weight_decay = source.branch("'start_wd' in state_dict", within=load)
-    step = source.one(STEP, within=load)
-    both = [
-        node for node in load.body if node is weight_decay or getattr(node, "value", None) is step
-    ]
-    if both[:1] == [weight_decay] and len(both) == 2:
-        raise NotNeeded
-    if load.body[-2:] != both:
-        raise NoMatch(f"expected {load.name} to end with `{STEP}` and the weight decay")
-    source.remove(both[0])
-    source.insert_after(weight_decay, STEP)

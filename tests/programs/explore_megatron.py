@@ -224,7 +224,7 @@ def _scalers(run: Run) -> list[Any]:
 
 
 def _numbers(one: Any) -> Options:
-    found = {name: value for name, value in vars(one).items() if name != "restores_left"}  # a fix sets it
+    found = {name: value for name, value in vars(one).items() if name != "bounds_may_be_loaded"}  # a fix sets it
     found = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
     return {name: value for name, value in found.items() if isinstance(value, (bool, int, float))}
 
