@@ -172,6 +172,35 @@ def test_all_that_a_rank_holds_is_not_replaced(tmp_path: Path, capsys: pytest.Ca
         assert "expected damage in a small part" in refused(capsys, path, tmp_path / "new", *options)
 
 
+@pytest.mark.parametrize("begin", [0, 3], ids=["a row", "a part of it"])
+def test_rows_that_the_file_of_another_run_can_have_are_not_filled(
+    begin: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """HSDP: the moments of a parameter are in two ranks' files, of which one may be another run's or another step's.
+
+    A token that this run has seen and that one has not is whole rows in one moment alone: all that shows the file.
+    """
+    truth, path = saved() / "hsdp", copied(saved() / "hsdp", tmp_path)
+    found = audit(path, 1).checkpoint
+    shards = [shard for shard in found.shards if {*MOMENTS} <= shard.streams.keys() and len(shard.shape) > 1]
+    files = [{extent.path for role in MOMENTS for extent in shard.streams[role].extents} for shard in shards]
+    shard, two = next((shard, own) for shard, own in zip(shards, files, strict=True) if len(own) == 2)
+    (extent,) = shard.streams[EXP_AVG_SQ].extents
+    values = np.memmap(extent.path, np.float32, "r+", extent.offset, (shard.numel,))
+    values[2 * shard.row + begin : 3 * shard.row] = 0.0
+    values.flush()
+    for record in found.records:
+        record_checksums.update_checksum(record)
+    assert audit(path).verdict == DAMAGED
+    if begin:
+        assert main(["repair", str(path), "--output", str(tmp_path / "new"), "--reset-moments"]) == 0
+        check_truth(tmp_path / "new", truth, None)
+    for options in () if begin else ([], ["--reset-moments"], ["--from", str(truth)]):
+        said = refused(capsys, path, tmp_path / "new", *options)
+        assert " and ".join(sorted(Path(name).name for name in two)) in said
+        assert "can be of two runs or steps" in said
+
+
 def test_moments_of_a_rank_are_refused(zero: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """ZeRO: all that a rank holds is lost; whole rows of another rank's part of the same parameters are a note."""
     for role in MOMENTS:

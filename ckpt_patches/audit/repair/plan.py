@@ -7,13 +7,25 @@ Without one they are reset, always both: one moment that does not belong to the 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckpt_patches.audit.audit import Report
 from ckpt_patches.audit.judging import blocks, scan
 from ckpt_patches.audit.ranges import Range, joined
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages
-from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, WEIGHT, Copies, Extent, Shard, Stream
+from ckpt_patches.formats.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTS,
+    WEIGHT,
+    Copies,
+    Extent,
+    Shard,
+    Stream,
+    rank_of,
+)
 from ckpt_patches.formats.damages import NOTE, Finding, FindingKind
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.ranged import RangedFiles
@@ -27,6 +39,7 @@ AT_A_TIME = 1 << 19  # elements; fewer than the odd runs that a scan keeps
 MOST, MOST_CONTRADICTED = 0.5, 0.1
 CONTRADICTED = (damages.UNROUNDED_MASTER, damages.OTHER_MASTERS)
 
+ZERO = {EXP_AVG: blocks.NO_AVG, EXP_AVG_SQ: blocks.NO_SQ}
 # The kinds that can be repaired, and the bits in the codes of the damaged elements; 0: all elements of the range.
 COMPLETELY = dict.fromkeys((damages.MISSING_CHUNK, damages.SHORT_CHUNK), 0)
 REPAIRED: dict[str, dict[FindingKind, int]] = {
@@ -43,7 +56,7 @@ REPAIRED: dict[str, dict[FindingKind, int]] = {
             damages.NOT_FINITE: blocks.NOT_FINITE[role],
             damages.NEGATIVE_SQUARE: blocks.NEGATIVE,
         }
-        for role, zero in ((EXP_AVG, blocks.NO_AVG), (EXP_AVG_SQ, blocks.NO_SQ))
+        for role, zero in ZERO.items()
     },
 }
 
@@ -140,12 +153,34 @@ def _why_not(finding: Finding, report: Report, shard: Shard | None, role: str, s
         return "the checkpoint does not have the model's own weights of these elements"
     if role in MOMENTS and source == RESET and not {*MOMENTS} <= shard.streams.keys() | shard.lost.keys():
         return "the other moment of these elements, which would be reset with it, is absent or cut in another way"
+    if finding.kind is damages.LOST_MOMENT and (names := _files_of_two_saves(shard, role, *_range(finding))):
+        return (
+            f"{names} can be of two runs or steps, one of which had no gradient in these rows: nothing tells them apart"
+        )
     return ""
+
+
+def _range(finding: Finding) -> Range:
+    return finding.begin or 0, finding.end or 0
+
+
+def _files_of_two_saves(shard: Shard, role: str, begin: int, end: int) -> str:
+    """The ranks' files of both moments, if each can be a good file, of different saves; empty if one has lost a part.
+
+    A good file has zeros in rows without a gradient, or in the same columns of several rows, and nowhere else.
+    """
+    parts = [part for own in MOMENTS for part in _parts(shard, own)]
+    files = {path for path, first, last in parts if rank_of(path) and first < end and begin < last}
+    row = shard.row
+    ranges = [(begin // row * row, -(-end // row) * row), (begin - row, end - row), (begin + row, end + row)]
+    inside = [own for own in ranges if own[0] >= 0 and own[1] <= shard.numel]
+    is_natural = any(list(_damaged(shard, *own, ZERO[role])) == [own] for own in inside)
+    return " and ".join(sorted(Path(path).name for path in files)) if len(files) > 1 and is_natural else ""
 
 
 def _fills(finding: Finding, shard: Shard, role: str, source: str) -> Iterator[Fill]:
     """The fills for a finding."""
-    bits, ranges = REPAIRED[role][finding.kind], [(finding.begin or 0, finding.end or 0)]
+    bits, ranges = REPAIRED[role][finding.kind], [_range(finding)]
     if bits and role in shard.streams:
         ranges = list(_damaged(shard, *ranges[0], bits))
     for own in MOMENTS if role in MOMENTS and source == RESET else (role,):
