@@ -55,7 +55,7 @@ UNROUNDED_MASTER = _kind(
     "unrounded_master",
     DAMAGE,
     "the master parameter does not round to the model's own weight, as after a reload that did not reach it",
-    FROM_WEIGHT,
+    "no repair: nothing tells which of the two is right; take another checkpoint",
 )
 OTHER_MASTERS = _kind(
     "other_masters",

@@ -5,7 +5,7 @@ Without one they are reset, always both: one moment that does not belong to the 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,18 +34,17 @@ FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older check
 AT_A_TIME = 1 << 19  # elements; fewer than the odd runs that a scan keeps
 
 # The most elements of a state that a repair fills, of a rank's file or of the checkpoint. Races of megatron-core lose
-# up to a third of a state (measured with models of five parameters). Nothing tells which of two values is wrong: of
-# main parameters that are not lost, and only do not round to the weights, few of the checkpoint may be.
-MOST, MOST_CONTRADICTED = 0.5, 0.1
-CONTRADICTED = (damages.UNROUNDED_MASTER, damages.OTHER_MASTERS)
+# up to a third of a state (measured with models of five parameters).
+MOST = 0.5
 
+# A main parameter that does not round to its weight is of a file of another run or step, or the weight is.
+CONTRADICTED = (damages.UNROUNDED_MASTER, damages.OTHER_MASTERS)
 ZERO = {EXP_AVG: blocks.NO_AVG, EXP_AVG_SQ: blocks.NO_SQ}
 # The kinds that can be repaired, and the bits in the codes of the damaged elements; 0: all elements of the range.
 COMPLETELY = dict.fromkeys((damages.MISSING_CHUNK, damages.SHORT_CHUNK), 0)
 REPAIRED: dict[str, dict[FindingKind, int]] = {
     MASTER: {
         **COMPLETELY,
-        **dict.fromkeys(CONTRADICTED, blocks.UNROUNDED),
         damages.LOST_MASTER: blocks.NO_MASTER,
         damages.NOT_FINITE: blocks.NOT_FINITE[MASTER],
     },
@@ -116,27 +115,12 @@ def plan(report: Report, source: str) -> Plan:
             made.refused.append((finding, reason))
         elif shard:
             made.fills.extend(_fills(finding, shard, role, source))
-    _check_extent(report, [fill for fill in made.fills if fill.kind in CONTRADICTED], MOST_CONTRADICTED)
-    _refuse_parameters(made, [(f, *places.get((f.array, f.shard), (None, ""))) for f in wrong])
-    others = [fill for fill in made.fills if fill.kind not in CONTRADICTED]
-    roles = {fill.role for fill in others}
+    roles = {fill.role for fill in made.fills}
     # A rank that has lost all it holds leaves parameters without moments, which alone are only unusual.
     unusual = [f for f in report.findings if f.kind is damages.PARAMETER_WITHOUT_MOMENTS]
     empty = [Fill(f.kind, *places[f.array, f.shard], "", [(f.begin or 0, f.end or 0)]) for f in unusual]
-    _check_extent(report, [*others, *(fill for fill in empty if fill.role in roles)], MOST)
+    _check_extent(report, [*made.fills, *(fill for fill in empty if fill.role in roles)])
     return made
-
-
-def _refuse_parameters(made: Plan, wrong: list[tuple[Finding, Shard | None, str]]) -> None:
-    """Refuse parameters of which most do not round to their weights: the weights may be another run's, or new."""
-    fills = [fill for fill in made.fills if fill.kind in CONTRADICTED]
-    elements = Counter[int]()
-    for fill in fills:
-        elements[id(fill.shard)] += sum(end - begin for begin, end in fill.ranges)
-    refused = {id(fill.shard) for fill in fills if elements[id(fill.shard)] > MOST * fill.shard.numel}
-    made.fills[:] = [fill for fill in made.fills if fill.kind not in CONTRADICTED or id(fill.shard) not in refused]
-    reason = "most of the parameter is not what rounds to its weight, and nothing tells which of the two is right"
-    made.refused.extend((f, reason) for f, shard, _ in wrong if f.kind in CONTRADICTED and id(shard) in refused)
 
 
 def _why_not(finding: Finding, report: Report, shard: Shard | None, role: str, source: str) -> str:
@@ -145,6 +129,11 @@ def _why_not(finding: Finding, report: Report, shard: Shard | None, role: str, s
         return next(own.lost for own in report.checkpoint.copies if own.name == finding.array)
     if finding.kind is damages.MIXED_ROWS:
         return finding.kind.remedy
+    if shard is not None and finding.kind in CONTRADICTED:
+        names = " and ".join(_files(report, shard, (MASTER, WEIGHT), *_range(finding)))
+        return (
+            f"main parameters and weights in {names} contradict each other, and nothing tells which of them are right"
+        )
     if shard is None or finding.begin is None:
         return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"
     if finding.kind not in REPAIRED.get(role, ()):
@@ -153,10 +142,11 @@ def _why_not(finding: Finding, report: Report, shard: Shard | None, role: str, s
         return "the checkpoint does not have the model's own weights of these elements"
     if role in MOMENTS and source == RESET and not {*MOMENTS} <= shard.streams.keys() | shard.lost.keys():
         return "the other moment of these elements, which would be reset with it, is absent or cut in another way"
-    if finding.kind is damages.LOST_MOMENT and (names := _files_of_two_saves(shard, role, *_range(finding))):
-        return (
-            f"{names} can be of two runs or steps, one of which had no gradient in these rows: nothing tells them apart"
-        )
+    if finding.kind is damages.LOST_MOMENT and _is_in_rows(shard, role, *_range(finding)):
+        one, other = (_files(report, shard, (own,), *_range(finding)) for own in MOMENTS)
+        if one != other and all(map(rank_of, one + other)):
+            names = " and ".join(sorted({*one, *other}))
+            return f"{names} can be of two runs or steps, of which one had no gradient in these rows: nothing tells"
     return ""
 
 
@@ -164,18 +154,19 @@ def _range(finding: Finding) -> Range:
     return finding.begin or 0, finding.end or 0
 
 
-def _files_of_two_saves(shard: Shard, role: str, begin: int, end: int) -> str:
-    """The ranks' files of both moments, if each can be a good file, of different saves; empty if one has lost a part.
+def _files(report: Report, shard: Shard, roles: Iterable[str], begin: int, end: int) -> list[str]:
+    """The names of the files that hold these states of a range, by their places in the checkpoint."""
+    parts = [part for role in roles for part in _parts(shard, role)]
+    paths = sorted({path for path, first, last in parts if path and first < end and begin < last})
+    return [str(Path(path).relative_to(report.checkpoint.path)) for path in paths]
 
-    A good file has zeros in rows without a gradient, or in the same columns of several rows, and nowhere else.
-    """
-    parts = [part for own in MOMENTS for part in _parts(shard, own)]
-    files = {path for path, first, last in parts if rank_of(path) and first < end and begin < last}
+
+def _is_in_rows(shard: Shard, role: str, begin: int, end: int) -> bool:
+    """Whether zeros are what a good file can have: rows without a gradient, or the same columns of several rows."""
     row = shard.row
     ranges = [(begin // row * row, -(-end // row) * row), (begin - row, end - row), (begin + row, end + row)]
     inside = [own for own in ranges if own[0] >= 0 and own[1] <= shard.numel]
-    is_natural = any(list(_damaged(shard, *own, ZERO[role])) == [own] for own in inside)
-    return " and ".join(sorted(Path(path).name for path in files)) if len(files) > 1 and is_natural else ""
+    return any(list(_damaged(shard, *own, ZERO[role])) == [own] for own in inside)
 
 
 def _fills(finding: Finding, shard: Shard, role: str, source: str) -> Iterator[Fill]:
@@ -195,8 +186,8 @@ def _damaged(shard: Shard, begin: int, end: int, bits: int) -> Iterator[Range]:
             yield from scan.stretches(scan.look(span, files).odd.runs, bits)
 
 
-def _check_extent(report: Report, fills: list[Fill], most: float) -> None:
-    """Refuse damage of more than `most` of a state in all parameters, or of most of it in a file of several arrays.
+def _check_extent(report: Report, fills: list[Fill]) -> None:
+    """Refuse damage of most of a state in all parameters, or in a file of several arrays.
 
     Raises:
         UserError: it is so.
@@ -216,7 +207,7 @@ def _check_extent(report: Report, fills: list[Fill], most: float) -> None:
                 total[name] += last - first
                 wrong[name] += sum(max(0, min(end, last) - max(begin, first)) for begin, end in own)
         for name, elements in wrong.items():
-            if elements > (MOST if name else most) * total[name] and len(arrays.get(name, ())) != 1:
+            if elements > MOST * total[name] and len(arrays.get(name, ())) != 1:
                 raise UserError(
                     f"{report.checkpoint.path} cannot be repaired, and nothing was written: expected damage in a small "
                     f"part, found it in {elements} of {total[name]} elements of {role} in {name or 'all parameters'}: "
