@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, audit
 from ckpt_patches.audit.judging import record_checksums
-from ckpt_patches.audit.repair import same_run
+from ckpt_patches.audit.repair import plan, same_run
 from ckpt_patches.audit.repair.same_run import tensors
 from ckpt_patches.cli import main
 from ckpt_patches.formats.checkpoint import (
@@ -157,14 +157,23 @@ def test_all_that_a_rank_holds_is_not_replaced(tmp_path: Path, capsys: pytest.Ca
         assert "expected damage in a small part" in refused(capsys, path, tmp_path / "new", *options)
 
 
-@pytest.mark.parametrize("begin", [0, 3], ids=["a row", "a part of it"])
+@pytest.mark.parametrize(
+    ("begin", "at_a_time"),
+    [(0, plan.AT_A_TIME), (0, 7), (3, plan.AT_A_TIME)],
+    ids=["a row", "read in parts", "a part of it"],
+)
 def test_rows_that_the_file_of_another_run_can_have_are_not_filled(
-    begin: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    begin: int,
+    at_a_time: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """HSDP: the moments of a parameter are in two ranks' files, of which one may be another run's or another step's.
 
     A token that this run has seen and that one has not is whole rows in one moment alone: all that shows the file.
     """
+    monkeypatch.setattr(plan, "AT_A_TIME", at_a_time)
     truth, path = saved() / "hsdp", copied(saved() / "hsdp", tmp_path)
     found = audit(path, 1).checkpoint
     shards = [shard for shard in found.shards if {*MOMENTS} <= shard.streams.keys() and len(shard.shape) > 1]

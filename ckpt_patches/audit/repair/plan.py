@@ -134,9 +134,7 @@ def _why_not(finding: Finding, report: Report, shard: Shard | None, role: str, s
         return (
             f"main parameters and weights in {names} contradict each other, and nothing tells which of them are right"
         )
-    if shard is None or finding.begin is None:
-        return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"
-    if finding.kind not in REPAIRED.get(role, ()):
+    if shard is None or finding.begin is None or finding.kind not in REPAIRED.get(role, ()):
         return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"
     if role == MASTER and WEIGHT not in shard.streams:
         return "the checkpoint does not have the model's own weights of these elements"
@@ -166,7 +164,7 @@ def _is_in_rows(shard: Shard, role: str, begin: int, end: int) -> bool:
     row = shard.row
     ranges = [(begin // row * row, -(-end // row) * row), (begin - row, end - row), (begin + row, end + row)]
     inside = [own for own in ranges if own[0] >= 0 and own[1] <= shard.numel]
-    return any(list(_damaged(shard, *own, ZERO[role])) == [own] for own in inside)
+    return any(joined(_damaged(shard, *own, ZERO[role])) == [own] for own in inside)
 
 
 def _fills(finding: Finding, shard: Shard, role: str, source: str) -> Iterator[Fill]:
