@@ -21,7 +21,6 @@ from ckpt_patches.formats.checkpoint import (
     MOMENTS,
     WEIGHT,
     Copies,
-    Extent,
     Shard,
     Stream,
     rank_of,
@@ -80,14 +79,13 @@ class Plan:
     """What to repair, and what cannot be repaired."""
 
     fills: list[Fill]
-    cuts: list[Extent]  # files that are too long, with their correct length
     refused: list[tuple[Finding, str]]  # with the reason
     copies: list[Copies]  # files to copy for others
 
     @property
     def is_possible(self) -> bool:
         """Whether a repair does anything. Damage beyond repair is left as it is."""
-        return bool(self.fills or self.cuts or self.copies)
+        return bool(self.fills or self.copies)
 
 
 def plan(report: Report, source: str) -> Plan:
@@ -104,14 +102,12 @@ def plan(report: Report, source: str) -> Plan:
     }
     if any(finding.kind is damages.SHIFTED_STATE for finding in report.findings):
         raise UserError(f"{found.path} cannot be repaired, and nothing was written: {damages.SHIFTED_STATE.remedy}")
-    made = Plan([], [], [], [own for own in found.copies if not own.lost])
+    made = Plan([], [], [own for own in found.copies if not own.lost])
     wrong = [f for f in report.findings if f.kind.severity != NOTE]
     # States that differ from the record are skipped: the audit of the copy compares them again.
     for finding in [f for f in wrong if f.kind is not damages.NOT_AS_RECORDED] or wrong:
         shard, role = places.get((finding.array, finding.shard), (None, ""))
-        if finding.kind is damages.LONG_CHUNK and shard:
-            made.cuts.extend(shard.streams[role].extents)
-        elif reason := _why_not(finding, report, shard, role, source):
+        if reason := _why_not(finding, report, shard, role, source):
             made.refused.append((finding, reason))
         elif shard:
             made.fills.extend(_fills(finding, shard, role, source))
