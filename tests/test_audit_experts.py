@@ -19,6 +19,7 @@ from ckpt_patches.formats.damages import (
     NOT_JUDGED,
     UNROUNDED_MASTER,
 )
+from crafted_files import with_other_value
 from test_audit import check_that_a_nan_is_found, copied, names
 from test_audit_coverage import experts
 from test_convert_experts import NEIGHBOURS, autoep
@@ -89,6 +90,20 @@ def test_experts_of_a_release_that_saves_no_shapes_are_not_damaged(tmp_path: Pat
     torch.save(model, file)
     report = audit(path)
     assert (report.verdict, names(report)) == (UNKNOWN, {NOT_JUDGED.name})
+
+
+@pytest.mark.parametrize("where", ["mp_rank_00_model_states.pt", "*_optim_states.pt"])
+def test_a_parameter_whose_name_is_no_string_is_unreadable(where: str, tmp_path: Path) -> None:
+    def change(value: Any) -> None:
+        for group in value.get("param_shapes") or value["optimizer_state_dict"]["param_slice_mappings"]:
+            group[1, "a"] = group.pop(next(iter(group)))
+
+    path = copied(experts(1), tmp_path)
+    for file in path.glob(where):
+        with_other_value(file, change)
+    details = [finding.detail for finding in audit(path).findings]
+    assert any("expected" in detail for detail in details)
+    assert not any("a defect of the audit" in detail for detail in details)
 
 
 @pytest.mark.parametrize("kind", ["AutoEP", "classic"])

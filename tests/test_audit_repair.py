@@ -104,7 +104,7 @@ def zarr(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "change",
-    [lose_first_moment, lose_square, put_nan, remove_chunk, shorten_chunk, lengthen_chunk],
+    [lose_first_moment, lose_square, put_nan, remove_chunk, shorten_chunk],
 )
 def test_crafted_damage(zarr: Path, tmp_path: Path, change: Change) -> None:
     change(zarr)
@@ -114,7 +114,7 @@ def test_crafted_damage(zarr: Path, tmp_path: Path, change: Change) -> None:
         assert audit(output).verdict == REPAIRED
 
 
-@pytest.mark.parametrize("change", [remove_array, remove_weights])
+@pytest.mark.parametrize("change", [remove_array, remove_weights, lengthen_chunk])
 def test_what_cannot_be_repaired_is_said_before_anything_is_written(
     zarr: Path, tmp_path: Path, change: Change, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +185,7 @@ def test_masters_that_no_reload_reached_are_refused(tmp_path: Path, capsys: pyte
     }
     assert audit(stepped).verdict == WHOLE  # the step set the weights from the main parameters
     assert main(["repair", str(damaged), "--output", str(tmp_path / "new")]) == 2
-    assert "found it in 2001 of 2004 elements of master in all parameters" in capsys.readouterr().err
+    assert "contradict each other, and nothing tells which of them are right" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

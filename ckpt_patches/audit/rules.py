@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_patches.audit.judging import blocks, few_bits, remainders
-from ckpt_patches.audit.judging.odd_ranges import SMALL, Seen, few, holes, irregular, rows_or_columns, wrong
+from ckpt_patches.audit.judging.odd_ranges import SMALL, Seen, few, holes, irregular, wrong
 from ckpt_patches.audit.judging.scan import Odd, OddRuns, stretches
 from ckpt_patches.formats import damages, elements
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
@@ -136,14 +136,14 @@ def lost_in_both(seen: Seen) -> Iterator[Finding]:
     if not ranges or ranges == [(0, seen.shard.numel)]:
         return  # the full shard: see `of_moments`
     known = {edge for own in seen.found.repaired_in(seen.shard) for edge in own}  # not of a loss
-    natural = rows_or_columns(ranges, seen.shard.row, known)
-    lost = few(seen, [own for own in ranges if own not in natural], irregular(ranges, seen.shard.row, known))
+    odd = irregular(ranges, seen.shard.row, known)
+    lost = few(seen, odd)
     for role in MOMENTS:
         yield from seen.findings(damages.LOST_MOMENT, role, lost)
-    if natural:
+    if natural := sorted({*ranges} - {*odd}):
         elements = sum(end - begin for begin, end in natural)
         detail = f"{elements} elements in {len(natural)} places"
-        hull = min(natural)[0], max(natural)[1]
+        hull = natural[0][0], natural[-1][1]
         yield from seen.findings(damages.NO_GRADIENT, EXP_AVG, [hull], detail)
 
 

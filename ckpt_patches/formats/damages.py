@@ -55,7 +55,7 @@ UNROUNDED_MASTER = _kind(
     "unrounded_master",
     DAMAGE,
     "the master parameter does not round to the model's own weight, as after a reload that did not reach it",
-    FROM_WEIGHT,
+    "no repair: nothing tells which of the two is right; take another checkpoint",
 )
 OTHER_MASTERS = _kind(
     "other_masters",
@@ -104,7 +104,7 @@ MISSING_CHUNK = _kind("missing_chunk", DAMAGE, "a chunk's file is missing", "rep
 SHORT_CHUNK = _kind(
     "short_chunk", DAMAGE, "a chunk's file is shorter than the chunk", "repair as for zeros where it can"
 )
-LONG_CHUNK = _kind("long_chunk", DAMAGE, "a chunk's file is longer than the chunk", "repair cuts off what is beyond")
+LONG_CHUNK = _kind("long_chunk", DAMAGE, "a chunk's file is longer than the chunk: it may be another array's")
 STRAY_FILE = _kind("stray_file", SUSPICION, "files of chunks that the array's metadata does not know of")
 MISSING_ARRAY = _kind("missing_array", DAMAGE, "an array is missing that the other parameters have")
 MISSING_MOMENTS = _kind(

@@ -314,8 +314,10 @@ def _fragment(path: Path, name: str, address: Any) -> tuple[int, int]:
     """The first element and number of elements in a `fragment_address`, a dataclass."""
     fields = address.fields if torch_file.instance(address, "fragment_address") else {}
     start, numel = fields.get("start"), fields.get("numel")
-    if type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
-        raise BadFileError(f"{path}: expected a fragment of {name} with a start and a length, found {shown(address)}")
+    if not isinstance(name, str) or type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
+        raise BadFileError(
+            f"{path}: expected a fragment of {shown(name)} with a start and a length, found {shown(address)}"
+        )
     return start, numel
 
 

@@ -397,7 +397,9 @@ def check_shapes(path: Path, model: Mapping[str, Any]) -> None:
 
 
 def _are_shapes(group: Any) -> bool:
-    return isinstance(group, dict) and all(isinstance(shape, (list, tuple)) for shape in group.values())
+    return isinstance(group, dict) and all(
+        isinstance(name, str) and isinstance(shape, (list, tuple)) for name, shape in group.items()
+    )
 
 
 def add_frozen_parts(found: Checkpoint, model: ModelFacts, rank: int, ranks: int | None) -> None:

@@ -1,7 +1,6 @@
 """Ranges of odd elements of a shard: which of them are lost slices, and a finding for each."""
 
 import bisect
-from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
@@ -78,30 +77,20 @@ def holes(runs: OddRuns, bits: int, certain: npt.NDArray[np.bool_]) -> list[Rang
     return found
 
 
-def few(seen: Seen, ranges: list[Range], among: list[Range] | None = None) -> list[Range]:
+def few(seen: Seen, ranges: list[Range]) -> list[Range]:
     """The ranges that can be lost slices: those of which a data-parallel rank can have lost that many.
 
-    Quantized or sparse moments have zeros in many places of all lengths. Counted are the ranges of `among` (by default
-    all) that are a quarter as long, or longer; in a small shard, all of them.
+    Quantized or sparse moments have zeros in many places of all lengths. Counted are the ranges that are a quarter as
+    long, or longer; in a small shard, all of them.
     """
     most = SLICES_PER_RANK * (seen.found.data_parallel or 1)
-    lengths = sorted(end - begin for begin, end in (ranges if among is None else among))
+    lengths = sorted(end - begin for begin, end in ranges)
     found = []
     for begin, end in ranges:
         least = 1 if seen.shard.numel < SMALL else (end - begin) // 4
         if end - begin >= seen.least and len(lengths) - bisect.bisect_left(lengths, least) <= most:
             found.append((begin, end))
     return found
-
-
-def rows_or_columns(ranges: list[Range], row: int, known: Set[int] = frozenset()) -> set[Range]:
-    """The ranges whose edges are those of rows, of columns that other ranges share, or known not to be of a loss."""
-    begins, ends = (Counter(own[edge] % row for own in ranges) for edge in (0, 1))
-
-    def is_natural(edge: int, shared: Counter[int]) -> bool:
-        return edge % row == 0 or shared[edge % row] > 1 or edge in known
-
-    return {own for own in ranges if is_natural(own[0], begins) and is_natural(own[1], ends)}
 
 
 def wrong(seen: Seen, kind: damages.FindingKind, role: str, bit: int) -> Iterator[Finding]:

@@ -5,15 +5,26 @@ Without one they are reset, always both: one moment that does not belong to the 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckpt_patches.audit.audit import Report
 from ckpt_patches.audit.judging import blocks, scan
 from ckpt_patches.audit.ranges import Range, joined
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages
-from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, WEIGHT, Copies, Extent, Shard, Stream
+from ckpt_patches.formats.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTS,
+    WEIGHT,
+    Copies,
+    Shard,
+    Stream,
+    rank_of,
+)
 from ckpt_patches.formats.damages import NOTE, Finding, FindingKind
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.ranged import RangedFiles
@@ -22,17 +33,17 @@ FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older check
 AT_A_TIME = 1 << 19  # elements; fewer than the odd runs that a scan keeps
 
 # The most elements of a state that a repair fills, of a rank's file or of the checkpoint. Races of megatron-core lose
-# up to a third of a state (measured with models of five parameters). Nothing tells which of two values is wrong: of
-# main parameters that are not lost, and only do not round to the weights, few of the checkpoint may be.
-MOST, MOST_CONTRADICTED = 0.5, 0.1
-CONTRADICTED = (damages.UNROUNDED_MASTER, damages.OTHER_MASTERS)
+# up to a third of a state (measured with models of five parameters).
+MOST = 0.5
 
+# A main parameter that does not round to its weight is of a file of another run or step, or the weight is.
+CONTRADICTED = (damages.UNROUNDED_MASTER, damages.OTHER_MASTERS)
+ZERO = {EXP_AVG: blocks.NO_AVG, EXP_AVG_SQ: blocks.NO_SQ}
 # The kinds that can be repaired, and the bits in the codes of the damaged elements; 0: all elements of the range.
 COMPLETELY = dict.fromkeys((damages.MISSING_CHUNK, damages.SHORT_CHUNK), 0)
 REPAIRED: dict[str, dict[FindingKind, int]] = {
     MASTER: {
         **COMPLETELY,
-        **dict.fromkeys(CONTRADICTED, blocks.UNROUNDED),
         damages.LOST_MASTER: blocks.NO_MASTER,
         damages.NOT_FINITE: blocks.NOT_FINITE[MASTER],
     },
@@ -43,7 +54,7 @@ REPAIRED: dict[str, dict[FindingKind, int]] = {
             damages.NOT_FINITE: blocks.NOT_FINITE[role],
             damages.NEGATIVE_SQUARE: blocks.NEGATIVE,
         }
-        for role, zero in ((EXP_AVG, blocks.NO_AVG), (EXP_AVG_SQ, blocks.NO_SQ))
+        for role, zero in ZERO.items()
     },
 }
 
@@ -68,14 +79,13 @@ class Plan:
     """What to repair, and what cannot be repaired."""
 
     fills: list[Fill]
-    cuts: list[Extent]  # files that are too long, with their correct length
     refused: list[tuple[Finding, str]]  # with the reason
     copies: list[Copies]  # files to copy for others
 
     @property
     def is_possible(self) -> bool:
         """Whether a repair does anything. Damage beyond repair is left as it is."""
-        return bool(self.fills or self.cuts or self.copies)
+        return bool(self.fills or self.copies)
 
 
 def plan(report: Report, source: str) -> Plan:
@@ -92,38 +102,21 @@ def plan(report: Report, source: str) -> Plan:
     }
     if any(finding.kind is damages.SHIFTED_STATE for finding in report.findings):
         raise UserError(f"{found.path} cannot be repaired, and nothing was written: {damages.SHIFTED_STATE.remedy}")
-    made = Plan([], [], [], [own for own in found.copies if not own.lost])
+    made = Plan([], [], [own for own in found.copies if not own.lost])
     wrong = [f for f in report.findings if f.kind.severity != NOTE]
     # States that differ from the record are skipped: the audit of the copy compares them again.
     for finding in [f for f in wrong if f.kind is not damages.NOT_AS_RECORDED] or wrong:
         shard, role = places.get((finding.array, finding.shard), (None, ""))
-        if finding.kind is damages.LONG_CHUNK and shard:
-            made.cuts.extend(shard.streams[role].extents)
-        elif reason := _why_not(finding, report, shard, role, source):
+        if reason := _why_not(finding, report, shard, role, source):
             made.refused.append((finding, reason))
         elif shard:
             made.fills.extend(_fills(finding, shard, role, source))
-    _check_extent(report, [fill for fill in made.fills if fill.kind in CONTRADICTED], MOST_CONTRADICTED)
-    _refuse_parameters(made, [(f, *places.get((f.array, f.shard), (None, ""))) for f in wrong])
-    others = [fill for fill in made.fills if fill.kind not in CONTRADICTED]
-    roles = {fill.role for fill in others}
+    roles = {fill.role for fill in made.fills}
     # A rank that has lost all it holds leaves parameters without moments, which alone are only unusual.
     unusual = [f for f in report.findings if f.kind is damages.PARAMETER_WITHOUT_MOMENTS]
     empty = [Fill(f.kind, *places[f.array, f.shard], "", [(f.begin or 0, f.end or 0)]) for f in unusual]
-    _check_extent(report, [*others, *(fill for fill in empty if fill.role in roles)], MOST)
+    _check_extent(report, [*made.fills, *(fill for fill in empty if fill.role in roles)])
     return made
-
-
-def _refuse_parameters(made: Plan, wrong: list[tuple[Finding, Shard | None, str]]) -> None:
-    """Refuse parameters of which most do not round to their weights: the weights may be another run's, or new."""
-    fills = [fill for fill in made.fills if fill.kind in CONTRADICTED]
-    elements = Counter[int]()
-    for fill in fills:
-        elements[id(fill.shard)] += sum(end - begin for begin, end in fill.ranges)
-    refused = {id(fill.shard) for fill in fills if elements[id(fill.shard)] > MOST * fill.shard.numel}
-    made.fills[:] = [fill for fill in made.fills if fill.kind not in CONTRADICTED or id(fill.shard) not in refused]
-    reason = "most of the parameter is not what rounds to its weight, and nothing tells which of the two is right"
-    made.refused.extend((f, reason) for f, shard, _ in wrong if f.kind in CONTRADICTED and id(shard) in refused)
 
 
 def _why_not(finding: Finding, report: Report, shard: Shard | None, role: str, source: str) -> str:
@@ -132,20 +125,47 @@ def _why_not(finding: Finding, report: Report, shard: Shard | None, role: str, s
         return next(own.lost for own in report.checkpoint.copies if own.name == finding.array)
     if finding.kind is damages.MIXED_ROWS:
         return finding.kind.remedy
-    if shard is None or finding.begin is None:
-        return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"
-    if finding.kind not in REPAIRED.get(role, ()):
+    if shard is not None and finding.kind in CONTRADICTED:
+        names = " and ".join(_files(report, shard, (MASTER, WEIGHT), *_range(finding)))
+        return (
+            f"main parameters and weights in {names} contradict each other, and nothing tells which of them are right"
+        )
+    if shard is None or finding.begin is None or finding.kind not in REPAIRED.get(role, ()):
         return f"{finding.detail or finding.kind.meaning}: the checkpoint has nothing to take it from"
     if role == MASTER and WEIGHT not in shard.streams:
         return "the checkpoint does not have the model's own weights of these elements"
     if role in MOMENTS and source == RESET and not {*MOMENTS} <= shard.streams.keys() | shard.lost.keys():
         return "the other moment of these elements, which would be reset with it, is absent or cut in another way"
+    if finding.kind is damages.LOST_MOMENT and _is_in_rows(shard, role, *_range(finding)):
+        one, other = (_files(report, shard, (own,), *_range(finding)) for own in MOMENTS)
+        if one != other and all(map(rank_of, one + other)):
+            names = " and ".join(sorted({*one, *other}))
+            return f"{names} can be of two runs or steps, of which one had no gradient in these rows: nothing tells"
     return ""
+
+
+def _range(finding: Finding) -> Range:
+    return finding.begin or 0, finding.end or 0
+
+
+def _files(report: Report, shard: Shard, roles: Iterable[str], begin: int, end: int) -> list[str]:
+    """The names of the files that hold these states of a range, by their places in the checkpoint."""
+    parts = [part for role in roles for part in _parts(shard, role)]
+    paths = sorted({path for path, first, last in parts if path and first < end and begin < last})
+    return [str(Path(path).relative_to(report.checkpoint.path)) for path in paths]
+
+
+def _is_in_rows(shard: Shard, role: str, begin: int, end: int) -> bool:
+    """Whether zeros are what a good file can have: rows without a gradient, or the same columns of several rows."""
+    row = shard.row
+    ranges = [(begin // row * row, -(-end // row) * row), (begin - row, end - row), (begin + row, end + row)]
+    inside = [own for own in ranges if own[0] >= 0 and own[1] <= shard.numel]
+    return any(joined(_damaged(shard, *own, ZERO[role])) == [own] for own in inside)
 
 
 def _fills(finding: Finding, shard: Shard, role: str, source: str) -> Iterator[Fill]:
     """The fills for a finding."""
-    bits, ranges = REPAIRED[role][finding.kind], [(finding.begin or 0, finding.end or 0)]
+    bits, ranges = REPAIRED[role][finding.kind], [_range(finding)]
     if bits and role in shard.streams:
         ranges = list(_damaged(shard, *ranges[0], bits))
     for own in MOMENTS if role in MOMENTS and source == RESET else (role,):
@@ -160,8 +180,8 @@ def _damaged(shard: Shard, begin: int, end: int, bits: int) -> Iterator[Range]:
             yield from scan.stretches(scan.look(span, files).odd.runs, bits)
 
 
-def _check_extent(report: Report, fills: list[Fill], most: float) -> None:
-    """Refuse damage of more than `most` of a state in all parameters, or of most of it in a file of several arrays.
+def _check_extent(report: Report, fills: list[Fill]) -> None:
+    """Refuse damage of most of a state in all parameters, or in a file of several arrays.
 
     Raises:
         UserError: it is so.
@@ -181,7 +201,7 @@ def _check_extent(report: Report, fills: list[Fill], most: float) -> None:
                 total[name] += last - first
                 wrong[name] += sum(max(0, min(end, last) - max(begin, first)) for begin, end in own)
         for name, elements in wrong.items():
-            if elements > (MOST if name else most) * total[name] and len(arrays.get(name, ())) != 1:
+            if elements > MOST * total[name] and len(arrays.get(name, ())) != 1:
                 raise UserError(
                     f"{report.checkpoint.path} cannot be repaired, and nothing was written: expected damage in a small "
                     f"part, found it in {elements} of {total[name]} elements of {role} in {name or 'all parameters'}: "

@@ -104,8 +104,6 @@ def _neighbor(found: Checkpoint, workers: int) -> Path | None:
 def _change(found: Checkpoint, made: Plan, older: Checkpoint | None, copy: Path) -> Repaired:
     """Apply the plan to the copy, and write the repair list into it. Returns what has changed."""
     now = Repaired()
-    for cut in made.cuts:
-        os.truncate(in_copy(cut.path, found.path, copy), cut.nbytes)
     changed = set[str]()
     source = same_run.tensors(older) if older else {}
     for fill in made.fills:
@@ -116,7 +114,7 @@ def _change(found: Checkpoint, made: Plan, older: Checkpoint | None, copy: Path)
         changed |= {extent.path for extent in own.extents if ranges}
     for one in made.copies:
         changed |= {str(shutil.copy2(path_within(copy, one.name), path_within(copy, name))) for name in one.missing}
-    if not changed and not made.cuts:
+    if not changed:
         raise UserError(f"{found.path} cannot be repaired, and nothing was written: {LEFT}")
     wrong = {finding.detail for finding, _ in made.refused}  # includes wrong checksums, which stay
     for record in found.records:
