@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 DOCS_VENV ?= .venv-docs
-SITE ?= build/site
+DOCS_SITE ?= build/site
 PY := $(VENV)/bin/python
 CHECKED := ckpt_patches megatron/patches deepspeed_patches nvrx_patches apex_patches torch_patches tests
 SPELLED := *.md docs/*.md docs/*/*.md ckpt_patches megatron deepspeed_patches nvrx_patches apex_patches torch_patches
@@ -10,7 +10,7 @@ SPELLED := *.md docs/*.md docs/*/*.md ckpt_patches megatron deepspeed_patches nv
 # With bytecode, as pytest compiles all test files in each process.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n 3 --dist worksteal
 
-.PHONY: test fixes rest older quick test-all lint check bench stacks demo explore docs clean
+.PHONY: test fixes rest older quick test-all lint check bench stacks demo prove explore docs clean
 
 # Formatting, lint, types, and the tests of the engine, the hook, the formats and the tools.
 test: lint check
@@ -60,19 +60,27 @@ explore: $(VENV)/ready
 stacks: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m stacks
 
-# Eight bugs, without and with the patches; `make demo ALL=1` shows those of all fixes.
-demo: $(VENV)/ready
-	$(PY) tests/demo.py $(if $(ALL),--all)
+# Eight bugs, without and with the patches. Others: `.venv/bin/python tests/demo.py FIX...`.
+demo: $(if $(wildcard $(VENV)/ready),$(VENV)/ready,$(VENV)/demo)
+	$(PY) tests/demo.py
+
+# Whether the fixes that are active in an environment do what they should, on its own packages: a line for each test as
+# it ends. `make prove SITE=/path/to/site-packages`; PYTHON is the environment's Python, by default python3.
+prove: $(VENV)-prove/ready
+	$(VENV)-prove/bin/python -m pytest tests/fixes --verbose -p no:cacheprovider --site "$(SITE)"
 
 # The site, in build/site/: a warning is an error, and so is a link within it that leads nowhere.
 docs: $(DOCS_VENV)/ready
-	NO_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/python -m mkdocs build --site-dir $(SITE)
+	NO_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/python -m mkdocs build --site-dir $(DOCS_SITE)
 
 # Debian ships venv without ensurepip unless python3-venv is there; pip then puts itself into the environment.
-$(VENV)/ready: setup.py pyproject.toml training_checkpoint_patches.pth
-	test -x $(PY) && $(PY) -m pip --version || $(PYTHON) -m venv --clear $(VENV) || { \
-	  $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(PY) install --quiet pip; }
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test]'
+$(VENV)/ready: EXTRA = test
+$(VENV)/demo: EXTRA = demo
+$(VENV)-prove/ready: EXTRA = prove
+$(VENV)/ready $(VENV)/demo $(VENV)-prove/ready: setup.py pyproject.toml training_checkpoint_patches.pth
+	test -x $(@D)/bin/python && $(@D)/bin/python -m pip --version || $(PYTHON) -m venv --clear $(@D) || { \
+	  $(PYTHON) -m venv --clear --without-pip $(@D) && $(PYTHON) -m pip --python $(@D)/bin/python install --quiet pip; }
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRA)]'
 	touch $@
 
 $(DOCS_VENV)/ready: docs/requirements.txt
@@ -82,4 +90,4 @@ $(DOCS_VENV)/ready: docs/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) .editable .explore .stacks .trees build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-prove $(DOCS_VENV) .editable .explore .stacks .trees build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -60,15 +60,9 @@ def _tests(fix: str) -> str:
     """The last section of a fix's page: the programs that show its bug."""
     from ckpt_patches.engine.fix import load
 
-    proof = f"tests/fixes/test_{fix}.py"
-    shown = proof if (ROOT / proof).exists() else f"tests/demos/{fix}.py"
-    own = f"`tests/test_{fix}.py`"
-    has_own = (ROOT / own.strip("`")).exists()
     tests = [
-        f"`{shown}` shows the bug without the fix, and that it is gone with it.",
-        f"{own} contains its own tests; `tests/contract/` tests every fix."
-        if has_own
-        else "`tests/contract/` tests it, as every fix.",
+        f"`tests/fixes/test_{fix}.py` shows the bug without the fix, and that it is gone with it.",
+        "`tests/contract/` tests it, as every fix.",
         f"`ckpt-patches diff --with-test {fix}` adds a test to the patch: `{load(fix).test}`.",
     ]
     return "\n## Test\n\n" + "".join(f"- {test}\n" for test in tests)

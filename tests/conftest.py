@@ -11,9 +11,10 @@ from typing import Any
 import hypothesis
 import pytest
 
+from demo import SHOWN
 from registered import EVERYTHING
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).with_name("fixes"))]
 
 # The default run draws the same cases every time, so that failures are reproducible. `make test-all` draws others.
 # No deadline: a case's time depends on the load of the machine.
@@ -30,6 +31,7 @@ MAIN = "main"  # as in upstream.py, which needs this setup
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-forks", action="store_true", help="run each program in an interpreter of its own")
+    parser.addoption("--site", metavar="PATH", help="prove the fixes that are active in this site-packages")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,6 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
         import zygotes
 
         zygotes.forks = False
+    if site := config.getoption("--site"):
+        sys.path.append(site)  # with torch and NumPy, if this Python has none
+        import upstream
+
+        upstream.site = Path(site).resolve()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background jobs like this, and every program under test would ignore SIGINT as well.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -63,9 +70,13 @@ LONGEST = ("test_removals", "test_explore", "test_patches")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _hook_is_active() -> None:
-    """Stop the session if the hook is not active: tests with delivery "hook" would test nothing."""
-    if not any(type(finder).__name__ == "PatchFinder" for finder in sys.meta_path):
+def _hook_is_active(pytestconfig: pytest.Config) -> None:
+    """Stop the session if the hook is not active: tests with delivery "hook" would test nothing.
+
+    An environment may have its fixes in place, and no hook.
+    """
+    is_active = any(type(finder).__name__ == "PatchFinder" for finder in sys.meta_path)
+    if not is_active and not pytestconfig.getoption("--site"):
         pytest.exit(
             f"expected the import hook in sys.meta_path of {sys.executable}, found none: install the project into "
             "this environment (pip install -e . --no-deps) and leave CKPT_PATCHES unset",
@@ -75,18 +86,54 @@ def _hook_is_active() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select the target's tests, mark quick ones, and skip GPU tests without a GPU."""
-    if os.environ.get("CKPT_PATCHES_TEST_ALL") != "1":
+    if config.getoption("--site"):
+        select(config, items, set(proofs_of_site(items)))
+    elif os.environ.get("CKPT_PATCHES_TEST_ALL") != "1":
         asked = (part for part in (OLDER, REST, RUNS) if os.environ.get(f"CKPT_PATCHES_TEST_{part.upper()}") == "1")
         wanted = next(asked, TEST)
-        chosen = {item for item, part in parts(items).items() if part == wanted}
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = longest_first([item for item in items if item in chosen], _processes(config))
+        select(config, items, {item for item, part in parts(items).items() if part == wanted})
+        items[:] = longest_first(items, _processes(config))
     quick = {f"test_{name}" for name in QUICK.split()}
     for item in items:
         if item.path.stem in quick:
             item.add_marker(pytest.mark.quick)
         if item.get_closest_marker("gpu") and (reason := _no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def select(config: pytest.Config, items: list[pytest.Item], chosen: set[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+
+
+def proofs_of_site(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests that show that the fixes which are active in `--site` do what they should.
+
+    Raises:
+        pytest.UsageError: there is no upstream package, no fix is active, or one has no proof.
+    """
+    import upstream
+    from ckpt_patches.cli.status import ACTIVE, IN_PLACE, collect
+    from ckpt_patches.engine.installed import DISTRIBUTIONS
+    from ckpt_patches.errors import UserError
+
+    try:
+        fixes = collect(str(upstream.site)).fixes
+    except UserError as error:
+        raise pytest.UsageError(str(error)) from None
+    found = [fix for fix in fixes if fix.state in (ACTIVE, IN_PLACE)]
+    active = {fix.name: upstream.in_site(DISTRIBUTIONS[fix.package]) for fix in found}
+    if not active:
+        raise pytest.UsageError(f"no fix is active in {upstream.site}: ckpt-patches status --tree {upstream.site}")
+
+    def proves(item: pytest.Item) -> bool:
+        on = {"version": active.get(_fix_of(item)), "delivery": "hook"}
+        return item.path.parent.name == "fixes" and on.items() <= _parameters(item).items()
+
+    chosen = [item for item in items if proves(item)]
+    if left := active.keys() - {_fix_of(item) for item in chosen}:
+        raise pytest.UsageError(f"no proof was found of {', '.join(sorted(left))}; run all of tests/fixes")
+    return chosen
 
 
 def pytest_collection_finish() -> None:
@@ -105,8 +152,8 @@ def parts(items: list[pytest.Item]) -> dict[pytest.Item, str]:
 
     older: the oldest release of a case, and tests marked slow. fixes: the contract of the fixes, and their own tests,
     also those of the switched ones. rest: others marked long. test: all others. Releases between, tests marked
-    exhaustive, and in-place tests of a release that are not marked slow are only in test-all: test_fix_contract.py
-    checks that in-place files equal the hook's text on each release that is a fix's newest.
+    exhaustive, and in-place tests of a release that are not marked slow, and not of `make demo`, are only in test-all:
+    test_fix_contract.py checks that in-place files equal the hook's text on each release that is a fix's newest.
     """
     releases: dict[str, set[tuple[int, ...]]] = {}
     for item in items:
@@ -135,7 +182,8 @@ def _part(item: pytest.Item, releases: set[tuple[int, ...]]) -> str:
     if item.get_closest_marker("slow"):
         return OLDER
     if delivery == "in place" and _parameters(item).get("version") != MAIN:
-        return "" if _release(item) else OLDER
+        is_shown = _fix_of(item) in SHOWN and _release(item) == max(releases)
+        return OLDER if is_shown or not _release(item) else ""
     if _release(item) != max(releases):
         return OLDER if _release(item) == min(releases) else ""
     if _is_of_a_fix(item):
@@ -146,7 +194,12 @@ def _part(item: pytest.Item, releases: set[tuple[int, ...]]) -> str:
 def _is_of_a_fix(item: pytest.Item) -> bool:
     if item.get_closest_marker("quick"):
         return False
-    return item.path.stem.removeprefix("test_") in EVERYTHING or item.path.parent.name == "contract"
+    return _fix_of(item) in EVERYTHING or item.path.parent.name == "contract"
+
+
+def _fix_of(item: pytest.Item) -> str:
+    """The name of the fix that a test file is named for."""
+    return item.path.stem.removeprefix("test_")
 
 
 def _case(item: pytest.Item) -> str:

@@ -1,21 +1,21 @@
-"""Show bugs on the unpatched upstream packages, and their absence with the patches; `make demo` runs it.
+"""Show bugs on the unpatched upstream packages, and that they are gone with the patches; `make demo` runs it.
 
-    demo.py [--all] [FIX...]
+    demo.py [FIX...]
 
-Nothing is simulated: the demonstrations of the fixes run the real releases on CPU ranks, with the import hook off and
-on. The exit status is 0 only if every bug shows without the patches and none with them.
+Nothing is simulated: the proofs of the fixes (tests/fixes/) run the real releases on CPU ranks, with the
+import hook off and on. The exit status is 0 only if every bug shows without the patches and none with them.
 """
 
 import argparse
 import os
 import sys
-import textwrap
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
-from trainers.run import DemonstrationFailed, Outcome, demonstrations
-from upstream import demonstrate, is_available, needed, newest_affected, tree
+import pytest
 
+TESTS = Path(__file__).resolve().parent
 # The bugs that started this project, and four of the worst silent bugs.
 SHOWN = (
     "zarr_create_synchronizer",
@@ -27,90 +27,74 @@ SHOWN = (
     "zero3_universal_groups",
     "hybrid_offload_resume",
 )
-DELIVERIES = ("none", "hook")
-WIDTH = 72  # columns of an outcome in the table
-AT_ONCE = min(os.cpu_count() or 1, 8)  # parallel programs
+WITHOUT = {"none": True, "hook": False}
+OPTIONS = (
+    "-p",
+    "no:terminal",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:xdist",
+    "-o",
+    "addopts=",
+    "-c",
+    str(TESTS.parent / "pyproject.toml"),
+)
+BEFORE = """\
+Shows {count} bugs on the real packages, without and with the patches: about 3 minutes on two cores.
+Installs three upstream releases and triton (1.1 GB, in .trees/) if they are not there; .venv/ has torch (1.4 GB).
+"""
+AFTER = """\
+Next: `pip install .` in your environment, and `ckpt-patches status` there; `ckpt-patches explain NAME` has its page.
+`make prove SITE=/path/to/site-packages` shows that the fixes work on the packages of an environment."""
+
+
+class Shown:
+    """Runs of each proof the first test without and with the fix, and prints a line as each ends."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+        self.passed = 0
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        first: dict[tuple[Path, Any], pytest.Item] = {}
+        for item in items:
+            delivery = item.callspec.params.get("delivery") if hasattr(item, "callspec") else None
+            if delivery in WITHOUT:
+                first.setdefault((item.path, delivery), item)
+        items[:] = first.values()
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.failed += 1
+            print(report.longreprtext)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and not report.failed:
+            return
+        file, _, test = report.nodeid.partition("::")
+        name, _, parameters = test.partition("[")
+        side = "without the fix" if parameters.startswith("none") or "-none" in parameters else "with it"
+        self.failed += report.failed
+        self.passed += report.passed
+        ended = name.removeprefix("test_").replace("_", " ") if report.passed else f"FAILED\n{report.longreprtext}"
+        print(f"{Path(file).stem.removeprefix('test_')}, {side}: {ended}", flush=True)
 
 
 def main() -> int:
-    known = demonstrations()
     parser = argparse.ArgumentParser(description="Show bugs without and with the patches.")
-    parser.add_argument("fixes", nargs="*", metavar="FIX", help=f"by default: {', '.join(SHOWN)}")
-    parser.add_argument("--all", action="store_true", help="show the bug of every fix")
-    arguments = parser.parse_args()
-    if unknown := [fix for fix in arguments.fixes if fix not in known]:
-        parser.error(f"expected fixes with a demonstration, found {', '.join(unknown)}")
-    shown = list(known) if arguments.all else arguments.fixes or list(SHOWN)
-    start = time.monotonic()
-    there = [fix for fix in shown if is_available(newest_affected(fix)[0])]
-    if left_out := [fix for fix in shown if fix not in there]:
-        print(f"left out, on no package index (CONTRIBUTING.md has the variable): {', '.join(left_out)}")
-    shown = there
-    try:
-        install(shown)
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return 2
-    found = show(shown)
-    print_table(found)
-    good = sum(without.bug and not with_.bug for without, with_ in found.values())
-    seconds = time.monotonic() - start
-    print(f"\n{good} of {len(found)} bugs show without the patches and not with them ({seconds:.0f} s).")
-    return 0 if good == len(found) else 1
-
-
-def install(fixes: list[str]) -> None:
-    """Install the missing upstream releases, four at a time.
-
-    Raises:
-        RuntimeError: pip failed to install a release.
-    """
-    known = demonstrations()
-    releases = dict.fromkeys(release for fix in fixes for release in (newest_affected(fix), *known[fix].beside))
-    with ThreadPoolExecutor(4) as pool:
-        trees = [pool.submit(tree, *release) for release in releases]
-        for release, installed in zip(releases, trees, strict=True):
-            needed(installed.result())
-            print(f"{' '.join(release)}: ready", flush=True)
-
-
-def show(fixes: list[str]) -> dict[str, tuple[Outcome, Outcome]]:
-    """Run the demonstrations without and with the patches, `AT_ONCE` programs in parallel."""
-    found = {}
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        running = {
-            fix: [pool.submit(demonstrate, fix, delivery, forked=False) for delivery in DELIVERIES] for fix in fixes
-        }
-        for fix, of_both in running.items():
-            print(f"{demonstrations()[fix].title} ... ", end="", flush=True)
-            without, with_ = result(of_both[0], unshown=False), result(of_both[1], unshown=True)
-            shown = "the bug shows" if without.bug else "NO BUG without the patches"
-            print(f"{shown}, {'BUG with them' if with_.bug else 'gone with the patches'}", flush=True)
-            found[fix] = without, with_
-    return found
-
-
-def result(running: "Future[Outcome]", *, unshown: bool) -> Outcome:
-    """The outcome; if the program could not run, print the error and return `unshown` as its `bug`."""
-    try:
-        return running.result()
-    except DemonstrationFailed as error:
-        print(f"\n{error}", file=sys.stderr)
-        return Outcome(unshown, "the program failed")
-
-
-def print_table(found: dict[str, tuple[Outcome, Outcome]]) -> None:
-    known = demonstrations()
-    rows: list[tuple[str, ...]] = [("fix", "upstream release", "without", "with")]
-    for fix, (without, with_) in found.items():
-        releases = ", ".join(" ".join(release) for release in (newest_affected(fix), *known[fix].beside))
-        words = (textwrap.shorten(one.found, WIDTH, placeholder=" ...") for one in (without, with_))
-        rows.append((fix, releases, *words))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, tuple("-" * width for width in widths))
-    print()
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    parser.add_argument("fixes", nargs="*", metavar="FIX", default=SHOWN, help=f"by default: {', '.join(SHOWN)}")
+    fixes = parser.parse_args().fixes
+    files = [TESTS / "fixes" / f"test_{fix}.py" for fix in fixes]
+    if unknown := [fix for fix, file in zip(fixes, files, strict=True) if not file.exists()]:
+        parser.error(f"expected fixes, found {', '.join(unknown)}")
+    print(BEFORE.format(count=len(fixes)), flush=True)
+    os.environ["CKPT_PATCHES_TEST_FIXES"] = "1"  # the newest release with each bug
+    start, shown = time.monotonic(), Shown()
+    pytest.main([*OPTIONS, *map(str, files)], plugins=[shown])
+    print(f"\n{shown.passed} of {2 * len(fixes)} as they should be ({time.monotonic() - start:.0f} s).\n{AFTER}")
+    return 0 if (shown.passed, shown.failed) == (2 * len(fixes), 0) else 1
 
 
 if __name__ == "__main__":

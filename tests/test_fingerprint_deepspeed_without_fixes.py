@@ -4,8 +4,6 @@ Only the record of the save detects it. Bugs that raise errors are in their own 
 the list.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +11,7 @@ import pytest
 
 from ckpt_patches.cli import command_line
 from registered import FIXES
-from trainers import SHORT
-from trainers.run import demonstrations
-from upstream import TIMEOUT, environment_for, newest, run, tree
+from upstream import newest, run, tree
 from zero_checkpoints import convert
 from zero_resumes import PROGRAM
 
@@ -101,15 +97,11 @@ def test_experts_of_another_rank(tmp_path: Path, capfd: pytest.CaptureFixture[st
 
 
 def test_frozen_parameters_and_buffers_are_verified_and_missed() -> None:
-    """With the fix, both are verified at stages 1 and 3 on another number of ranks; upstream loads neither."""
-    demonstration = demonstrations()["universal_frozen_and_buffers"]
-    program = [sys.executable, str(demonstration.path), SHORT]
-    environ = {**environment_for(tree("deepspeed", newest("deepspeed")), "hook"), "CKPT_PATCHES_FINGERPRINT": "1"}
-    verified = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=TIMEOUT)
+    """With the fix, both are verified at each stage on another number of ranks; upstream loads neither."""
+    proof = Path(__file__).with_name("fixes") / "test_universal_frozen_and_buffers.py"
+    verified = output("proof", proof, "bug", release=newest("deepspeed"), check=True)
     what = "resume verified: 7 parameters, 17 states, 1 buffer, settings, counters, loss scale, "
-    assert (verified.stdout + verified.stderr).count(what) == 2
-    environ["CKPT_PATCHES_SKIP"] = demonstration.fix
-    missed = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=TIMEOUT)
-    assert missed.returncode == 1
+    assert verified.count(what) == 6
+    missed = output("proof", proof, "bug", release=newest("deepspeed"), skip="universal_frozen_and_buffers")
     for line in ("  w1.weight frozen: other values", "  w1.bias frozen: other values", "  buffer seen: value "):
-        assert line in missed.stderr
+        assert line in missed

@@ -39,15 +39,21 @@ import by_hand
 import shared
 import zygotes
 from ckpt_patches.engine import fix as fix_files
-from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
 from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, PACKAGES, TORCH
+from ckpt_patches.engine.trees import root_of
+from ckpt_patches.runtime.ranks import RANK_VARIABLES
 from registered import FIXES
-from trainers import run as demonstrating
+from trainers import gpu
 from trainers.ranks import free_port
-from trainers.run import Outcome
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROGRAMS = REPOSITORY / "tests" / "programs"
+# What a program imports besides upstream: other programs, trainers, and the proofs of fixes.
+OWN_FOLDERS = (PROGRAMS, PROGRAMS.parent, PROGRAMS.with_name("fixes"))
+
+# Where proofs find the packages of an environment: `pytest --site` sets it.
+site: Path | None = None
 
 # How a fix reaches a program: by the import hook, or written into the files of the tree.
 DELIVERIES = ("hook", "in place")
@@ -189,6 +195,8 @@ def affected(fix: str) -> list[Any]:
 
 
 def _parameters(distribution: str, wanted: Callable[[str], bool], *, with_main: bool) -> list[Any]:
+    if here := in_site(distribution):
+        return [pytest.param(here, id=here)] if wanted(here) else []
     chosen = [
         r for r in RELEASES if r.distribution == distribution and (r.default or all_releases()) and wanted(r.version)
     ]
@@ -230,6 +238,8 @@ def _deliveries(versions: list[Any], deliveries: Sequence[str]) -> Decorator:
 
 def runnable(distribution: str) -> list[str]:
     """The versions of a distribution that can run here, newest first."""
+    if here := in_site(distribution):
+        return [here]
     versions = [release.version for release in RELEASES if release.distribution == distribution and not release.note]
     return sorted(versions, key=numbers, reverse=True)
 
@@ -262,8 +272,13 @@ def tree(distribution: str, version: str) -> Path:
     Raises:
         ValueError: the release is not in the table, or no checkout of the main branch is named.
         RuntimeError: pip could not install it; its last lines are in the message.
-        pytest.skip.Exception: it is on no package index, and no checkout is named.
+        pytest.skip.Exception: it is on no package index, and no checkout is named; `site` has another release.
     """
+    if here := in_site(distribution):
+        if here != version:
+            pytest.skip(f"needs {distribution} {version} as well, and {site} has {here}")
+        assert site
+        return site
     if version == MAIN and (main := main_branch(distribution)):
         return main
     if not any((r.distribution, r.version) == (distribution, version) for r in RELEASES):
@@ -280,6 +295,19 @@ def tree(distribution: str, version: str) -> Path:
             if not folder.is_dir():
                 _install(distribution, version, folder)
     return folder
+
+
+@functools.cache
+def in_site(distribution: str) -> str:
+    """The release of a distribution in `site`; "" if it has none."""
+    if site is None:
+        return ""
+    roots = {package: root_of(package, str(site)) for package, name in DISTRIBUTIONS.items() if name == distribution}
+    found = next((version_in(Path(root), package) for package, root in roots.items() if root), "")
+    if not roots:
+        found = next((one.version for one in metadata.distributions(name=distribution, path=[str(site)])), "")
+    release = re.match(r"\d+(\.\d+)*", found or "")
+    return release[0] if release else ""
 
 
 def _linked_torch() -> Path:
@@ -420,13 +448,13 @@ def run(
     env: Mapping[str, str] | None = None,
     timeout: float = TIMEOUT,
     check: bool = True,
-    imports: Sequence[str] = (),
+    imports: Sequence[str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on a tree: a file in `tests/programs/` (its name without .py) or any path.
 
     `delivery` is "none" (upstream as it is), "hook" (in strict mode) or "in place" (an edited copy, no hook), with
     all fixes or those in `fixes`. Modules in `imports`, or the known ones of a program in `tests/programs/`, are
-    imported once for many runs (zygotes.py).
+    imported once for many runs (zygotes.py); with none it has an interpreter of its own.
 
     Raises:
         AssertionError: the program's exit status is not 0 (unless `check` is false); its last lines are in the message.
@@ -442,8 +470,8 @@ def run(
     if fixes:
         environment["CKPT_PATCHES_SKIP"] = ",".join(FIXES.keys() - set(fixes))
     environment.update(env or {})
-    if file.parent == PROGRAMS:
-        imports = imports or zygotes.IMPORTS.get(file.stem, ())
+    if imports is None:
+        imports = zygotes.IMPORTS.get(file.stem, ()) if file.parent == PROGRAMS else ()
     by_hand.note([file, *args], environment)
     done = zygotes.run(file, [*map(str, args)], environment=environment, timeout=timeout, imports=imports)
     if check and done.returncode != 0:
@@ -483,25 +511,25 @@ def newest_affected(fix: str) -> tuple[str, str]:
     return distribution, next(filter(loaded.affects, runnable(distribution)), newest(distribution))
 
 
-def demonstrate(fix: str, delivery: str, version: str | None = None, *, forked: bool = True) -> Outcome:
-    """Run the demonstration of a fix on a release, by default on the newest one with the bug.
+def shown_on(fix: str) -> list[Any]:
+    """Pytest parameters for a fix's proof: as from `affected`, and at last the newest release with the bug."""
+    last = newest_affected(fix)[1]
+    return [*(one for one in affected(fix) if one.values != (last,)), pytest.param(last, id=last)]
 
-    `forked`: run it as `run` does; otherwise in its own interpreter, as `make demo` does.
 
-    Raises:
-        DemonstrationFailed: it could not run.
+# What a proof's program imports, by the package of the fix. Others have an interpreter of their own.
+IMPORTED = {CORE: zygotes.MEGATRON, DEEPSPEED: zygotes.DEEPSPEED, TORCH: zygotes.NO_PACKAGE}
+
+
+def shown(file: str, version: str, delivery: str, function: str = "bug", **keywords: Any) -> str:
+    """What a function of a fix's proof finds wrong on a release, in words, or an error of a rank; "" if nothing.
+
+    `keywords` are those of `run`.
     """
-    root = tree(DISTRIBUTIONS[fix_files.package_of(fix)], version) if version else tree(*newest_affected(fix))
-    shown = demonstrating.demonstrations()[fix]
-    path = [tree(*release) for release in shown.beside]
-    environment = environment_for(in_place(root) if delivery == "in place" else root, delivery, path)
-    by_hand.note([shown.path], environment)
-    if not forked:
-        return demonstrating.run(shown, environment)
-    text = shown.path.read_text(encoding="utf-8")
-    imports = next((imports for name, imports in zygotes.OF_DEMONSTRATIONS.items() if name in text), ())
-    done = zygotes.run(shown.path, [], environment=environment, timeout=TIMEOUT, imports=imports)
-    return demonstrating.outcome_of(shown, done)
+    package = fix_files.package_of(Path(file).stem.removeprefix("test_"))
+    on = {"imports": IMPORTED.get(package, ()), **keywords}
+    found: str = run_json("proof", file, function, tree=tree(DISTRIBUTIONS[package], version), delivery=delivery, **on)
+    return found
 
 
 # Options of pytest without this repository's settings.
@@ -519,17 +547,41 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     apex = checkout("apex")
     stubs = [PROGRAMS / "stub_apex_kernels"] if apex and root.name == apex.name else []
-    folders = [root, *path, *stubs, *needed(root), PROGRAMS, PROGRAMS.parent]
+    folders = [root, *path, *stubs, *needed(root), *OWN_FOLDERS]
     product_alone = delivery == "none" and lacks_product(root, path)
     return {
         **{name: os.environ[name] for name in ["CKPT_PATCHES_TEST_PATIENCE"] if name in os.environ},
-        **demonstrating.environment(inherited, patched=delivery == "hook" or product_alone),
+        **variables(inherited, patched=delivery == "hook" or product_alone),
         **({"CKPT_PATCHES_SKIP": ",".join(FIXES.keys() - {PRODUCT})} if product_alone else {}),
         **({"CKPT_PATCHES": "warn"} if delivery == "hook" and root.name.endswith(f"core-{OLDEST_REPORTED}") else {}),
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
+        **(_switches_of_site() if delivery == "hook" and root == site else {}),
     }
+
+
+def _switches_of_site() -> dict[str, str]:
+    """The fixes that the environment has, and no GPU.
+
+    In strict mode a fix that does not match would stop the programs of all others.
+    """
+    mode = "off" if os.environ.get("CKPT_PATCHES") == "off" else "warn"
+    skip = {name: os.environ[name] for name in ["CKPT_PATCHES_SKIP"] if name in os.environ}
+    return {"CKPT_PATCHES": mode, **skip, "CUDA_VISIBLE_DEVICES": ""}
+
+
+NOT_INHERITED = (*RANK_VARIABLES, "LOCAL_RANK", "WORLD_SIZE")  # set by a launcher
+
+
+def variables(environ: Mapping[str, str], *, patched: bool) -> dict[str, str]:
+    """A program's variables: `environ` without a launcher's, and the import hook on or off for all fixes."""
+    kept = {k: v for k, v in environ.items() if k not in NOT_INHERITED and not k.startswith("CKPT_PATCHES")}
+    accelerator = "cuda" if environ.get(gpu.SWITCH) == "1" else "cpu"
+    kept["CKPT_PATCHES"] = "strict" if patched else "off"
+    # On import, megatron-core 0.15 compiles for a GPU if torch supports one; torch then queries the GPU for this.
+    architecture = {"TORCH_CUDA_ARCH_LIST": "9.0"} if accelerator == "cpu" else {}
+    return {**architecture, **kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": accelerator}
 
 
 def lacks_product(root: Path, path: Sequence[str | Path] = ()) -> bool:

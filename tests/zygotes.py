@@ -78,9 +78,6 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "write_parallel_checkpoint": DEEPSPEED,
 }
 
-# The imports of a demonstration, by the module that it names; others run in their own interpreter.
-OF_DEMONSTRATIONS = {"megatron_training": MEGATRON, "deepspeed_training": DEEPSPEED, "zarr_saving": ZARR}
-
 # The torch modules that all of these import, the same for all trees: at least half of their import time. Not
 # torch.distributed.checkpoint, which the hook edits.
 TORCH = ("torch", "torch._inductor.compile_fx", "torch.testing")

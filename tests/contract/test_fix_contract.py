@@ -1,10 +1,10 @@
 """The contract of every fix. Fixes are discovered: a new fix needs no entry here.
 
-Tests specific to one fix are in tests/test_NAME.py.
+What one fix does is in its proof, tests/fixes/test_NAME.py.
 """
 
 import ast
-import itertools
+import importlib.util
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,17 +24,13 @@ from ckpt_patches.engine.registry import CORE, DEEPSPEED, PACKAGES, folder
 from ckpt_patches.engine.releases import have_code
 from ckpt_patches.engine.source import Source
 from ckpt_patches.inplace import rewrite
-from demo import SHOWN
 from registered import EVERYTHING, FIXES, SWITCHED, TARGETS
-from trainers.run import demonstrations
 from upstream import (
     DELIVERIES,
     MAIN,
     OLDEST_REPORTED,
     REPOSITORY,
-    affected,
     all_releases,
-    demonstrate,
     in_place,
     newest,
     newest_affected,
@@ -109,10 +105,29 @@ def test_a_fix_states_what_the_commands_print(name: str) -> None:
 
 
 @pytest.mark.quick
-def test_each_fix_has_a_proof_or_a_demonstration() -> None:
-    proofs = {path.stem.removeprefix("test_") for path in (REPOSITORY / "tests" / "fixes").glob("test_*.py")}
-    assert demonstrations().keys() | proofs == set(FIXES)
-    assert not demonstrations().keys() & proofs
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fix_has_a_proof_without_it_and_with_it(name: str) -> None:
+    """On the newest release with the bug, too."""
+    items = collected(REPOSITORY / "tests" / "fixes" / f"test_{name}.py")
+    last = newest_affected(name)[1]
+    for deliveries in (["none"], list(DELIVERIES)):
+        releases_of = [releases_ for releases_, kinds in items if kinds == deliveries]
+        assert any(last in versions for versions in releases_of), (deliveries, last)
+
+
+def collected(file: Path) -> list[tuple[list[str], list[str]]]:
+    """The releases and the deliveries of each test of a proof that has both."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = []
+    for test in (value for name, value in vars(module).items() if name.startswith("test_")):
+        marks = {mark.args[0]: mark.args[1] for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"}
+        if {"version", "delivery"} <= marks.keys():
+            found.append(([getattr(one, "values", (one,))[0] for one in marks["version"]], [*marks["delivery"]]))
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,33 +140,6 @@ def test_a_fix_imports_nothing_but_the_engine(name: str) -> None:
 
 
 # Behavior
-
-
-def demonstrated() -> Iterator[Any]:
-    """Each fix, without it and by each delivery, on the newest release that has its bug.
-
-    A fix without own tests on each release with the bug is tested here on all of these releases. CI runs only a few
-    in place: a test below checks that in-place files equal the hook's.
-    """
-    for name in demonstrations():
-        own = REPOSITORY / "tests" / f"test_{name}.py"
-        has_own = own.exists() and bool(re.search(r"@with_fix\(|@with_and_without_fix\(", own.read_text()))
-        newest_with_it = newest_affected(name)[1]
-        releases_with_it = [] if has_own else [one for one in affected(name) if one.values != (newest_with_it,)]
-        releases_with_it.append(pytest.param(newest_with_it))
-        for one, delivery in itertools.product(releases_with_it, ("none", *DELIVERIES)):
-            (version,) = one.values
-            is_slow = name in SHOWN if delivery == "in place" else has_own and name not in SHOWN
-            marks = [*[pytest.mark.slow] * is_slow, *one.marks]
-            yield pytest.param(name, version, delivery, id=f"{name}-{version}-{delivery}", marks=marks)
-
-
-@pytest.mark.parametrize(("name", "version", "delivery"), list(demonstrated()))
-def test_the_demonstration_shows_the_bug_without_the_fix_and_not_with_it(
-    name: str, version: str, delivery: str
-) -> None:
-    shown = demonstrate(name, delivery, version)
-    assert shown.bug is (delivery == "none"), shown.found
 
 
 def on_releases() -> Iterator[Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import universal
-from upstream import TIMEOUT, in_place, run, run_json, tree
+from upstream import TIMEOUT, in_place, run, run_json, shown_on, tree, with_fix, without_fix
 from zero_checkpoints import PERMISSIVE, convert, converted, crafted, differences, element_counts, losses, trained
 
 VERSIONS = ("0.15.4", "0.16.9", "0.17.6", "0.18.9", "0.19.8")
@@ -40,6 +40,27 @@ def called(
         return run("convert", *folders, "--handed-over", tree=root, delivery=CALLS[how], env=env)
     arguments: tuple[str | Path, ...] = ("--input_folder", source, "--output_folder", output, *options)
     return run("converter_as", how, *arguments, tree=root, delivery=CALLS[how], env=env, check=False)
+
+
+def lines_of(version: str, delivery: str, source: Path, output: Path) -> str:
+    """What DeepSpeed's converter prints as a module of a tree."""
+    arguments: tuple[str | Path, ...] = ("module", "--input_folder", source, "--output_folder", output)
+    env = {"CKPT_PATCHES": "warn"} if delivery == "hook" else {}
+    done = run("converter_as", *arguments, tree=tree("deepspeed", version), delivery=delivery, env=env)
+    return done.stdout + done.stderr
+
+
+@without_fix(shown_on("universal_converter"))
+def test_upstreams_converter_writes_the_files(version: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
+    printed = lines_of(version, delivery, checkpoint, tmp_path / "stage2")
+    assert (UPSTREAMS in printed, OURS in printed) == (True, False)
+
+
+@with_fix(shown_on("universal_converter"))
+def test_ours_writes_the_files_and_says_so(version: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
+    printed = lines_of(version, delivery, checkpoint, tmp_path / "stage2")
+    assert (UPSTREAMS in printed, OURS in printed) == (False, True)
+    assert differences(converted(tmp_path / "stage2"), checkpoint) == []
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from demos import hpz_secondary_weights as demo
+import test_hpz_secondary_weights as proof
 from trainers import deepspeed_training as dt
 
 LOADS: dict[str, dict[str, Any]] = {
@@ -24,21 +24,21 @@ LOADS: dict[str, dict[str, Any]] = {
 
 
 def losses(rank: int, folder: Path, loads: list[str], frozen: bool) -> dict[str, float]:
-    saved = demo.engine(seed=0, frozen=frozen)
-    dt.train(saved, rank, demo.RANKS, first=0)
+    saved = proof.engine(seed=0, frozen=frozen)
+    dt.train(saved, rank, proof.RANKS, first=0)
     dt.save(saved, folder)
     if "universal" in loads:
         dt.convert(folder)
     found = {"expected": next_loss(saved, rank)}
     for name in loads:
-        run = demo.engine(seed=1, universal=name == "universal", frozen=frozen)
+        run = proof.engine(seed=1, universal=name == "universal", frozen=frozen)
         run.load_checkpoint(str(folder), tag=dt.UNIVERSAL if name == "universal" else dt.TAG, **LOADS[name])
         found[name] = next_loss(run, rank)
     return found
 
 
 def next_loss(run: Any, rank: int) -> float:
-    return dt.train(run, rank, demo.RANKS, first=dt.STEPS)[0]
+    return dt.train(run, rank, proof.RANKS, first=dt.STEPS)[0]
 
 
 if __name__ == "__main__":
@@ -52,4 +52,4 @@ if __name__ == "__main__":
         dt.KINDS["stage3_hpz"]["zero_optimization"]["stage3_param_persistence_threshold"] = 1000
     dt.allow_pickles()
     args = (arguments.folder, arguments.loads, not arguments.trained)
-    print("\n" + json.dumps(dt.results(losses, demo.RANKS, *args, node=demo.NODE)[0]))
+    print("\n" + json.dumps(dt.results(losses, proof.RANKS, *args, node=proof.NODE)[0]))

@@ -1,6 +1,6 @@
 """Save a training of the real megatron-core with its precision-aware optimizer, or load it, with remainders or without.
 
-The training is that of the demonstration of `param_remainders`. Prints a line of JSON: the main parameters that differ
+The training is that of the proof of `param_remainders`. Prints a line of JSON: the main parameters that differ
 from those of the save, and the first line of the error.
 
     param_remainders.py save|load OUT [--ranks 2] [--format fully_reshardable] [--remainders]
@@ -17,8 +17,8 @@ from program_arguments import parsed
 from trainers import megatron_training as mt
 from trainers.stub_fused_adam import joined
 
-DEMOS = Path(__file__).resolve().parents[1] / "demos"
-DEMO = runpy.run_path(str(DEMOS / "param_remainders.py"))
+FIXES = Path(__file__).resolve().parents[1] / "fixes"
+PROOF = runpy.run_path(str(FIXES / "test_param_remainders.py"))
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def save(rank: int, options: argparse.Namespace) -> list[str]:
-    model, optimizer = DEMO["trained"](options.remainders, range(3))
+    model, optimizer = PROOF["trained"](options.remainders, range(3))
     mt.save(options.format, model, optimizer, options.out / options.format)
     own = main_params(model, optimizer)
     if rank == 0:
@@ -37,7 +37,7 @@ def save(rank: int, options: argparse.Namespace) -> list[str]:
 
 
 def load(rank: int, options: argparse.Namespace) -> list[str]:
-    model, optimizer = DEMO["trained"](options.remainders, range(3, 6))
+    model, optimizer = PROOF["trained"](options.remainders, range(3, 6))
     mt.load(options.format, model, optimizer, options.out / options.format)
     saved, found = torch.load(options.out / f"{options.format}.states"), main_params(model, optimizer)
     return [name for name, tensor in saved.items() if not torch.equal(tensor, found[name])]

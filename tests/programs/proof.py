@@ -1,6 +1,9 @@
-"""Call a proof's function (tests/fixes/) on ranks, with the rank and an empty folder; print what each returns, as JSON.
+"""Call a proof's function (tests/fixes/) with an empty folder, and print what it returns, as JSON.
 
-proof.py FILE FUNCTION RANKS [PIPELINE_STAGES]
+    proof.py FILE FUNCTION [RANKS [PIPELINE_STAGES]]
+
+With RANKS it is called with the rank as well, on each of these ranks of megatron-core. Without, it starts ranks itself,
+and an error of one of them is what it returns.
 """
 
 import importlib.util
@@ -11,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainers.ranks import RankError
+
 
 def main() -> None:
     file, function, *layout = sys.argv[1:]
-    sys.path.append(str(Path(__file__).parents[1]))  # what a proof imports for pytest
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec
     assert spec.loader
@@ -27,7 +31,11 @@ def main() -> None:
 
 def call(function: Callable[..., Any], folder: Path, layout: list[int]) -> Any:
     if not layout:
-        return function(folder)
+        folder.mkdir()
+        try:
+            return function(folder)
+        except RankError as error:
+            return str(error).replace(f"{folder}/", "")
     from trainers import megatron_training as mt
 
     ranks, *stages = layout
@@ -36,3 +44,5 @@ def call(function: Callable[..., Any], folder: Path, layout: list[int]) -> Any:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__" and Path(sys.argv[1]).stem.startswith("test_nvrx"):
+    from trainers import nvrx_saving  # noqa: F401  in NVRx's worker, too, the GPU stub must load first

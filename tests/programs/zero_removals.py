@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+import test_autotp_fused_widths as autotp_fused_widths
 import tied_stages
 import zero_healthy
-from demos import autotp_fused_widths
 from live_states import by_folder, digest
 from program_arguments import parsed
 from trainers import experts_training

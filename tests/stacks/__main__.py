@@ -16,7 +16,7 @@ from typing import Any
 
 from registered import EVERYTHING
 from stacks import environments
-from stacks.checks import WORDS, WORKS
+from stacks.checks import WORKS, is_expected
 from stacks.environments import Environment, NotInstalled
 from stacks.rows import BY_NAME, ROWS, Row
 from upstream import RELEASES, tree_name
@@ -51,7 +51,7 @@ def failures(found: Found) -> list[str]:
     """What does not work in a row: fixes, tools, silent cases of the explorer; or why the row did not run."""
     if NOT_RUN in found:
         return [f"{NOT_RUN}: {found[NOT_RUN]}"]
-    fixes = [f"{name}: {word}" for name, word in found["fixes"].items() if word not in WORDS]
+    fixes = [f"{name}: {word}" for name, word in found["fixes"].items() if not is_expected(word)]
     tools = [f"{name}: {word}" for name, word in found.get("tools", {}).items() if word != WORKS]
     drawn = [case for of_package in found.get("explorer", {}).values() for case in of_package.get("silent cases", ())]
     return [*fixes, *tools, *(f"explorer, silent: {case}" for case in drawn)]

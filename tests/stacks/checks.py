@@ -1,12 +1,13 @@
 """The checks that the Python of a row's environment runs: `checks.py ROW FOLDER [FIX ...]` writes FOLDER/found.json.
 
-Each fix must behave as `ckpt-patches status` states. If a fix is active, its demonstration shows the bug only without
-the import hook. The tools judge checkpoints that this stack saves. The explorer draws and runs a sample of cases.
+Each fix must behave as `ckpt-patches status` states: the proof of an active one passes. The tools judge checkpoints
+that this stack saves. The explorer draws and runs a sample of cases.
 """
 
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,20 +17,20 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from ckpt_patches.cli.status import ACTIVE, NO_MATCH, NOT_NEEDED, FixStatus, collect
 from ckpt_patches.engine.installed import DISTRIBUTIONS
+from ckpt_patches.engine.trees import root_of
 from explore import tools
 from explore.judged import LOUD, NOT_TRAINED, RIGHT, SILENT, Stack, outcome
 from explore.megatron_space import formats
 from explore.spaces import SPACES, complete
 from stacks.rows import BY_NAME, Row
-from trainers.run import Demonstration, DemonstrationFailed, demonstrations, environment, run
 from upstream import numbers
 
 # The expected results of a fix. Any other text describes a failure.
-WORKS, NEEDS_NUMPY_2 = "works", "not run: needs NumPy 2"
-WORDS = (WORKS, NOT_NEEDED, NEEDS_NUMPY_2)
+WORKS, NOT_RUN = "works", "not run"
 MIGRATE = "megatron: migrate"
 FLATTENED = "0.15.3"  # the last release that saves torch_dist in flattened ranges
 TESTS = Path(__file__).resolve().parents[1]
@@ -40,7 +41,7 @@ Case = dict[str, Any]
 
 def main(row: Row, folder: Path, *chosen: str) -> None:
     if chosen:
-        (folder / "found.json").write_text(json.dumps({"on": versions(), "fixes": fixes(row, chosen)}))
+        (folder / "found.json").write_text(json.dumps({"on": versions(), "fixes": fixes(chosen)}))
         return
     packages = {"megatron": row.megatron_release, "deepspeed": row.deepspeed}
     found: dict[str, Any] = {"on": versions()}
@@ -50,7 +51,7 @@ def main(row: Row, folder: Path, *chosen: str) -> None:
         found[name] = what
         print(f"{row.name}: {name}: {json.dumps(what)}", flush=True)
 
-    keep("fixes", fixes(row))
+    keep("fixes", fixes())
     keep("tools", {what: one for package, version in here.items() for what, one in judged(package, version)})
     found["tools"][MIGRATE] = _result(partial(flattened, its_flattened(row)))
     keep("explorer", {package: sample(package, version) for package, version in here.items()})
@@ -71,69 +72,43 @@ def versions() -> dict[str, str]:
 # The fixes
 
 
-def fixes(row: Row, chosen: Sequence[str] = ()) -> dict[str, str]:
+def fixes(chosen: Sequence[str] = ()) -> dict[str, str]:
     """The result of each fix for the installed packages, or of chosen ones: an expected word, or the failure."""
     stated = collect()
     here = {package.name for package in stated.installed if package.version}
     mine = [fix for fix in stated.fixes if DISTRIBUTIONS[fix.package] in here]
     mine = [fix for fix in mine if not chosen or fix.name in chosen]
-    known = demonstrations()
-    to_show = [known[fix.name] for fix in mine if fix.state == ACTIVE and can_run(known[fix.name])]
-    without, with_them = (shown(to_show, row, mode) for mode in ("off", "warn"))
-    return {fix.name: word(fix, without.get(fix.name), with_them.get(fix.name)) for fix in mine}
+    sites = {str(root_of(fix.package, None)) for fix in mine}
+    results = {name: result for site in sites for name, result in proofs(site).items()}
+    return {fix.name: word(fix, results.get(fix.name, "no proof ran")) for fix in mine}
 
 
-def can_run(demonstration: Demonstration) -> bool:
-    """Whether its other requirements are installed, in the required major version or a later one."""
-    return all(numbers(metadata.version(name))[0] >= numbers(version)[0] for name, version in demonstration.beside)
-
-
-Shown = tuple[bool | None, str]
-
-
-def shown(wanted: list[Demonstration], row: Row, mode: str) -> dict[str, Shown]:
-    """The result of each fix's demonstration with the hook in a mode."""
-    found: dict[str, Shown] = {}
-    for demonstration in wanted:
-        try:
-            outcome = run(demonstration, variables(row, mode))
-        except DemonstrationFailed as error:
-            found[demonstration.fix] = None, cause(error)
-        else:
-            found[demonstration.fix] = outcome.bug, outcome.found
+def proofs(site: str) -> dict[str, str]:
+    """The result of each proof that runs on the packages of a folder, by fix."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", str(TESTS / "fixes"), "-c", str(TESTS.parent / "pyproject.toml")]
+        subprocess.run([*command, "--site", site, "--junitxml", str(report), "-v", "-p", "no:cacheprovider"])
+        cases = ElementTree.parse(report).iter("testcase")
+    found: dict[str, str] = {}
+    for case in cases:
+        fix = case.attrib["classname"].rpartition(".")[2].removeprefix("test_")
+        wrong = next((one for one in case if one.tag in ("failure", "error", "skipped")), None)
+        if wrong is None:
+            found.setdefault(fix, WORKS)
+        elif found.get(fix, WORKS) == WORKS:
+            found[fix] = f"{NOT_RUN if wrong.tag == 'skipped' else wrong.tag}: {wrong.attrib.get('message', '')}"
     return found
 
 
-def variables(row: Row, mode: str) -> dict[str, str]:
-    """The programs' environment variables: no GPU, and a checkout first on the path.
-
-    In warn mode, a fix that does not match does not stop the demonstrations of the others.
-    """
-    path = filter(None, (os.environ.get("STACK_PATH"), str(TESTS)))
-    environ = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path),
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONWARNINGS": "ignore",
-    }
-    return {**environment(environ, patched=mode != "off"), "CKPT_PATCHES": mode}
+def is_expected(word: str) -> bool:
+    return word in (WORKS, NOT_NEEDED) or word.startswith(f"{NOT_RUN}: ")
 
 
-def word(fix: FixStatus, without: Shown | None, with_it: Shown | None) -> str:
+def word(fix: FixStatus, result: str) -> str:
     if fix.state == NO_MATCH:
         return f"{fix.state}: {_short(fix.reason)}"
-    if fix.state != ACTIVE:
-        return fix.state
-    if without is None or with_it is None:
-        return NEEDS_NUMPY_2
-    if without[0] and with_it[0] is False:
-        return WORKS
-    if without[0] is None or with_it[0] is None:
-        how, failed = ("without", without) if without[0] is None else ("with", with_it)
-        return f"could not run {how} the fix: {_short(failed[1])}"
-    if with_it[0]:
-        return f"the bug shows with the fix: {_short(with_it[1])}"
-    return f"no bug without the fix: {_short(without[1])}"
+    return _short(result) if fix.state == ACTIVE else fix.state
 
 
 def cause(error: Exception) -> str:

@@ -27,7 +27,18 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # Each environment takes a few GB. The run of a row removes its environment at the end, unless the user keeps it.
 ENVIRONMENTS = REPOSITORY / ".stacks"
 # The test programs import these packages, or the build of DeepSpeed's source distribution needs them.
-FOR_TESTS = ("pytest>=8", "psutil", "setuptools", "wheel", "ninja", "packaging", "einops", "six", "regex")
+FOR_TESTS = (
+    "pytest>=8",
+    "hypothesis>=6",
+    "psutil",
+    "setuptools",
+    "wheel",
+    "ninja",
+    "packaging",
+    "einops",
+    "six",
+    "regex",
+)
 SET_UP = ("py-cpuinfo", "hjson", "pydantic", "tqdm")  # DeepSpeed's setup imports these besides torch
 # Wheels of nvidia-resiliency-ext require a newer glibc than many systems have. Checkpoints need no compiled code.
 NVRX = "nvidia-resiliency-ext"

@@ -23,7 +23,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-import trainers as demo
 from trainers.gpu import REAL_GPU, share_gpu
 from trainers.ranks import free_port
 from trainers.ranks import gathered as gathered
@@ -337,31 +336,11 @@ def load(run: Any, folder: Path, tag: str, **asked: bool) -> Any:
     return run.load_checkpoint(str(folder), tag=tag, **asked)[1]
 
 
-def show_result(
-    worker: Callable[[int, Path], str],
-    ranks: int,
-    right: str,
-    *,
-    node: int | None = None,
-    raises: str | tuple[str, ...] = (),
-) -> None:
-    """A demonstration: what `worker(rank, folder)` finds wrong on the first rank; see `results` and `demo.show`."""
-    demo.show(lambda folder: str(results(worker, ranks, folder, node=node)[0]), right, raises=raises)
-
-
-def show_resume(
-    case: str, *, ranks: int = 2, node: int | None = None, universal: bool = False, raises: str | tuple[str, ...] = ()
-) -> None:
-    """A demonstration: save and resume, with `universal` from a universal checkpoint.
-
-    An error that starts with `raises` is the bug.
-    """
-
-    def worker(rank: int, folder: Path) -> str:
-        make = functools.partial(engine_of, case, ranks)
-        return resume(rank, folder, ranks, make, [UNIVERSAL if universal else TAG])
-
-    show_result(worker, ranks, "saved; resumes bit for bit", node=node, raises=raises)
+def resumed(case: str, folder: Path, *, ranks: int = 2, node: int | None = None, universal: bool = False) -> str:
+    """What differs after a resume, with `universal` from a universal checkpoint, in words; see `resume`."""
+    make = functools.partial(engine_of, case, ranks)
+    tags = [UNIVERSAL if universal else TAG]
+    return str(results(resume, ranks, folder, ranks, make, tags, node=node)[0])
 
 
 def resume(rank: int, folder: Path, ranks: int, make: Make, tags: Sequence[str], states: States = snapshot) -> str:
@@ -385,23 +364,18 @@ def resume(rank: int, folder: Path, ranks: int, make: Make, tags: Sequence[str],
     return ""
 
 
-def show_weights_alone(*cases: str, raises: str | tuple[str, ...] = (), **options: bool) -> None:
-    """A demonstration: load only the weights of a checkpoint that is not the latest, on 2 and on 3 ranks.
+def weights_alone(folder: Path, *cases: str, **options: bool) -> str:
+    """What is wrong after a load of only the weights of a checkpoint that is not the latest, on 2 and on 3 ranks.
 
-    An error that starts with `raises` is the bug. `options` are passed to `load_checkpoint`.
+    `options` are passed to `load_checkpoint`.
     """
-
     allow_pickles()
-
-    def run(folder: Path) -> str:
-        found = {
-            case: results(load_weights, ranks, folder / case / str(ranks), case, ranks, options)[0]
-            for ranks in demo.cases((2, 3))
-            for case in cases
-        }
-        return "; ".join(f"{case}: {wrong}" for case, wrong in found.items() if wrong)
-
-    demo.show(run, "weights and masters are those of the checkpoint", raises=raises)
+    found = {
+        case: results(load_weights, ranks, folder / case / str(ranks), case, ranks, options)[0]
+        for ranks in (2, 3)
+        for case in cases
+    }
+    return "; ".join(f"{case}: {wrong}" for case, wrong in found.items() if wrong)
 
 
 def load_weights(rank: int, folder: Path, case: str, ranks: int, options: dict[str, bool]) -> str:
@@ -422,19 +396,15 @@ def load_weights(rank: int, folder: Path, case: str, ranks: int, options: dict[s
     return f"{len(wrong)} of {len(saved)} weights are not those saved, {len(stale)} masters not the weights; no error"
 
 
-def show_universal_weights_alone(*every: str) -> None:
-    """A demonstration: load only the weights of a universal checkpoint, on 2 and on 3 ranks."""
+def universal_weights_alone(folder: Path, *cases: str) -> str:
+    """What is wrong after a load of only the weights of a universal checkpoint, on 2 and on 3 ranks."""
     allow_pickles()
-
-    def run(folder: Path) -> str:
-        found = [
-            results(load_universal_weights, ranks, folder / case / str(ranks), case, ranks)[0]
-            for ranks in demo.cases((2, 3))
-            for case in demo.cases(every)
-        ]
-        return next(filter(None, found), "")
-
-    demo.show(run, "weights and masters are loaded, and nothing else")
+    found = [
+        results(load_universal_weights, ranks, folder / case / str(ranks), case, ranks)[0]
+        for ranks in (2, 3)
+        for case in cases
+    ]
+    return next(filter(None, found), "")
 
 
 def load_universal_weights(rank: int, folder: Path, case: str, ranks: int) -> str:
@@ -496,14 +466,10 @@ def convert(folder: Path, *more: str) -> None:
     torch.distributed.barrier()
 
 
-def show_conversion(case: str, *, ranks: int, raises: str | tuple[str, ...] = ()) -> None:
-    """A demonstration: save, convert with DeepSpeed's converter, and compare with the state at the save."""
-
-    def run(folder: Path) -> str:
-        results(train_and_keep, ranks, folder, case, ranks)
-        return converted(folder)
-
-    demo.show(run, "converted bit for bit", raises=raises)
+def trained_and_converted(case: str, folder: Path, ranks: int) -> str:
+    """How many states differ after a conversion with DeepSpeed's converter, in words; see `converted`."""
+    results(train_and_keep, ranks, folder, case, ranks)
+    return converted(folder)
 
 
 def train_and_keep(rank: int, folder: Path, case: str, ranks: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainers import fake_gpu, show
+from trainers import fake_gpu
 from trainers.gpu import REAL_GPU, share_gpu
 from trainers.keeper import fork_keeper
 from trainers.ranks import free_port
@@ -401,18 +401,9 @@ def set_weights(model: Model, values: dict[str, torch.Tensor]) -> None:
         )  # in torch 2.15 a change of `p` itself would stop gradients of its shards
 
 
-def show_result(worker: Callable[[int, Path], str], ranks: int, right: str, **more: Any) -> None:
-    """A demonstration: what `worker(rank, folder)` finds wrong on the first rank; see `show`."""
-    show(lambda folder: str(results(worker, ranks, folder / "checkpoint")[0]), right, **more)
-
-
-def show_resume(name: str, make: Make, *, steps: int, raises: str | tuple[str, ...] = (), inner: str = "fused") -> None:
-    """A demonstration: two ranks save in a format and resume; an error that starts with `raises` is the bug."""
-
-    def worker(rank: int, folder: Path) -> str:
-        return resume(rank, name, folder, make, steps, inner)
-
-    show_result(worker, 2, "saved; resumes bit for bit", raises=raises)
+def resumed(name: str, make: Make, folder: Path, *, steps: int, inner: str = "fused", ranks: int = 2) -> str:
+    """What differs when ranks save in a format and resume, in words, or "" if nothing; see `resume`."""
+    return str(results(resume, ranks, name, folder, make, steps, inner)[0])
 
 
 def resume(rank: int, name: str, folder: Path, make: Make, steps: int, inner: str = "fused") -> str:

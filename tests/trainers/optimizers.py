@@ -11,7 +11,6 @@ import deepspeed
 import torch
 from deepspeed.ops.adam import fused_adam
 
-import trainers as demo
 from trainers import deepspeed_training as dt
 
 MOMENTUM = "momentum_buffer"
@@ -155,22 +154,14 @@ def _load(rank: int, folder: Path, case: str, ranks: int, tag: str) -> list[str]
     return wrong
 
 
-def show_resume(
-    *every: str, tags: Sequence[str] = (dt.TAG,), raises: str | tuple[str, ...] = (), **of_zero: Any
-) -> None:
-    """A demonstration: save each case on 2 ranks with these ZeRO settings, and resume from each tag.
-
-    An error that starts with `raises` is the bug.
-    """
+def resumed(folder: Path, *cases: str, tags: Sequence[str] = (dt.TAG,), **of_zero: Any) -> str:
+    """What differs when 2 ranks save each case with these ZeRO settings and resume from each tag, in words."""
     dt.allow_pickles()
+    found = {case: dt.results(_resume, RANKS, folder / case, case, tags, of_zero)[0] for case in cases}
+    return "; ".join(f"{case}: {wrong}" for case, wrong in found.items() if wrong)
 
-    def worker(rank: int, folder: Path, case: str) -> str:
-        name, _, stage = case.partition("-")
-        make = functools.partial(engine, name, RANKS, int(stage), **of_zero)
-        return dt.resume(rank, folder, RANKS, make, tags, live)
 
-    def run(folder: Path) -> str:
-        found = {case: dt.results(worker, RANKS, folder / case, case)[0] for case in demo.cases(every)}
-        return "; ".join(f"{case}: {wrong}" for case, wrong in found.items() if wrong)
-
-    demo.show(run, "saved; resumes bit for bit", raises=raises)
+def _resume(rank: int, folder: Path, case: str, tags: Sequence[str], of_zero: dict[str, Any]) -> str:
+    name, _, stage = case.partition("-")
+    make = functools.partial(engine, name, RANKS, int(stage), **of_zero)
+    return dt.resume(rank, folder, RANKS, make, tags, live)

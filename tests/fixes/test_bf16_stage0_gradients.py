@@ -1,0 +1,37 @@
+"""bf16_stage0_gradients: after a step in bf16 without ZeRO no gradients are left."""
+
+from pathlib import Path
+
+from upstream import shown, shown_on, with_fix, without_fix
+
+RELEASES = shown_on("bf16_stage0_gradients")
+
+
+@without_fix(RELEASES)
+def test_gradients_are_left_for_the_next_step_to_add_to(version: str, delivery: str) -> None:
+    assert "parameters keep their gradients" in shown(__file__, version, delivery)
+
+
+@with_fix(RELEASES)
+def test_no_gradients_are_left(version: str, delivery: str) -> None:
+    assert shown(__file__, version, delivery) == ""
+
+
+# What the ranks run
+
+RANKS = (2, 3)
+
+
+def bug(folder: Path) -> str:
+    from trainers import deepspeed_training as dt
+
+    left = max(dt.results(train_and_count, ranks, ranks)[0] for ranks in RANKS)
+    return f"{left} parameters keep their gradients, to which the next step adds its own" if left else ""
+
+
+def train_and_count(rank: int, ranks: int) -> int:
+    from trainers import deepspeed_training as dt
+
+    run = dt.engine_of("stage0-2", ranks, universal=False, seed=0)
+    dt.train(run, rank, ranks, first=0)
+    return sum(parameter.grad is not None for parameter in run.module.parameters())

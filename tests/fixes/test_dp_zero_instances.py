@@ -1,0 +1,40 @@
+"""dp_zero_instances: a run with two instances of the distributed optimizer resumes."""
+
+from functools import partial
+from pathlib import Path
+
+from upstream import shown, shown_on, with_fix, without_fix
+
+RELEASES = shown_on("dp_zero_instances")
+
+
+@without_fix(RELEASES)
+def test_the_save_or_the_load_fails(version: str, delivery: str) -> None:
+    assert "TypeError: 'NoneType' object is not subscriptable" in shown(__file__, version, delivery)
+
+
+@with_fix(RELEASES)
+def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
+    assert shown(__file__, version, delivery) == ""
+
+
+# What the ranks run
+
+RANKS, INSTANCES = 4, 2
+
+
+def resume(rank: int, folder: Path) -> str:
+    from megatron.core import parallel_state
+
+    from trainers import megatron_training as mt
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=INSTANCES)
+    return mt.resume(rank, "dp_zero_gather_scatter", folder, partial(mt.build, instances=INSTANCES), steps=3)
+
+
+def bug(folder: Path) -> str:
+    """Four data-parallel ranks, two per instance."""
+    from trainers import megatron_training as mt
+
+    return str(mt.results(resume, RANKS, folder / "checkpoint")[0])

@@ -1,0 +1,252 @@
+"""expert_rng: experts on other ranks go on with their own random numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import edits
+from upstream import newest_affected, run, run_lines, shown, shown_on, tree, with_fix, without_fix
+
+RELEASES = shown_on("expert_rng")
+
+
+@without_fix(RELEASES)
+def test_ranks_go_on_with_the_random_numbers_of_other_experts(version: str, delivery: str) -> None:
+    assert "for their experts than they were saved with, and no error" in shown(__file__, version, delivery)
+
+
+@with_fix(RELEASES)
+def test_each_rank_goes_on_with_its_own(version: str, delivery: str) -> None:
+    assert shown(__file__, version, delivery) == ""
+
+
+# Further cases
+
+FIX = "expert_rng"
+NEWEST = newest_affected(FIX)[1]
+MODULE = "megatron.training.checkpointing"
+LOST = "are not in it and cannot be recovered"
+IGNORED = "RNG state will be ignored"
+SEEDED = "seeded"
+FSDP = ("--format", "fsdp_dtensor")
+
+
+def line(delivery: str, what: str, folder: Path, *options: object, ranks: int = 2, **more: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    arguments = ["--ranks", str(ranks), *map(str, options)]
+    (found,) = run_lines(
+        "expert_rng", what, folder, *arguments, tree=tree("megatron-core", NEWEST), delivery=delivery, **more
+    )
+    return found
+
+
+def save(delivery: str, folder: Path, *options: object, ranks: int = 2) -> None:
+    assert line(delivery, "save", folder, *options, ranks=ranks) == {"error": ""}
+
+
+def load(delivery: str, folder: Path, *options: object, ranks: int = 2) -> tuple[list[Any], bool, str]:
+    """The saved rank of each rank's expert RNG state, whether other states are the saved ones, and the warning."""
+    found = line(delivery, "load", folder, *options, ranks=ranks)
+    assert found["error"] == ""
+    assert len(found["said"]) < 2
+    return found["experts"], found["model"], "".join(found["said"])
+
+
+def test_a_checkpoint_without_them_loads_what_it_has_and_names_what_is_lost(tmp_path: Path) -> None:
+    save("none", tmp_path, "--ep", 4, ranks=4)
+    assert load("none", tmp_path, "--ep", 4, ranks=4) == ([0, 0, 0, 0], True, "")
+    experts, model, said = load("hook", tmp_path, "--ep", 4, ranks=4)
+    assert (experts, model) == ([0, SEEDED, SEEDED, SEEDED], True)
+    assert f"of expert-parallel ranks 1 to 3 {LOST}" in said
+    experts, model, said = load("hook", tmp_path, "--ep", 2, ranks=4)
+    assert (experts, model) == ([SEEDED] * 4, True)
+    assert f"of all ranks (saved with EP 4, ETP 1; now EP 2, ETP 1) {LOST}" in said
+    assert load("hook", tmp_path, "--ep", 1, ranks=4) == ([0, 0, 0, 0], True, "")  # as upstream
+
+
+def test_without_the_fix_the_load_of_what_it_saved_fails(tmp_path: Path) -> None:
+    save("hook", tmp_path)
+    assert load("hook", tmp_path) == ([0, 1], True, "")
+    done = run("expert_rng", "load", tmp_path, "--ranks", "2", tree=tree("megatron-core", NEWEST))
+    assert "Missing key in checkpoint state_dict: rng_state/shard_0.0_1.1" in done.stderr
+    assert '{"error": "process' in done.stdout
+
+
+@pytest.mark.parametrize("form", [(), FSDP])
+@pytest.mark.parametrize(("ep", "ranks"), [(2, 2), (4, 4), (1, 4)])
+def test_in_another_layout_states_are_ignored(ep: int, ranks: int, form: tuple[str, ...], tmp_path: Path) -> None:
+    save("hook", tmp_path, "--ep", 2, *form, ranks=4)
+    experts, model, said = load("hook", tmp_path, "--ep", ep, *form, ranks=ranks)
+    assert (experts, model) == ([SEEDED] * ranks, False)
+    assert IGNORED in said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_expert_tensor_parallel_ranks_of_their_own(ep: int, tmp_path: Path) -> None:
+    """States are lost only with EP 4, where, at TP 2 and ETP 1, data-parallel ranks have different experts."""
+    options = ("--tp", 2, "--etp", 1, "--ep", ep)
+    save("none", tmp_path / "none", *options, ranks=4)
+    assert load("none", tmp_path / "none", *options, ranks=4) == ([0, 1, 0, 1], True, "")
+    experts, model, said = load("hook", tmp_path / "none", *options, ranks=4)
+    assert (experts, model) == ([0, 1, *([SEEDED] * 2 if ep == 4 else [0, 1])], True)
+    assert (f"of ranks with other experts than the first data-parallel rank {LOST}" in said) == (ep == 4)
+    save("hook", tmp_path / "hook", *options, ranks=4)
+    assert load("hook", tmp_path / "hook", *options, ranks=4) == ([0, 1, 2, 3], True, "")
+
+
+@pytest.mark.long
+def test_tensor_parallel_ranks_lose_those_of_other_experts_alone(tmp_path: Path) -> None:
+    save("none", tmp_path, "--tp", 2, ranks=4)
+    experts, model, said = load("hook", tmp_path, "--tp", 2, ranks=4)
+    assert (experts, model) == ([0, 1, SEEDED, SEEDED], True)
+    assert f"of expert-parallel rank 1 {LOST}" in said
+
+
+@pytest.mark.parametrize("form", [(), FSDP])
+@pytest.mark.parametrize("saved", ["none", "hook"])
+def test_with_random_init_the_states_of_all_ranks_are_there(saved: str, form: tuple[str, ...], tmp_path: Path) -> None:
+    save(saved, tmp_path, "--random", *form)
+    assert load("hook", tmp_path, "--random", *form) == ([0, 1], True, "")
+    if saved == "hook":
+        assert load("hook", tmp_path, *form) == ([0, 1], True, "")
+
+
+@pytest.mark.parametrize("form", [(), FSDP])
+def test_without_experts_nothing_changes(form: tuple[str, ...], tmp_path: Path) -> None:
+    options = ("--ep", 1, *form)
+    save("hook", tmp_path, *options)
+    (first, second), *others = load("none", tmp_path, *options)
+    assert (first, others) == (second, [True, ""])
+    assert load("hook", tmp_path, *options) == ([first, first], True, "")
+
+
+def test_in_fsdp_dtensor_it_is_not_known_whose_the_experts_state_is(tmp_path: Path) -> None:
+    """The rank of a saved state is unknown: torch lets the rank that wrote the least so far write a shared key."""
+    options = ("--ep", 4, *FSDP)
+    save("none", tmp_path, *options, ranks=4)
+    experts, model, said = load("none", tmp_path, *options, ranks=4)
+    assert (len(set(experts)), set(experts) <= {0, 1, 2, 3}, model, said) == (1, True, True, "")
+    experts, model, said = load("hook", tmp_path, *options, ranks=4)
+    assert (experts, model) == ([SEEDED] * 4, True)
+    assert f"of all data-parallel ranks but one, and which one is not known, {LOST}" in said
+    experts, model, said = load("hook", tmp_path, "--ep", 2, *FSDP, ranks=4)
+    assert (experts, model) == ([SEEDED] * 4, True)
+    assert f"of all ranks (saved with EP 4, ETP 1; now EP 2, ETP 1) {LOST}" in said
+    assert load("hook", tmp_path, "--ep", 1, *FSDP, ranks=4) == load("none", tmp_path, "--ep", 1, *FSDP, ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ((), "Missing key in checkpoint state_dict: rng_state.(0, 0).0."),
+        (("--partial",), "each data-parallel rank has its own; there is --no-load-rng"),
+    ],
+)
+def test_without_the_fix_the_load_of_its_fsdp_dtensor_fails(
+    options: tuple[str, ...], error: str, tmp_path: Path
+) -> None:
+    save("hook", tmp_path, *FSDP)
+    assert load("hook", tmp_path, *FSDP, *options) == ([0, 1], True, "")
+    done = run("expert_rng", "load", tmp_path, *FSDP, *options, tree=tree("megatron-core", NEWEST))
+    assert error in done.stdout + done.stderr
+
+
+def test_what_was_saved_in_fsdp_dtensor_has_the_state_of_each_tensor_parallel_rank(tmp_path: Path) -> None:
+    """With the fix, each rank loads its own state; since 0.19, upstream loads the first rank's."""
+    options = ("--tp", 2, "--ep", 1, *FSDP)
+    save("none", tmp_path, *options)
+    assert load("none", tmp_path, *options) == ([0, 0], False, "")
+    assert load("hook", tmp_path, *options) == ([0, 1], True, "")
+
+
+@pytest.mark.parametrize("delivery", ["none", "hook"])
+def test_formats_with_a_file_for_each_rank(delivery: str, tmp_path: Path) -> None:
+    save(delivery, tmp_path / "torch", "--format", "torch")
+    assert load("hook", tmp_path / "torch", "--format", "torch") == ([0, 1], True, "")
+    nvrx = [tree("nvidia-resiliency-ext", "0.6.0")]
+    local = line(delivery, "save", tmp_path / "local", "--local", path=nvrx)
+    assert local == {"error": "", "experts": [0, 1], "model": True, "said": []}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("            (pp_size, tp_size),\n", "            shape,\n"),
+        ("            (pp_size, tp_size),\n", "            (pp_size, tp_size, ep_size),\n"),
+        ("ignore_rng_state = False", "ignore_rng_state = bool()"),
+        ("ckpt_tp_pp == run_tp_pp\n", "run_tp_pp == ckpt_tp_pp\n"),
+        ("{f'({pp_rank}, {tp_rank})': rng_state_list}", "{f'{pp_rank}, {tp_rank}': rng_state_list}"),
+        ("            if not args.no_load_rng:\n", "            if not args.finetune and not args.no_load_rng:\n"),
+        (
+            "                if args.ckpt_format == 'fsdp_dtensor':\n",
+            "                if 'fsdp' in args.ckpt_format:\n",
+        ),
+    ],
+)
+def test_code_of_another_shape_is_left_alone(tmp_path: Path, old: str, new: str) -> None:
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    edits.check_left_alone(copy, FIX, MODULE, old, new)
+
+
+# What the ranks run
+
+# Number of ranks, tensor-parallel size, expert-parallel size, format.
+RUNS = (
+    (2, 1, 2, "torch_dist"),
+    (4, 1, 4, "torch_dist"),
+    (4, 2, 2, "torch_dist"),
+    (2, 1, 2, "fsdp_dtensor"),
+    (4, 1, 4, "fsdp_dtensor"),
+    (4, 2, 2, "fsdp_dtensor"),
+)
+
+
+def bug(folder: Path) -> str:
+    from trainers import megatron_lm
+
+    megatron_lm.import_training()
+    return "; ".join(filter(None, (in_layout(folder / str(n), *one) for n, one in enumerate(RUNS))))
+
+
+def in_layout(folder: Path, ranks: int, tensor: int, expert: int, name: str) -> str:
+    from trainers import megatron_training as mt
+
+    right: list[bool] = mt.results(resume, ranks, folder, tensor, expert, name)
+    wrong = [rank for rank, same in enumerate(right) if not same]
+    if not wrong:
+        return ""
+    return (
+        f"TP {tensor}, EP {expert}, {name}: {len(wrong)} of {ranks} ranks go on with other random numbers"
+        " for their experts than they were saved with, and no error"
+    )
+
+
+def resume(rank: int, folder: Path, tensor: int, expert: int, name: str) -> bool:
+    """Whether a resumed run draws the same random numbers for its experts as the saved run."""
+    from trainers import megatron_lm
+    from trainers import megatron_training as mt
+
+    checkpointing = megatron_lm.import_training()
+    fsdp = name == "fsdp_dtensor"  # its RNG code does not depend on Megatron-FSDP
+    args = megatron_lm.arguments(folder, tensor, expert, ckpt_format=name, use_megatron_fsdp=fsdp)
+    megatron_lm.start(tensor, expert)
+    model = mt.tiny_model(mt.transformer_config(torch.bfloat16), torch.bfloat16, False)
+    draw(rank + 1)
+    megatron_lm.save(checkpointing, model, args)
+    goes_on = draw()
+    megatron_lm.start(tensor, expert)
+    megatron_lm.load(checkpointing, model, args)
+    return bool(torch.equal(goes_on, draw()))
+
+
+def draw(times: int = 1) -> torch.Tensor:
+    """The next random numbers for this rank's experts, drawn like those of the router and dropout."""
+    from megatron.core.tensor_parallel import random
+
+    with random.get_cuda_rng_tracker().fork(random.get_expert_parallel_rng_tracker_name()):
+        for _ in range(times):
+            drawn = torch.rand(8, device="cuda")
+    return drawn.cpu()

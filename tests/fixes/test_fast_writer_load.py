@@ -1,0 +1,28 @@
+"""fast_writer_load: a ZeRO-3 checkpoint of a `checkpoint.writer` resumes."""
+
+import os
+from pathlib import Path
+
+from upstream import shown, shown_on, with_fix, without_fix
+
+RELEASES = shown_on("fast_writer_load")
+
+
+@without_fix(RELEASES)
+def test_the_load_of_its_own_files_fails(version: str, delivery: str) -> None:
+    assert "UnpicklingError: Weights only load failed" in shown(__file__, version, delivery)
+
+
+@with_fix(RELEASES)
+def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
+    assert shown(__file__, version, delivery) == ""
+
+
+# What the ranks run
+
+
+def bug(folder: Path) -> str:
+    from trainers import deepspeed_training as dt
+
+    os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")  # as set by the launcher: number of nodes, node rank
+    return dt.resumed("stage3_writer-1", folder)

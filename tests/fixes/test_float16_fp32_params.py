@@ -1,0 +1,83 @@
+"""float16_fp32_params: fp32 parameters among bf16 ones are saved and loaded without the distributed optimizer."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_patches.audit.audit import WHOLE, audit
+from explore.spaces import plainer
+from test_explore import SMALL
+from upstream import newest_affected, run_json, shown, shown_on, tree, with_fix, without_fix
+
+RELEASES = shown_on("float16_fp32_params")
+
+
+@without_fix(RELEASES)
+def test_the_save_or_the_load_fails(version: str, delivery: str) -> None:
+    found = shown(__file__, version, delivery)
+    assert found.startswith(("AssertionError", "ValueError: Param id", "KeyError"))
+
+
+@with_fix(RELEASES)
+def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
+    assert shown(__file__, version, delivery) == ""
+
+
+# Further cases
+
+NEWEST = newest_affected("float16_fp32_params")[1]
+
+
+@pytest.mark.parametrize("inner", ["torch", "fused"])
+def test_it_is_whole(inner: str, tmp_path: Path) -> None:
+    """The verdict is WHOLE: torch's Adam counts steps per parameter, megatron-core saves one."""
+    case = plainer(SMALL["megatron"], [{"run": {"optimizer": "whole", "fp32_norms": True, "inner": inner}}])
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    on = tree("megatron-core", NEWEST)
+    run_json("explore_megatron", "train", tmp_path / "case.json", tmp_path / "run", tree=on, delivery="hook")
+    found = audit(tmp_path / "run" / "first")
+    assert found.verdict == WHOLE, found.findings
+
+
+# What the ranks run
+
+
+def resume(rank: int, folder: Path) -> str:
+    """Save after three steps, load into another run, and compare both two steps later."""
+    from trainers import megatron_training as mt
+
+    mt.use_inner_optimizer("fused")
+    make = partial(mt.build, native_fp32=True, settings={"use_distributed_optimizer": False})
+    model, optimizer = make()
+    for iteration in range(3):
+        mt.step(model, optimizer, iteration)
+    mt.save("default", model, optimizer, folder)
+    resumed, of_resumed = make()
+    mt.step(resumed, of_resumed, 9)
+    mt.load("default", resumed, of_resumed, folder)
+    for iteration in range(3, 5):
+        mt.step(model, optimizer, iteration)
+        mt.step(resumed, of_resumed, iteration)
+    expected, found = ({**mt.weights(m), **states(o)} for m, o in ((model, optimizer), (resumed, of_resumed)))
+    return mt.how_many_differ(expected, found)
+
+
+def states(optimizer: Any) -> dict[str, torch.Tensor]:
+    """Main parameters and moments, by their index in the optimizer."""
+    from trainers import megatron_training as mt
+
+    own = mt.inner(optimizer).optimizer
+    params = [param for group in own.param_groups for param in group["params"]]
+    found = {f"{n}.param": param.detach().float() for n, param in enumerate(params)}
+    moments = ("exp_avg", "exp_avg_sq")
+    return found | {f"{n}.{key}": own.state[param][key] for n, param in enumerate(params) for key in moments}
+
+
+def bug(folder: Path) -> str:
+    from trainers import megatron_training as mt
+
+    return str(mt.results(resume, 1, folder / "checkpoint")[0])

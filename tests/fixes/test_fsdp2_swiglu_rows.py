@@ -1,0 +1,366 @@
+"""fsdp2_swiglu_rows: the rows of SwiGLU under torch FSDP2 are loaded on other ranks as they were."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shared
+from ckpt_patches.audit.audit import audit
+from ckpt_patches.cli import command_line
+from upstream import newest, run, run_json, shown, shown_on, tree, with_fix, without_fix
+
+RELEASES = shown_on("fsdp2_swiglu_rows")
+
+
+@without_fix(RELEASES)
+def test_rows_are_those_of_others_after_a_load(version: str, delivery: str) -> None:
+    assert "rows are others" in shown(__file__, version, delivery)
+
+
+@with_fix(RELEASES)
+def test_all_rows_are_as_saved(version: str, delivery: str) -> None:
+    assert shown(__file__, version, delivery) == ""
+
+
+# Further cases
+
+SAVED_BY, NEWEST = "0.18.2", newest("megatron-core")  # the last release that mixes rows, and one that does not
+IN_PLACE, MIXED = "", " of 0.18"  # as the release saves, and as those up to 0.18 do
+TWO, THREE, FOUR = ("--ranks", "2"), ("--ranks", "3"), ("--ranks", "4", "--tensor-parallel", "2")
+ALONE = ("--ranks", "1", "--without-fsdp2")
+REFUSED = "refused"
+TRUTH = "truth.json"  # the rows that the run had, beside its checkpoints
+
+
+def saved(ranks: Sequence[str], delivery: str = "hook", version: str = SAVED_BY) -> Path:
+    """The folder of a run: its checkpoints, and the rows that it had."""
+
+    def save(folder: Path) -> None:
+        folder.mkdir()
+        run("fsdp2_rows", "save", folder, *ranks, tree=tree("megatron-core", version), delivery=delivery)
+
+    return shared.once(f"fsdp2-rows-{version}-{delivery}-{'-'.join(ranks)}", save)
+
+
+def mixed_by_audit(folder: Path) -> set[str]:
+    """The tensors in which the audit finds mixed rows."""
+    return {found.array for found in audit(folder).findings if found.kind.name == "mixed_rows"}
+
+
+def migrated(ranks: Sequence[str], delivery: str = "hook") -> Path:
+    """The folder of `saved` after migration, with rows in place."""
+
+    def migrate(folder: Path) -> None:
+        folder.mkdir()
+        (folder / TRUTH).symlink_to(saved(ranks, delivery) / TRUTH)
+        for form in (IN_PLACE, MIXED):
+            old, new = (own / f"saved{form}" for own in (saved(ranks, delivery), folder))
+            if mixed_by_audit(old):
+                assert command_line.main(["migrate", str(old), "--output", str(new)]) == 0
+            else:
+                new.symlink_to(old)
+
+    return shared.once(f"fsdp2-rows-migrated-{delivery}-{'-'.join(ranks)}", migrate)
+
+
+def other_rows(folder: Path, ranks: Sequence[str], version: str, delivery: str) -> dict[str, int | str]:
+    """The number of rows that differ from the saved run after a load, or `refused`, by form."""
+    found: dict[str, int | str] = run_json(
+        "fsdp2_rows", "load", folder, *ranks, tree=tree("megatron-core", version), delivery=delivery
+    )
+    return found
+
+
+@pytest.mark.parametrize("ranks", [TWO, ALONE], ids=" ".join)
+def test_the_newest_release_loads_what_the_fix_saved_on_three_ranks(ranks: Sequence[str]) -> None:
+    """All rows are right, though the middle rank has rows of W and of V."""
+    assert other_rows(saved(THREE), ranks, NEWEST, "none")[IN_PLACE] == 0
+
+
+@pytest.mark.parametrize("ranks", [TWO, THREE], ids=" ".join)
+def test_mixed_rows_of_three_ranks_load_on_as_many_and_are_refused_on_others(ranks: Sequence[str]) -> None:
+    """Mixed rows are identified by the rank that wrote each chunk, not by the number of chunks."""
+    mixed = 0 if ranks == THREE else REFUSED
+    assert other_rows(saved(THREE), ranks, SAVED_BY, "hook") == {IN_PLACE: 0, MIXED: mixed}
+
+
+@pytest.mark.long
+def test_a_release_saves_mixed_rows_and_the_newest_one_loads_them_with_the_fix() -> None:
+    """Rows are right with the fix, and silently wrong without. On three ranks, 0.18 neither saves nor loads."""
+    folder = saved(TWO, "none")
+    for form in (IN_PLACE, MIXED):
+        assert other_rows(folder, TWO, SAVED_BY, "none")[form] == 0
+        assert other_rows(folder, ALONE, SAVED_BY, "none")[form] not in (0, REFUSED)
+        assert other_rows(folder, TWO, NEWEST, "none")[form] not in (0, REFUSED)
+        assert other_rows(folder, TWO, NEWEST, "hook")[form] == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [TWO, THREE, FOUR, ALONE], ids=" ".join)
+def test_tensor_parallel_ranks(ranks: Sequence[str]) -> None:
+    mixed = 0 if ranks == FOUR else REFUSED
+    assert other_rows(saved(FOUR), ranks, SAVED_BY, "hook") == {IN_PLACE: 0, MIXED: mixed}
+    if ranks != THREE:
+        assert other_rows(saved(FOUR), ranks, NEWEST, "hook") == {IN_PLACE: 0, MIXED: mixed}
+
+
+def test_the_audit_tells_which_rows_are_mixed() -> None:
+    folder = saved(THREE)
+    states = ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
+    assert mixed_by_audit(folder / f"saved{MIXED}") == {f"{state}linear_fc1.weight" for state in states}
+    assert mixed_by_audit(folder / f"saved{IN_PLACE}") == set()
+
+
+@pytest.mark.long
+def test_the_audit_finds_none_in_what_the_newest_release_saves() -> None:
+    assert mixed_by_audit(saved(TWO, "none") / f"saved{IN_PLACE}")
+    assert mixed_by_audit(saved(TWO, "none", NEWEST) / f"saved{IN_PLACE}") == set()
+
+
+@pytest.mark.parametrize("loading", [TWO, ALONE], ids=" ".join)
+def test_the_newest_release_loads_what_was_migrated(loading: Sequence[str]) -> None:
+    assert other_rows(migrated(THREE), loading, NEWEST, "none") == {IN_PLACE: 0, MIXED: 0}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loading", [TWO, FOUR, ALONE], ids=" ".join)
+@pytest.mark.parametrize("saving", [TWO, FOUR], ids=" ".join)
+def test_the_newest_release_loads_what_a_release_without_the_fix_saved_and_was_migrated(
+    saving: Sequence[str], loading: Sequence[str]
+) -> None:
+    for delivery in ("none", "hook"):
+        assert other_rows(migrated(saving, "none"), loading, NEWEST, delivery) == {IN_PLACE: 0, MIXED: 0}
+
+
+@pytest.mark.long
+def test_a_release_with_the_fix_loads_what_was_migrated() -> None:
+    """The release loads all rows right; without the fix, it mixes rows that are in place."""
+    folder = migrated(TWO, "none")
+    for loading in (TWO, THREE, FOUR, ALONE):
+        assert other_rows(folder, loading, SAVED_BY, "hook") == {IN_PLACE: 0, MIXED: 0}
+    assert other_rows(folder, TWO, SAVED_BY, "none")[IN_PLACE] not in (0, REFUSED)
+
+
+# What the ranks run
+
+FC1 = "linear_fc1.weight"
+MOMENT = f"optimizer.state.exp_avg.{FC1}"
+
+FORMS = ("", " of 0.18")  # as this release saves, and as releases up to 0.18 did
+WHY_REFUSED = "The rows of W and V are mixed in"
+
+
+SAVING = 2  # ranks
+LOADS = ((2, "under FSDP2"), (1, "without FSDP2"))
+
+
+def bug(folder: Path) -> str:
+    from trainers import megatron_training as mt
+
+    saved = mt.results(save, SAVING, folder)
+    return "; ".join(text for ranks, how in LOADS for text in loaded_as_others(folder, saved, ranks, how))
+
+
+def loaded_as_others(folder: Path, saved: list[Any], ranks: int, how: str) -> Iterator[str]:
+    from trainers import megatron_training as mt
+
+    loaded = mt.results(load, ranks, folder, how == "under FSDP2")
+    for form in FORMS:
+        if None in [rank[form] for rank in loaded]:
+            continue  # an error
+        truth, found = (whole([rank[form] for rank in of_run]) for of_run in (saved, loaded))
+        wrong = sum(int((truth[name] != found[name]).any(1).sum()) for name in truth)
+        rows = sum(map(len, truth.values()))
+        by = f"saved by {SAVING} ranks{form}, loaded by {ranks} {how}"
+        if wrong:
+            yield f"{by}: {wrong} of {rows} rows are others"
+
+
+def write_as_torch_asks() -> None:
+    """Up to 0.12 megatron-core calls a torch function with the arguments of torch 2.6."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from torch.distributed.checkpoint import filesystem
+
+    write: Any = filesystem._write_item
+    old = "serialization_format" not in inspect.getsource(filesystem_async)
+    if old and "serialization_format" in inspect.signature(write).parameters:
+        transforms = filesystem._StorageWriterTransforms()
+        form = filesystem.SerializationFormat.TORCH_SAVE
+        filesystem_async._write_item = lambda *item: write(transforms, *item[-4:], form)
+
+
+def save(rank: int, folder: Path) -> dict[str, Any]:
+    """Save a checkpoint in each form. Returns this rank's rows by form."""
+    from megatron.core import dist_checkpointing
+
+    from trainers import megatron_training as mt
+
+    write_as_torch_asks()
+    mlp, optimizer, state_dict = training(seed=1)
+    found: dict[str, Any] = {}
+    for form in FORMS:
+        checkpoint = folder / f"saved{form}"
+        mt.make_folder(checkpoint)
+        state = state_dict()
+        if form:
+            file_as_up_to_0_18(state)
+        dist_checkpointing.save(state, str(checkpoint), ("torch_dist", 1))
+        found[form] = local_rows(mlp, optimizer)
+    return found
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Suppress the error that rejects mixed rows; all ranks raise it."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as errors:  # the errors of the plan, by rank
+        error = next(error for error, _ in errors.failures.values())
+        if not str(error).startswith(WHY_REFUSED):
+            raise
+    except Exception as error:
+        if not str(error).startswith(WHY_REFUSED):
+            raise
+
+
+def file_as_up_to_0_18(state: dict[str, Any]) -> None:
+    """Save half of each shard as rows of W, and half as rows of V."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    tensor_parallel, data_parallel = place()
+    shards = tensor_parallel[1] * data_parallel[1]
+    shard = tensor_parallel[0] * data_parallel[1] + data_parallel[0]
+
+    def halves(factory: Any) -> Any:
+        return [
+            ShardedTensor.from_rank_offsets(
+                factory.key, half, (0, shard + side * shards, 2 * shards), replica_id=(0, 0, 0)
+            )
+            for side, half in enumerate(factory.data.detach().chunk(2))
+        ]
+
+    for holds in (state["model"], *state["optimizer"]["state"].values()):
+        for name, value in holds.items():
+            if isinstance(value, ShardedTensorFactory):
+                holds[name] = halves(value)
+
+
+def place() -> tuple[tuple[int, int], tuple[int, int]]:
+    """The tensor-parallel rank and size, and the data-parallel rank and size."""
+    from megatron.core import parallel_state as state
+
+    return (
+        (state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
+        (
+            state.get_data_parallel_rank(with_context_parallel=True),
+            state.get_data_parallel_world_size(with_context_parallel=True),
+        ),
+    )
+
+
+def load(rank: int, folder: Path, fsdp2: bool) -> dict[str, Any]:
+    """Load as Megatron does: FSDP2 weights in place. None for a rejected checkpoint."""
+    from megatron.core import dist_checkpointing
+
+    found: dict[str, Any] = {}
+    for form in FORMS:
+        mlp, optimizer, state_dict = training(seed=2, fsdp2=fsdp2)
+        with refusals():
+            dist_checkpointing.load(state_dict(), str(folder / f"saved{form}"))
+            found[form] = local_rows(mlp, optimizer)
+        found.setdefault(form)
+    return found
+
+
+def training(seed: int, fsdp2: bool = True) -> tuple[Any, Any, Callable[[], dict[str, Any]]]:
+    """A SwiGLU MLP under FSDP2 and its optimizer after a step, and a function for its sharded state dict."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.optimizer import (
+        get_param_id_to_sharded_param_map,
+        optim_state_to_sharding_state,
+    )
+
+    torch.manual_seed(seed + 10 * place()[0][0])
+    mlp = fully_sharded(swiglu()) if fsdp2 else swiglu()
+    optimizer = torch.optim.Adam(mlp.parameters())
+    for parameter in mlp.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+
+    def state_dict() -> dict[str, Any]:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        model = mlp.sharded_state_dict(metadata={"dp_cp_group": group})
+        states = optimizer.state_dict()
+        # With torch 2.13 upstream does not find the states by the parameters themselves.
+        local = map(local_tensor, mlp.parameters())
+        ids = get_param_id_to_sharded_param_map(model, local)
+        optim_state_to_sharding_state(states, ids, exclude_keys=("step",))
+        return {"model": model, "optimizer": states}
+
+    return mlp, optimizer, state_dict
+
+
+def swiglu() -> Any:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=12,
+        num_attention_heads=2,
+        ffn_hidden_size=12,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+    )
+    layers = {"linear_fc1": ColumnParallelLinear, "linear_fc2": RowParallelLinear}
+    return MLP(config, MLPSubmodules(**layers))
+
+
+def fully_sharded(module: Any) -> Any:
+    """Shard as TorchFullyShardedDataParallel does, but on CPU ranks."""
+    from megatron.core import parallel_state
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
+    for parameter in module.parameters():
+        parameter.is_torch_fsdp2_param = True  # marks FSDP2 parameters since 0.19
+    return module
+
+
+def local_rows(mlp: Any, optimizer: Any) -> dict[str, Any]:
+    """This rank's rows, and its tensor- and data-parallel rank."""
+    weight = mlp.linear_fc1.weight
+    tensors = {FC1: weight, MOMENT: optimizer.state[weight]["exp_avg"]}
+    return {
+        "at": [rank for rank, _ in place()],
+        **{name: local_tensor(tensor).tolist() for name, tensor in tensors.items()},
+    }
+
+
+def local_tensor(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def whole(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The full W of all tensor-parallel ranks, then the full V."""
+    in_order = [(rank["at"][0], rank) for rank in sorted(ranks, key=lambda rank: rank["at"])]
+    tensor_parallel = sorted({place for place, _ in in_order})
+    found = {}
+    for name in (FC1, MOMENT):
+        halves = [
+            torch.tensor([row for at, rank in in_order if at == place for row in rank[name]]).chunk(2)
+            for place in tensor_parallel
+        ]
+        found[name] = torch.cat([half for side in zip(*halves, strict=True) for half in side])
+    return found

@@ -1,0 +1,240 @@
+"""legacy_expert_save: all experts are saved in `--ckpt-format torch`, each file by one rank."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+
+import edits
+from upstream import newest_affected, run, run_lines, shown, shown_on, tree, with_fix, without_fix
+
+RELEASES = shown_on("legacy_expert_save")
+
+
+@without_fix(RELEASES)
+def test_files_of_experts_are_missing_or_written_by_several_ranks(version: str, delivery: str) -> None:
+    found = shown(__file__, version, delivery)
+    assert "files are never written, and no error" in found
+
+
+@with_fix(RELEASES)
+def test_each_file_is_written_once_and_loads_as_it_was_saved(version: str, delivery: str) -> None:
+    assert shown(__file__, version, delivery) == ""
+
+
+# Further cases
+
+FIX = "legacy_expert_save"
+NEWEST = newest_affected(FIX)[1]
+MODULE = "megatron.training.checkpointing"
+FILE = "iter_0000001/mp_rank_00/model_optim_rng.pt"
+
+
+def line(delivery: str, what: str, folder: Path, *options: object) -> dict[str, Any]:
+    upstream = tree("megatron-core", NEWEST)
+    (found,) = run_lines(FIX, what, folder, *map(str, options), tree=upstream, delivery=delivery)
+    return found
+
+
+@pytest.mark.parametrize("experts", [6, 0])
+def test_a_checkpoint_with_files_that_ranks_wrote_over_is_refused(tmp_path: Path, experts: int) -> None:
+    """With ETP 2 and TP 1 saved, a checkpoint with experts is refused: their two parts share one file."""
+    saved = line("none", "save", tmp_path, "--experts", experts, "--saved-etp", 2)
+    assert saved == {"errors": ["", ""], "right": [True, True], "files": [FILE]}
+    assert line("none", "load", tmp_path)["right"] == [True, True]  # without a check of the parts
+    loaded = line("hook", "load", tmp_path)
+    assert loaded["right"] == [not experts] * 2
+    for error in loaded["errors"] if experts else ():
+        assert "expected a file for each part of the experts, found 1 files for 2 parts" in error
+        assert "(TP 1, EP 1, ETP 2)" in error
+
+
+def test_a_save_that_would_write_over_them_is_refused_before_it_writes(tmp_path: Path) -> None:
+    refused = line("hook", "save", tmp_path, "--etp", 2)
+    assert ["Save with --ckpt-format torch_dist." in error for error in refused["errors"]] == [True, True]
+    assert refused["files"] == []
+
+
+@pytest.mark.long
+def test_a_file_is_of_its_own_tensor_and_expert_parallel_rank(tmp_path: Path) -> None:
+    options = ("--ranks", 6, "--tp", 2, "--ep", 3)
+    assert len(line("none", "save", tmp_path / "none", *options)["files"]) == 3
+    assert len(line("hook", "save", tmp_path / "hook", *options)["files"]) == 6
+    for delivery in ("none", "hook"):  # such a checkpoint needs no fix to be loaded
+        assert line(delivery, "load", tmp_path / "hook", *options)["right"] == [True] * 6
+
+
+@pytest.mark.parametrize("version", [NEWEST, pytest.param("0.17.1", marks=pytest.mark.slow)])
+def test_context_parallel_ranks_have_files_of_their_own_of_the_layer_wise_optimizer(
+    version: str, tmp_path: Path
+) -> None:
+    upstream = tree("megatron-core", version)
+
+    def resume(delivery: str, *options: str, check: bool = True) -> CompletedProcess[str]:
+        folder = tmp_path / f"{delivery}{len(options)}"
+        folder.mkdir()
+        return run("layer_wise_torch", folder, *options, tree=upstream, delivery=delivery, check=check)
+
+    def found(*options: str) -> Any:
+        return json.loads(resume(*options).stdout.strip().splitlines()[-1])
+
+    both = [f"layer_wise_optimizer_{rank}.pt" for rank in (0, 1)]
+    without = found("none")
+    assert without["files"] == both[:1]
+    assert any(without["wrong"]) or any(
+        without["errors"]
+    )  # states of the other rank, or a file that both wrote at once
+    assert found("hook") == {"errors": ["", ""], "files": both, "wrong": [0, 0]}
+    assert "layer_wise_optimizer_1.pt" in resume("hook", "--lost", check=False).stderr
+    for delivery in ("none", "hook"):  # without context parallelism the names are the same
+        assert found(delivery, "--cp", "1") == {"errors": ["", ""], "files": both, "wrong": [0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("        or dp_rank == 0\n", "        or dp_rank <= 0\n"),
+        (
+            "    checkpoint_name = get_checkpoint_name(\n        save_dir,",
+            "    checkpoint_name = str(\n        save_dir,",
+        ),
+        ("        rank0=False,\n", "        rank0=bool(),\n"),
+    ],
+)
+def test_code_of_another_shape_is_left_alone(tmp_path: Path, old: str, new: str) -> None:
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    edits.check_left_alone(copy, FIX, MODULE, old, new)
+
+
+# What the ranks run
+
+# Ranks; TP, EP, ETP and CP sizes. All releases have the bug in the first layout.
+LAYOUTS = ((6, 2, 3, 1, 1), (2, 2, 1, 1, 1), (2, 1, 1, 1, 2), (4, 1, 2, 2, 1), (4, 2, 2, 1, 1))
+
+
+def bug(folder: Path) -> str:
+    from trainers import megatron_lm
+
+    megatron_lm.import_training()
+    return "; ".join(filter(None, (in_layout(folder / str(n), *one) for n, one in enumerate(LAYOUTS))))
+
+
+def in_layout(folder: Path, ranks: int, *layout: int) -> str:
+    from trainers import megatron_training as mt
+
+    found = mt.results(resume, ranks, folder, *layout)
+    errors = [error for error, *_ in found]
+    if all(errors):
+        return ""  # refused
+    names = "TP {}, EP {}, ETP {}, CP {}".format(*layout)
+    files = {own for _, own, _, _ in found}
+    written = [name for *_, names_of_rank, _ in found for name in names_of_rank]
+    if absent := files - set(written):
+        return f"{names}: {len(absent)} of {len(files)} files are never written, and no error"
+    if any(written.count(name) > 1 for name in files):
+        return f"{names}: {ranks} ranks write {len(files)} files, several of them the same at once"
+    wrong = sum(differing for *_, differing in found)
+    return f"{names}: {wrong} loaded tensors differ from the saved ones" if wrong else ""
+
+
+def resume(rank: int, folder: Path, *layout: int) -> tuple[str, str, list[str], int]:
+    """Save a run, and load it into another one if each file was written exactly once.
+
+    Returns:
+        An error; the name of this rank's file; the files that this rank wrote; the number of different
+        weights, main parameters and moments.
+    """
+    from trainers import megatron_lm
+    from trainers import megatron_training as mt
+
+    checkpointing = megatron_lm.import_training()
+    args = arguments(folder, *layout)
+    mt.use_inner_optimizer("fused")
+    megatron_lm.start(*layout)
+    model, optimizer = build()
+    train(model, optimizer)
+    try:
+        written = noted(lambda: megatron_lm.save(checkpointing, model, args, optimizer))
+    except RuntimeError as error:
+        return str(error), "", [], 0
+    own = checkpointing.get_checkpoint_name(str(folder), 1)
+    by_all = [name for names in mt.gathered(written) for name in names]
+    if not all(by_all.count(name) == 1 for name in mt.gathered(own)):
+        return "", own, written, 0
+    resumed, of_resumed = build()
+    megatron_lm.load(checkpointing, resumed, args, of_resumed)
+    pairs = zip(state(model, optimizer), state(resumed, of_resumed), strict=True)
+    return "", own, written, sum(not torch.equal(live, loaded) for live, loaded in pairs)
+
+
+def arguments(folder: Path, *layout: int) -> Any:
+    """The arguments for `--ckpt-format torch` with a distributed optimizer."""
+    from trainers import megatron_lm
+
+    *sizes, context = layout
+    return megatron_lm.arguments(
+        folder,
+        *sizes,
+        context_parallel_size=context,
+        data_parallel_size=torch.distributed.get_world_size() // sizes[0] // context,
+        num_experts=sizes[1],
+        ckpt_format="torch",
+        use_dist_ckpt=False,
+        use_distributed_optimizer=True,
+    )
+
+
+def noted(save: Callable[[], None]) -> list[str]:
+    """The names of the files that `torch.save` writes during a call."""
+    written, torch_save = [], torch.save
+
+    def save_and_note(what: Any, path: Any) -> None:
+        written.append(str(path))
+        torch_save(what, path)
+
+    torch.save = save_and_note
+    try:
+        save()
+    finally:
+        torch.save = torch_save
+    return written
+
+
+def build() -> tuple[Any, Any]:
+    from trainers import megatron_training as mt
+
+    return mt.build(make_model=mt.dense_and_expert)
+
+
+def train(model: Any, optimizer: Any) -> None:
+    """Set weights that depend on the tensor- and expert-parallel rank, and take a step."""
+    from megatron.core import parallel_state as mpu
+
+    from trainers import megatron_training as mt
+
+    ranks = {
+        "dense": (mpu.get_tensor_model_parallel_rank(), 0),
+        "expert": (mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_model_parallel_rank()),
+    }
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            tensor, expert = next(own for part, own in ranks.items() if part in name)
+            parameter.add_(1 + tensor + 10 * expert)
+    optimizer.reload_model_params()
+    sample = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).cuda()
+    mt.update(model, optimizer, lambda: model(sample).float().pow(2).mean())
+
+
+def state(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    """The weights, and this rank's shards of main parameters and moments."""
+    found = [parameter.detach().float() for parameter in model.parameters()]
+    for one in optimizer.chained_optimizers:
+        for group in one.optimizer.param_groups:
+            for main in group["params"]:
+                moments = one.optimizer.state[main]
+                found += [main.detach(), moments["exp_avg"], moments["exp_avg_sq"]]
+    return found

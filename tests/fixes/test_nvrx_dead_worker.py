@@ -1,0 +1,65 @@
+"""nvrx_dead_worker: if NVRx's worker dies or fails, all ranks raise an error."""
+
+from pathlib import Path
+
+from upstream import shown, shown_on, with_fix, without_fix
+
+RELEASES = shown_on("nvrx_dead_worker")
+
+
+@without_fix(RELEASES)
+def test_a_save_that_was_not_written_is_called_saved(version: str, delivery: str) -> None:
+    assert "a file that could not be written was called saved" in shown(__file__, version, delivery)
+
+
+@with_fix(RELEASES)
+def test_all_ranks_raise_an_error(version: str, delivery: str) -> None:
+    assert shown(__file__, version, delivery) == ""
+
+
+# What the ranks run
+
+
+def bug(folder: Path) -> str:
+    found = [case(folder) for case in (killed, failed)]
+    return "; ".join(filter(None, found))
+
+
+def killed(folder: Path) -> str:
+    from trainers import dead_worker
+    from trainers.ranks import free_port, results
+
+    return dead_worker.summary(results(told, dead_worker.RANKS, free_port()))
+
+
+def told(rank: int, port: int) -> str:
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
+
+    from trainers import dead_worker, nvrx_saving
+
+    nvrx_saving.join_group(rank, dead_worker.RANKS, port)
+    return dead_worker.told(rank, AsyncCallsQueue(persistent=True), AsyncRequest)
+
+
+def failed(folder: Path) -> str:
+    from trainers.ranks import free_port, results
+
+    is_told = results(of_torch_save, 1, folder / "no such folder/checkpoint.pt", free_port())[0]
+    return "" if is_told else "a file that could not be written was called saved"
+
+
+def of_torch_save(rank: int, file: Path, port: int) -> bool:
+    """Whether a failed save of a forked worker raises an error in the trainer."""
+    import torch
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
+
+    from trainers import nvrx_saving
+
+    nvrx_saving.join_group(rank, 1, port)
+    saving = TorchAsyncCheckpoint(persistent_queue=False)
+    saving.async_save({"w": torch.ones(4)}, file)
+    try:
+        saving.finalize_async_save(blocking=True)
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,55 @@
+"""sharding_type_default: a save without a format is `dp_reshardable`."""
+
+from pathlib import Path
+
+import pytest
+
+from test_reshardable_padding_save import results
+from upstream import newest_affected, shown, shown_on, with_fix, without_fix
+
+RELEASES = shown_on("sharding_type_default")
+
+
+@without_fix(RELEASES)
+def test_the_save_fails(version: str, delivery: str) -> None:
+    assert "CheckpointingException: ShardedTensor.flattened_range" in shown(__file__, version, delivery)
+
+
+@with_fix(RELEASES)
+def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
+    assert shown(__file__, version, delivery) == ""
+
+
+# Further cases
+
+FIX = "sharding_type_default"
+NEWEST = newest_affected(FIX)[1]
+EXACT = {"plain": "bit-equal"}
+
+
+def resumed(
+    version: str, delivery: str, folder: Path, kind: str = "default", load: Path | None = None
+) -> dict[str, str]:
+    return results(version, delivery, folder, "plain", ranks=2, kind=kind, load=load)
+
+
+@pytest.mark.slow
+def test_what_is_saved_is_dp_reshardable_to_a_run_without_the_fix(tmp_path: Path) -> None:
+    resumed(NEWEST, "hook", tmp_path)
+    assert resumed(NEWEST, "none", tmp_path, "dp_reshardable", load=tmp_path) == EXACT
+    assert resumed(NEWEST, "none", tmp_path, load=tmp_path)["plain"].startswith("load died")
+
+
+@pytest.mark.slow
+def test_a_dp_reshardable_checkpoint_loads_by_default(tmp_path: Path) -> None:
+    resumed(NEWEST, "none", tmp_path, "dp_reshardable")
+    assert resumed(NEWEST, "hook", tmp_path, load=tmp_path) == EXACT
+
+
+# What the ranks run
+
+
+def bug(folder: Path) -> str:
+    from trainers import megatron_training as mt
+
+    return mt.resumed("default", mt.build, folder / "checkpoint", steps=3)

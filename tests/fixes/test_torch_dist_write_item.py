@@ -1,0 +1,41 @@
+"""torch_dist_write_item: torch_dist saves of megatron-core 0.12 work with a current torch."""
+
+from pathlib import Path
+
+import torch
+
+from upstream import shown, shown_on, with_fix, without_fix
+
+RELEASES = shown_on("torch_dist_write_item")
+
+
+@without_fix(RELEASES)
+def test_the_save_fails(version: str, delivery: str) -> None:
+    found = shown(__file__, version, delivery)
+    assert found.startswith(("RuntimeError: Worker failure: _write_item()", "RuntimeError: Incomplete worker results"))
+
+
+@with_fix(RELEASES)
+def test_what_was_saved_is_loaded(version: str, delivery: str) -> None:
+    assert shown(__file__, version, delivery) == ""
+
+
+# What the ranks run
+
+
+def save_and_load(rank: int, checkpoint: Path) -> str:
+    from megatron.core import dist_checkpointing
+
+    from trainers import megatron_training as mt
+
+    saved = torch.arange(10.0)
+    checkpoint.mkdir()
+    dist_checkpointing.save({**mt.one_weight(saved), "iteration": 5}, str(checkpoint), ("torch_dist", 1))
+    loaded = dist_checkpointing.load(mt.one_weight(torch.empty(10)), str(checkpoint))
+    return "" if torch.equal(loaded["weight"], saved) else "other values than were saved"
+
+
+def bug(folder: Path) -> str:
+    from trainers import megatron_training as mt
+
+    return str(mt.results(save_and_load, 1, folder / "checkpoint")[0])

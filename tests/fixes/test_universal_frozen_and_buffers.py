@@ -1,0 +1,75 @@
+"""universal_frozen_and_buffers: a universal load loads frozen parameters and buffers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from upstream import shown, shown_on, with_fix, without_fix
+
+RELEASES = shown_on("universal_frozen_and_buffers")
+
+
+@without_fix(RELEASES)
+def test_frozen_parameters_and_buffers_are_not_those_saved(version: str, delivery: str) -> None:
+    found = shown(__file__, version, delivery)
+    assert found == "seen, w1.bias, w1.weight are not those saved, and no error"
+
+
+@with_fix(RELEASES)
+def test_frozen_parameters_and_buffers_are_those_saved(version: str, delivery: str) -> None:
+    assert shown(__file__, version, delivery) == ""
+
+
+# What the ranks run
+
+KINDS = ("stage1", "stage3", "stage2")
+RANKS = ((2, 3), (3, 2))  # number of ranks at the save and at the load
+SAVED = "saved.pt"
+
+
+def bug(folder: Path) -> str:
+    from trainers import deepspeed_training as dt
+
+    dt.allow_pickles()
+    for kind in KINDS:
+        for save_on, load_on in RANKS:
+            checkpoint = folder / f"{kind}-{save_on}"
+            dt.results(save, save_on, checkpoint, kind, save_on)
+            if wrong := dt.results(load, load_on, checkpoint, kind, load_on)[0]:
+                return f"{', '.join(wrong)} are not those saved, and no error"
+    return ""
+
+
+def save(rank: int, folder: Path, kind: str, ranks: int) -> None:
+    from trainers import deepspeed_training as dt
+
+    run = engine(kind, ranks, universal=False, seed=0)
+    dt.train(run, rank, ranks, first=0)
+    dt.save(run, folder)
+    states = {**dt.weights(run), **dict(run.module.named_buffers())}
+    if rank == 0:
+        torch.save(states, folder / SAVED)
+    dt.convert(folder)
+
+
+def load(rank: int, folder: Path, kind: str, ranks: int) -> list[str]:
+    """The weights and buffers that differ from the saved ones on any rank."""
+    from trainers import deepspeed_training as dt
+
+    run = engine(kind, ranks, universal=True, seed=1)
+    dt.load(run, folder, dt.UNIVERSAL)
+    found = {**dt.weights(run), **dict(run.module.named_buffers())}
+    return dt.on_any_rank(dt.differences(found, torch.load(folder / SAVED, weights_only=False)))
+
+
+def engine(kind: str, ranks: int, universal: bool, seed: int) -> Any:
+    """A run with a frozen first layer and a buffer. All values depend on the seed."""
+    from trainers import deepspeed_training as dt
+
+    torch.manual_seed(seed)
+    model = dt.Tiny()
+    model.w1.requires_grad_(False)
+    model.register_buffer("seen", torch.randn(5))
+    groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    return dt.initialize(kind, ranks, model, groups, universal)

@@ -1,0 +1,26 @@
+"""zero3_module_only: at ZeRO-3 `load_module_only` loads the module, and main parameters that round to it."""
+
+from pathlib import Path
+
+from upstream import shown, shown_on, with_fix, without_fix
+
+RELEASES = shown_on("zero3_module_only")
+
+
+@without_fix(RELEASES)
+def test_the_next_step_would_start_from_other_weights(version: str, delivery: str) -> None:
+    assert "masters not the weights; no error" in shown(__file__, version, delivery)
+
+
+@with_fix(RELEASES)
+def test_weights_and_main_parameters_are_those_of_the_checkpoint(version: str, delivery: str) -> None:
+    assert shown(__file__, version, delivery) == ""
+
+
+# What the ranks run
+
+
+def bug(folder: Path) -> str:
+    from trainers import deepspeed_training as dt
+
+    return dt.weights_alone(folder, "stage3-2", load_module_only=True)

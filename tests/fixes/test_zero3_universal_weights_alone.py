@@ -1,0 +1,26 @@
+"""zero3_universal_weights_alone: at ZeRO-3 a universal load of only the weights loads them, and nothing else."""
+
+from pathlib import Path
+
+from upstream import shown, shown_on, with_fix, without_fix
+
+RELEASES = shown_on("zero3_universal_weights_alone")
+
+
+@without_fix(RELEASES)
+def test_weights_or_more_than_the_weights_are_not_as_asked_for(version: str, delivery: str) -> None:
+    assert "no error" in shown(__file__, version, delivery)
+
+
+@with_fix(RELEASES)
+def test_the_weights_are_loaded_and_nothing_else(version: str, delivery: str) -> None:
+    assert shown(__file__, version, delivery) == ""
+
+
+# What the ranks run
+
+
+def bug(folder: Path) -> str:
+    from trainers import deepspeed_training as dt
+
+    return dt.universal_weights_alone(folder, "stage3-1")
