@@ -41,7 +41,7 @@ def resumes(
 
 
 @without_fix(AFFECTED)
-def test_upstream_dies_or_trains_on_from_another_state(version: str, delivery: str, tmp_path: Path) -> None:
+def test_upstream_fails_or_trains_on_from_another_state(version: str, delivery: str, tmp_path: Path) -> None:
     found = resumes(version, delivery, tmp_path)
     assert all("died" in result for result in found["hybrid-0.5"])
     assert any(result.startswith("differs by 0.0") for result in found["hybrid-1.0-precision-aware"])
