@@ -41,7 +41,7 @@ OPTIONS = (
     str(TESTS.parent / "pyproject.toml"),
 )
 BEFORE = """\
-Shows {count} bugs on the real packages, without and with the patches: about 3 minutes on two cores.
+Shows {count} bugs on the real packages, without and with the patches: about 2 minutes on two cores.
 Installs three upstream releases and triton (1.1 GB, in .trees/) if they are not there; .venv/ has torch (1.4 GB).
 """
 AFTER = """\

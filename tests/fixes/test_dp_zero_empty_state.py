@@ -31,7 +31,7 @@ def save_and_resume(
 
 
 @without_fix(ALL)
-def test_upstream_dies_saving_an_empty_state(version: str, delivery: str, tmp_path: Path) -> None:
+def test_upstream_fails_to_save_an_empty_state(version: str, delivery: str, tmp_path: Path) -> None:
     found = save_and_resume(version, delivery, tmp_path, only=("torch",))
     assert found["torch"]["error"] == "save: KeyError: 'exp_avg'"
 

@@ -21,8 +21,11 @@ from upstream import (
     releases,
     run,
     run_json,
+    shown,
     tree,
     with_and_without_fix,
+    with_fix,
+    without_fix,
 )
 from zero_checkpoints import PERMISSIVE, converted
 from zygotes import DEEPSPEED as DEEPSPEED_MODULES
@@ -34,6 +37,16 @@ AFFECTED = releases("deepspeed", newest=NEWEST)
 if not all_releases():
     AFFECTED.append(pytest.param(NEWEST, id=NEWEST))
 KINDS = ("stage1", "stage2", "stage3", "stage1_fp16", "stage2_fp16", "stage3_fp16")
+
+
+@without_fix(AFFECTED[-1:])
+def test_a_checkpoint_of_its_own_does_not_load(version: str, delivery: str) -> None:
+    assert "UnpicklingError: Weights only load failed" in shown(__file__, version, delivery)
+
+
+@with_fix(AFFECTED[-1:])
+def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
+    assert shown(__file__, version, delivery) == ""
 
 
 @cache
@@ -212,3 +225,12 @@ def test_unknown_code_is_left_alone(copy: Path, module: str, old: str, new: str)
     """All files are edited or none."""
     reason = edits.check_left_alone(copy, FIX, f"deepspeed.{module}", old, new)
     assert f"{module.rpartition('.')[2]}.py: expected" in reason
+
+
+# What the ranks run
+
+
+def bug(folder: Path) -> str:
+    from trainers import deepspeed_training as dt
+
+    return dt.resumed("stage1-2", folder)

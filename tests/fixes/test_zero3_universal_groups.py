@@ -24,7 +24,7 @@ def decays(settings: dict[str, Any]) -> list[float]:
 
 
 @without_fix(newest_by_default(AFFECTED))
-def test_upstream_takes_the_first_groups_settings_and_one_step_for_all(version: str, delivery: str) -> None:
+def test_upstream_takes_the_settings_of_the_first_group_and_one_step_for_all(version: str, delivery: str) -> None:
     """Silently, all tensors are right after the load and wrong two steps later."""
     found, expected = resumed(version, *RUN, delivery), uninterrupted(version, *RUN)
     assert found["different"] == []
@@ -35,7 +35,7 @@ def test_upstream_takes_the_first_groups_settings_and_one_step_for_all(version: 
 
 
 @with_fix(newest_by_default(AFFECTED))
-def test_resumes_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
+def test_a_resume_goes_on_as_if_it_had_not_stopped(version: str, delivery: str) -> None:
     """Tensors after the load, groups' settings, steps, the next losses and the tensors after them are equal."""
     assert resumed(version, *RUN, delivery) == uninterrupted(version, *RUN)
 
