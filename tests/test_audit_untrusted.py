@@ -220,3 +220,18 @@ def test_an_index_of_safetensors_that_names_no_file(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": None}}))
     assert audit(tmp_path).verdict == DAMAGED
+
+
+@pytest.mark.parametrize("value", [None, "a", [1], 1j, torch.ones(3), {1: 2, None: 1}, {"a": ["b"]}], ids=repr)
+@pytest.mark.parametrize(
+    "key", ["mp_world_size", "dp_world_size", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"]
+)
+def test_a_value_of_another_type_is_a_finding(key: str, value: Any, tmp_path: Path) -> None:
+    source = trained("0.16.2", "stage3")["stage3"]
+    path = Path(shutil.copytree(source, tmp_path / source.name))
+    file = path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    held = torch.load(file, weights_only=False)
+    torch.save({**held, key: value}, file)
+    report = audit(path, 1)
+    assert not any("a defect of the audit" in finding.detail for finding in report.findings)
+    assert report.checkpoint.data_parallel

@@ -189,6 +189,7 @@ def _of_every_expert(shapes: dict[str, list[Shape]], models: list[ModelFacts]) -
     counts = models[0].value.get("num_experts") if models else None
     if not isinstance(counts, list) or len(counts) != len(layers):
         counts = [0] * len(layers)  # missing experts cannot be detected then
+    counts = [zero_inventory.count_of(count) or 0 for count in counts]
     found: dict[str, list[Shape]] = {}
     for name, of_one in shapes.items():
         match = matches[name]

@@ -386,19 +386,22 @@ def of_model(file: TorchFile) -> ModelFacts:
 
 
 def check_shapes(path: Path, model: Mapping[str, Any]) -> None:
-    """Check that the `param_shapes` of a model-states file are dicts of shapes.
+    """Check that the shapes of trained and frozen parameters in a model-states file are dicts of shapes.
 
     Raises:
         BadFileError: they are something else.
     """
-    groups = model.get("param_shapes") or ()
+    groups, frozen = model.get("param_shapes") or (), model.get("frozen_param_shapes") or {}
     if not isinstance(groups, (list, tuple)) or not all(map(_are_shapes, groups)):
         raise BadFileError(f"{path}: expected the shapes of parameters as param_shapes, found {shown(groups)}")
+    if not _are_shapes(frozen):
+        raise BadFileError(f"{path}: expected shapes of parameters as frozen_param_shapes, found {shown(frozen)}")
 
 
 def _are_shapes(group: Any) -> bool:
     return isinstance(group, dict) and all(
-        isinstance(name, str) and isinstance(shape, (list, tuple)) for name, shape in group.items()
+        isinstance(name, str) and isinstance(shape, (list, tuple)) and all(type(n) is int and n >= 0 for n in shape)
+        for name, shape in group.items()
     )
 
 

@@ -451,9 +451,9 @@ def _frozen(facts: ModelFacts) -> Iterator[Finding]:
     frozen, fragments = facts.value.get("frozen_param_shapes"), facts.value.get("frozen_param_fragments")
     held = fragments if isinstance(fragments, Mapping) else {}
     shapes = frozen if isinstance(frozen, Mapping) else {}
-    for name in sorted(shapes.keys() - held.keys()):
+    for name in sorted(shapes.keys() - held.keys(), key=str):
         yield Finding(MISSING_WEIGHT, facts.name, f"no fragment of the frozen parameter {shown(name)}")
-    for name in sorted(held.keys() - shapes.keys()):
+    for name in sorted(held.keys() - shapes.keys(), key=str):
         yield Finding(CONTRADICTION, facts.name, f"no shape of the frozen parameter {shown(name)}")
     if shapes and facts.root and _is_of_another_rank(facts.root, facts.name):
         detail = f"it was written as {facts.root}.pt: its parts of frozen parameters are another rank's"
@@ -480,8 +480,9 @@ def absent_weights(facts: ModelFacts, *, has_layers: bool) -> Iterator[Finding]:
         if isinstance(other, str) and other in module and name not in module:
             yield Finding(MISSING_WEIGHT, facts.name, f"no weight of {shown(name)}, which is tied to {shown(other)}")
     frozen = facts.value.get("frozen_param_shapes")
-    absent = frozen.keys() - module.keys() if isinstance(frozen, Mapping) else set()
-    for name in sorted(absent) if frozen and len(absent) < len(frozen) else ():  # a save can omit all of them
+    shapes = frozen if isinstance(frozen, Mapping) else {}
+    absent = shapes.keys() - module.keys()
+    for name in sorted(absent) if len(absent) < len(shapes) else ():  # a save can omit all of them
         yield Finding(MISSING_WEIGHT, facts.name, f"no weight of the frozen {name:.100}")
 
 

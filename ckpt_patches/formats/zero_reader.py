@@ -1,7 +1,7 @@
 """Reader for DeepSpeed's ZeRO checkpoints: each parameter's elements on all ranks, and the problems of the files."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,7 +95,7 @@ def _read_model_rank(found: Checkpoint, model: Zero, files: list[RankFile], weig
     _check_paddings(found, files)
     if model.stage > 2 and not model.folder.experts:  # with experts, only the first rank saves the rest of the model
         _check_model_files(found, model.folder, model_rank, info)
-    label = f"mp_rank_{model_rank:02d}" if info and info.get("mp_world_size", 1) > 1 else ""
+    label = f"mp_rank_{model_rank:02d}" if (zero_inventory.count_of(info.get("mp_world_size")) or 1) > 1 else ""
     stated = zero_folder.shapes_of(info)
     trained = {name for file in files for partition in file.partitions for name in partition.fragments}
     shapes = stated or _shapes_of_weights(info, trained) or weights.shapes_in_layers(trained, model_rank)
@@ -277,7 +277,8 @@ def _frozen(info: Mapping[str, Any]) -> str:
     if "frozen_param_fragments" not in info:
         return "it is unknown whether parameters are frozen, of which each rank had a part"
     frozen = info["frozen_param_fragments"] or info.get("frozen_param_shapes") or ()
-    return f"their parts of {len(frozen)} frozen parameters are lost" if frozen else ""
+    count = len(frozen) if isinstance(frozen, Sized) else "some"
+    return f"their parts of {count} frozen parameters are lost" if frozen else ""
 
 
 def _what_can_differ(info: Mapping[str, Any]) -> str:
