@@ -3,6 +3,7 @@
 import functools
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,14 @@ def test_a_conversion_that_lacks_experts_is_damaged(
     report = audit(path)
     verdict = INCOMPLETE if expected.severity == "incomplete" else DAMAGED
     assert (report.verdict, names(report)) == (verdict, {expected.name})
+
+
+def test_a_number_of_experts_that_is_no_number_is_not_counted(tmp_path: Path) -> None:
+    path = copied(universal("classic"), tmp_path)
+    (file,) = path.glob("mp_rank_*model_states.pt")
+    for counts in (["a"], ["a", "a"]):  # of one layer or of two
+        with_other_value(file, partial(dict.update, num_experts=counts))
+        assert not any("a defect of the audit" in finding.detail for finding in audit(path).findings)
 
 
 def test_an_element_of_an_experts_weight_is_compared_with_the_main_parameter(tmp_path: Path) -> None:
