@@ -37,7 +37,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a line about an unknown name: the nearest known name; empty if no name is close."""
     import difflib
 
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
+    every = list(known)
+    begun = [own for own in every if len(name) > 2 and own.startswith(name)]
+    found = difflib.get_close_matches(name, every, n=1, cutoff=0.75) or begun
     return f"; did you mean {found[0]}?" if found else ""
 
 

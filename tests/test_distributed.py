@@ -207,7 +207,7 @@ def test_a_wrong_path_under_torchrun(tmp_path: Path) -> None:
     seconds = time.monotonic() - begin
     print(f"a wrong path under torchrun: {seconds:.1f} s, torchrun and its imports included")
     assert done.returncode == 1  # torchrun's
-    assert f"ckpt-patches: {path}: expected a checkpoint or a folder of checkpoints, found no folder\n" in done.stderr
+    assert f"ckpt-patches: {path}: expected a checkpoint or a folder of checkpoints, found nothing\n" in done.stderr
     assert seconds < 60  # on a busy machine; no rank waited for ten minutes
 
 
