@@ -31,8 +31,8 @@ def step_with_loaded_weight_decay(source: Source) -> None:
     ]
     if both[:1] == [weight_decay] and len(both) == 2:
         raise NotNeeded
-    if both != [*load.body[-2:]]:
-        raise NoMatch(f"expected {load.name} to end with `{STEP}` and the weight decay")
+    if len(both) != 2 or load.body[-1] is not weight_decay:
+        raise NoMatch(f"expected `{STEP}` in {load.name}, which ends with the weight decay")
     indent = " " * weight_decay.col_offset
     lines = [line.removeprefix(indent) for line in source.text(weight_decay).splitlines()]
     source.remove(weight_decay)
