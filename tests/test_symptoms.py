@@ -218,6 +218,22 @@ def test_the_end_of_a_log_is_read(tmp_path: Path) -> None:
     assert "ckpt-patches audit" in one_line(done)
 
 
+@pytest.mark.parametrize("letters", ["a", "a-", "a/", "~.", "1.", "_1", "word "])
+def test_a_line_of_any_length_takes_no_long_time(letters: str) -> None:
+    line = letters * (1 << 20)
+    assert found(f"{line}\nKeyError: 'step'\n")[0] == "torch_adam_step"
+    assert found(f"KeyError: 'step' {line}")[0] == "torch_adam_step"
+    assert found(f"{line} KeyError: 'step'")[0] == "torch_adam_step"
+    assert len(found(line)) <= 5
+
+
+@pytest.mark.parametrize("letters", ["a", "_", "a-", "1.", "a/"])
+def test_nor_do_many_long_lines(letters: str) -> None:
+    """A line for each number, so that none is left out as a repetition."""
+    lines = "\n".join(f"{letters * (1990 // len(letters))}x{'ab'[n % 2] * (n // 2)}" for n in range(2000))
+    assert found(f"{lines}\nKeyError: 'step'\n")[0] == "torch_adam_step"
+
+
 def test_a_log_from_standard_input() -> None:
     code = (
         "import io, sys; sys.stdin = io.StringIO('step 1\\n' * 5000 + \"[rank0]: KeyError: 'step'\\n\")\n"

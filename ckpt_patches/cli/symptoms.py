@@ -17,12 +17,14 @@ from pathlib import Path
 
 from ckpt_patches.engine.fix import every_fix, load
 from ckpt_patches.engine.format_patch import page
+from ckpt_patches.runtime.shown import shortened
 
 CONTAINED = 0.8  # minimum share, by weight, of an error text's words in a pasted line
 SHARED = 0.6  # minimum share, by weight, of the words of an effect or a question in a page
 IN_TEXT = 0.4  # weight of a word that a topic's page has, and neither its title nor its headings
 FEW = 4  # words of an error text; a pasted line must contain a shorter one without gaps
 LONGEST = 25  # words of an effect or a question; a longer text is a log, in which only error texts are searched
+LONGEST_LINE = 2000  # characters of a line: its begin and its end; patterns take time that grows faster than it
 MOST = 5  # answers
 NOT_HERE = "not by this package"  # begins the answer to an error text that no fix and no tool is for
 LEFT_OUT = ("README", "architecture", "explorer")  # pages that answer no user's question
@@ -142,10 +144,10 @@ def _of_block(block: str) -> Iterable[str]:
 
 def words(text: str) -> list[str]:
     """The words to compare, without endings, numbers, folders and common words."""
-    text = re.sub(r"(?:[~\w.-]*/)+", " ", text)
+    text = re.sub(r"(?<![~\w.-])(?:[~\w.-]*/)+", " ", text)
     text = re.sub(r"\b\d[\d.]*(?:e[+-]?\d+)?\b", " ", text)
     text = re.sub(r"_\d+", "_0", text)
-    found = re.findall(r"[^\W\d_][\w-]+|_\w*[^\W_]\w*", text.lower())
+    found = re.findall(r"[^\W\d_][\w-]+|(?<!_)_+[^\W_]\w*", text.lower())
     return [_stem(word.strip("-")) for word in found if not COMMON.fullmatch(word)]
 
 
@@ -164,6 +166,7 @@ def search(text: str) -> list[Answer]:
     """
     if finding := _finding(text.strip()):
         return [finding]
+    text = "\n".join(shortened(line, LONGEST_LINE) for line in text.splitlines())
     raw = [*dict.fromkeys(text.splitlines())]
     lines = [*dict.fromkeys(tuple(found) for line in raw if (found := words(line)))]
     by_error = [(*match, each) for each in known() if (match := _matched(each, lines, raw))]
