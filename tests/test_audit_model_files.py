@@ -52,6 +52,7 @@ def test_a_repaired_one_resumes_and_converts(tmp_path: Path, capsys: pytest.Capt
     """The unpatched release resumes the repaired checkpoint, and converts it, bit for bit like the original run."""
     damaged, output = one_file(), tmp_path / "training" / STEP
     before = contents(damaged)
+    output.parent.mkdir()
     assert repair(damaged, output) == 0
     said = capsys.readouterr().out
     assert f"{FILES[0]}: copied for 3 ranks, with what can differ between ranks: the client's iteration\n" in said

@@ -106,7 +106,10 @@ def test_as_a_module_a_command_and_a_function(source: Path, tmp_path: Path, caps
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"\d [KMG]?i?B in \d+ files", done.stdout)
-    assert done.stdout.endswith('to load it: "checkpoint": {"load_universal": true} and tag universal\n')
+    assert done.stdout.splitlines()[1:] == [
+        "values were copied and not judged: ckpt-patches audit does that",
+        'to load it: "checkpoint": {"load_universal": true} and tag universal',
+    ]
     found = convert(source, folders["function"], Options(workers=1))
     assert (found.files, found.files_before) == (distinct(folders["function"]), 0)
     assert files(folders["module"]) == files(folders["command"]) == files(folders["function"])

@@ -158,7 +158,7 @@ def full_disk(*arguments: str) -> None:
     *notes, last = done.stderr.splitlines()
     program = "ckpt-patches to-universal" if arguments[0] == "to-universal" else "ckpt-patches"
     assert last == f"{program}: cannot write the output: No space left on device"
-    assert notes in ([], [f"{arguments[1]}: no recorded fingerprints, nothing was compared"])
+    assert notes in ([], [f"ckpt-patches: {arguments[1]}: no recorded fingerprints, nothing was compared"])
 
 
 def test_a_page_that_cannot_be_written_is_one_line(old: Path) -> None:

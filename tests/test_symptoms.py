@@ -209,10 +209,23 @@ def test_a_name_is_read_with_either_sign() -> None:
     assert command("explain", "resume-from").stdout == command("explain", "resume_from").stdout
 
 
+@pytest.mark.parametrize("name", ["to-universal", "Audit", "docs/audit.md", "repair", "DP_ZERO_EMPTY_STATE"])
+def test_a_page_is_known_by_other_names(name: str) -> None:
+    page = {"to-universal": "ds_to_universal", "DP_ZERO_EMPTY_STATE": "dp_zero_empty_state"}.get(name, "audit")
+    assert command("explain", name).stdout == command("explain", page).stdout
+    assert json.loads(command("explain", "--json", name).stdout)["answers"][0]["name"] == page
+
+
+def test_a_colored_error_is_found() -> None:
+    assert found("\x1b[1;31mKeyError: \x1b[0m\x1b[32m'exp_avg'\x1b[0m") == found("KeyError: 'exp_avg'") != []
+
+
 def test_the_end_of_a_log_is_read(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("step 1\n" * 1_000_000 + "[rank0]: KeyError: 'step'\nlast line\n")
-    assert "torch_adam_step" in command("explain", str(log)).stdout
+    done = command("explain", str(log))
+    assert "torch_adam_step" in done.stdout
+    assert done.stderr == f"ckpt-patches: {log}: its last 4.0 MiB are searched, of 6.7 MiB\n"
     log.write_bytes(b"PK\x03\x04\x00\x00")
     done = command("explain", str(log))
     assert "ckpt-patches audit" in one_line(done)

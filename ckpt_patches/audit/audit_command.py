@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import os
 import sys
 from functools import partial
 from operator import itemgetter
@@ -42,14 +43,15 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         metavar="PATH",
         help="a checkpoint, or a folder of many, of which the newest is read first (default: the current folder)",
     )
-    audit.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
-    audit.add_argument(
+    form = audit.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
+    form.add_argument(
         "--json-lines", action="store_true", help="print a line of JSON for each checkpoint as soon as it is judged"
     )
-    audit.add_argument(
+    form.add_argument(
         "--summary", action="store_true", help="print at most five lines for each run, for a chat or a job's log"
     )
-    audit.add_argument("--markdown", action="store_true", help="the summary as a Markdown list, for a job's page")
+    form.add_argument("--markdown", action="store_true", help="the summary as a Markdown list, for a job's page")
     audit.add_argument("--notes", action="store_true", help="also show notes: unusual, but not damage")
     audit.add_argument(
         "--html", type=Path, metavar="FILE.html", help="write a page: what to resume from, what is damaged and where"
@@ -122,7 +124,7 @@ def _repair(options: argparse.Namespace) -> int:
             *(options.path, options.output, options.older, options.workers or Ranks().workers),
             reset_moments=options.reset_moments,
             trust_source=options.trust_source,
-            say=partial(commands.say, "ckpt-patches"),
+            say=partial(commands.note, "ckpt-patches"),
         )
     if options.json:
         print(json.dumps(repair_report.as_json(options.output, result), indent=1))
@@ -140,7 +142,11 @@ def _audit_together(folders: list[Path], options: argparse.Namespace, ranks: "Ra
     def found() -> list[tuple[Path, Path, Path]]:
         if options.html:
             page.require(options.html)
-        return [one for folder in folders for one in newest_first(folder)]
+        found = {}
+        for folder in folders:
+            for one in newest_first(folder):  # of paths that are the same, or within each other, a save is judged once
+                found.setdefault(os.path.realpath(one[-1]), one)
+        return list(found.values())
 
     reports: list[Report] = []
     checkpoints = ranks.first("looking for checkpoints", found)

@@ -74,8 +74,10 @@ def _number(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     if not options.run_folder.is_dir():
-        if options.allow_empty and not os.path.lexists(options.run_folder) and not options.json:
+        if options.allow_empty and not os.path.lexists(options.run_folder):
             commands.note(PROGRAM, f"{options.run_folder} is not there yet")
+            if options.json:
+                print(json.dumps(_json_without_a_run(options), indent=1))
             return 0
         from ckpt_patches.formats.reading import wrong_path
 
@@ -95,6 +97,12 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.buffer.write(os.fsencode(_printed(options, answer.save)) + b"\n")  # names can be of any bytes
         sys.stdout.buffer.flush()
     return 0 if answer.save or (options.allow_empty and answer.is_empty) else 1
+
+
+def _json_without_a_run(options: argparse.Namespace) -> dict[str, Any]:
+    from ckpt_patches.audit.resume_from import Answer
+
+    return as_json(Answer(options.run_folder, None, None, (), 0, ()), quick=options.quick)
 
 
 def _printed(options: argparse.Namespace, save: "Save") -> str:
@@ -147,9 +155,10 @@ def _lines_of_none(answer: "Answer", *, quick: bool) -> list[str]:
         all_of = ", all are damaged or incomplete" if all(own.verdict for own in answer.skipped) else ""
         return [*said, f"no checkpoint in {answer.run} is proven good{all_of}{limit}"]
     path, _, reason = answer.undecided.path, answer.undecided.verdict, answer.undecided.reason
+    what = "without damage in its structure" if quick else "without damage"
     return [
         *said,
-        f"no checkpoint in {answer.run} is proven good{limit}; the newest without damage is {path}, "
+        f"no checkpoint in {answer.run} is proven good{limit}; the newest {what} is {path}, "
         f"which is {answer.undecided.verdict}: {reason}",
     ]
 

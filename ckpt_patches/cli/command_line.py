@@ -302,12 +302,13 @@ def _explain(options: argparse.Namespace) -> int:
     from ckpt_patches.cli import explain
 
     text = " ".join(options.text)
-    if not options.json and (not text or explain.is_name(text)):
-        print(explain.text(text).rstrip() if text else explain.overview())
+    name = explain.name_of(text)
+    if not options.json and (not text or name):
+        print(explain.text(name).rstrip() if name else explain.overview())
         return 0
     if text == "-":
         text = _standard_input()
-    elif os.path.exists(text):
+    elif not name and os.path.isfile(text):
         text = explain.end_of_log(Path(text))
     found = explain.answers(text)
     print(json.dumps(explain.as_json(found), indent=1) if options.json else explain.as_text(found))

@@ -11,6 +11,8 @@ from ckpt_patches.engine.fix import every_fix, sentence
 from ckpt_patches.engine.format_patch import page
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime import terminal
+from ckpt_patches.runtime.commands import note
+from ckpt_patches.runtime.units import in_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,6 +21,16 @@ if TYPE_CHECKING:
 WIDEST = 100  # columns of a paragraph; longer lines are hard to read
 LOG = 1 << 22  # bytes of a log's end that are read: a job's error is near it
 SCHEMA = 1  # of the JSON
+
+
+COMMANDS = {
+    "to_universal": "ds_to_universal",
+    "repair": "audit",
+    "compare": "fingerprint",
+    "apply": "container",
+    "revert": "container",
+    "diff": "patches",
+}  # by a command's name, its page where that has another name
 
 
 class NoAnswer(UserError):
@@ -49,9 +61,11 @@ def _title(name: str) -> str:
     return (_folder() / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
-def is_name(text: str) -> bool:
-    """Whether a text is a page's name, `-` being as good as `_`."""
-    return text.replace("-", "_") in names()
+def name_of(text: str) -> str:
+    """The page of this name, of a command, or of a file docs/NAME.md; empty if there is none."""
+    name = text.strip().lower().removeprefix("docs/").removesuffix(".md").replace("-", "_")
+    name = COMMANDS.get(name, name)
+    return name if name in names() else ""
 
 
 def answers(text: str) -> "list[Answer]":
@@ -62,7 +76,9 @@ def answers(text: str) -> "list[Answer]":
     """
     from ckpt_patches.cli import symptoms
 
-    if found := symptoms.search(text):
+    if name := name_of(text):
+        return [symptoms.Answer(name, _title(name), name)]
+    if found := symptoms.search(text[-LOG:]):
         return found
     close = difflib.get_close_matches(text.replace("-", "_"), names(), n=1)
     hint = (
@@ -93,6 +109,8 @@ def end_of_log(path: Path) -> str:
         raise UserError(f"{path}: expected a log, found no regular file")
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
+        if size > LOG:
+            note("ckpt-patches", f"{path}: its last {in_bytes(LOG)} are searched, of {in_bytes(size)}")
         file.seek(max(0, size - LOG))
         found = file.read(LOG)
     if b"\0" in found:
@@ -102,7 +120,7 @@ def end_of_log(path: Path) -> str:
 
 def text(name: str) -> str:
     """A page, without links; formatted if standard output is a terminal."""
-    markdown = without_links(page(name.replace("-", "_")).read_text(encoding="utf-8"))
+    markdown = without_links(page(name).read_text(encoding="utf-8"))
     columns = terminal.width()
     return formatted(markdown, min(columns, WIDEST)) if columns else markdown
 

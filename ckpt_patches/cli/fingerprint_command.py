@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_patches.runtime.commands import needed_by
+from ckpt_patches.runtime.commands import needed_by, note
 from ckpt_patches.runtime.options import MANY, add_distributed, add_trust, add_workers, described
 from ckpt_patches.runtime.shown import printable
 
@@ -94,7 +94,7 @@ def _report(options: argparse.Namespace, one: "Contents", other: "Contents | Non
     _print_unread(options.path, one.unread)
     _print(one, as_json=options.json)
     if one.checked is None:
-        print(f"{options.path}: no recorded fingerprints, nothing was compared", file=sys.stderr)
+        note("ckpt-patches", f"{options.path}: no recorded fingerprints, nothing was compared")
     return 0 if one.checked is None or one.checked.is_equal else 1
 
 

@@ -40,6 +40,7 @@ COMMON = re.compile(
 ERROR = re.compile(r"\w(?:Error|Exception)\b|^assert |\bfailed\b|^[\w'. ]+(?: [\w'.]+){3}")
 NAMED = re.compile(r"\w(?:Error|Exception)\b")
 NO_ERROR = re.compile(r"^-|^\w+\(|^File |^(?:if|for|return) |^\w*(?:Error|Exception)$")
+COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # of a terminal, in a log
 BLOCK = re.compile(r"^```.*\n(?:(?!```).*\n)*```$|^ {4}.*(?:\n {4}.*)*", re.MULTILINE)
 
 
@@ -166,6 +167,7 @@ def search(text: str) -> list[Answer]:
     """
     if finding := _finding(text.strip()):
         return [finding]
+    text = COLOR.sub("", text)
     text = "\n".join(shortened(line, LONGEST_LINE) for line in text.splitlines())
     raw = [*dict.fromkeys(text.splitlines())]
     lines = [*dict.fromkeys(tuple(found) for line in raw if (found := words(line)))]

@@ -146,4 +146,5 @@ def text(summary: Summary) -> str:
     written = f"{in_bytes(summary.bytes)} in {summary.files} files{before}"
     times = f"{summary.seconds:.1f} s ({summary.plan_seconds:.1f} s of it planning), {in_bytes(summary.rate)}/s"
     load = f'"checkpoint": {{"load_universal": true}} and tag {Path(summary.output_folder).name}'
-    return f"{summary.output_folder}: {written}, {times}\nto load it: {load}"
+    judged = "values were copied and not judged: ckpt-patches audit does that"
+    return f"{summary.output_folder}: {written}, {times}\n{judged}\nto load it: {load}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_patches.convert.output_files import Records
-from ckpt_patches.errors import UserError
+from ckpt_patches.errors import NothingToDo, UserError
 from ckpt_patches.formats import settings, torch_file, zero, zero_folder, zero_inventory
 from ckpt_patches.formats import zero_experts as experts
 from ckpt_patches.formats.damages import Finding
@@ -75,7 +75,10 @@ def check_folder(path: Path) -> Folder:
 
 def _wrong_path(path: Path) -> UserError:
     from ckpt_patches.formats.reading import wrong_path  # imports all readers
+    from ckpt_patches.formats.universal import is_universal
 
+    if path.is_dir() and is_universal(path):
+        return NothingToDo(f"{path} is a universal checkpoint already")
     return wrong_path(path, "a ZeRO checkpoint, with files like bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 

@@ -70,19 +70,20 @@ def recorded_release(requirement: str, installed: Callable[[str], str]) -> tuple
     name, equals, version = (part.strip() for part in requirement.partition("=="))
     name = name.lower().replace("_", "-")
     named = [one for one in PACKAGES.values() if one.distribution == ALIASES.get(name, name)]
-    if not named or (equals and not version):
+    if not named:
         known = " or ".join(f"{one.distribution}=={one.releases[-1]}" for one in PACKAGES.values())
         raise UserError(f"expected PACKAGE==VERSION, such as {known}, found {requirement}")
     (package,) = named
     version = without_build(package.root, version if equals else installed(package.root))
-    if not version:
+    if not version and not equals:
         raise UserError(f"{requirement}: expected the package to be installed, found none; name a release with ==")
     if old := too_old(package.root, version):
         raise UserError(old)
     if version not in package.releases:
         raise UserError(
             f"expected a tested release of {package.distribution} ({package.releases[0]} to {package.releases[-1]}), "
-            f"found {version}; {_near(version, package.releases)}for any other release: ckpt-patches list --tree PATH"
+            f"found {version or 'none'}; {_near(version, package.releases)}"
+            "for any other release: ckpt-patches list --tree PATH"
         )
     return package.root, version
 

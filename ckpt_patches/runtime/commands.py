@@ -22,6 +22,7 @@ def run(program: str, work: Callable[[], int], *, interrupted: str = "interrupte
         interrupted: the text of the line after Ctrl-C.
         defect: the status for a `WorkerDefect`.
     """
+    _open_closed_streams()
     try:
         status = work()
         if sys.stdout is not None:
@@ -42,6 +43,13 @@ def run(program: str, work: Callable[[], int], *, interrupted: str = "interrupte
         # Only errors of files that are already open have no file name; here, that file is standard output.
         return _failed(program, one_line(error, "cannot write the output"), UserError.status)
     return status
+
+
+def _open_closed_streams() -> None:
+    """Write to nowhere what goes to a closed stream: `print` would write it to the other one, or fail."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the rest of the process
 
 
 def say(program: str, message: str) -> None:

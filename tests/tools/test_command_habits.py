@@ -1,6 +1,8 @@
 """All commands have the same habits: one sentence for a wrong path, with the checkpoint to name; the next step last."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from ckpt_patches.cli import main
 from megatron_checkpoints import ZARR, written
 from old_checkpoints import flattened, settings
-from small_tree import command
+from small_tree import command, one_line
 from test_audit import copied, lose_both_moments, lose_master
 from zero_checkpoints import trained
 
@@ -66,6 +68,38 @@ def test_the_last_line_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureF
     damaged = copied(written(ZARR).whole[-1], tmp_path)
     lose_master(damaged)
     assert last("repair", damaged, "--output", tmp_path / "repaired").startswith("to resume from it, give it the name")
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+def test_a_closed_stream_changes_no_verdict(stream: int, run: Path) -> None:
+    save = str(run / "global_step10")
+    for arguments in (["audit", save], ["compare", save, save], ["resume-from", str(run), "--quick"]):
+        command = [sys.executable, "-m", "ckpt_patches", *arguments]
+        right = subprocess.run(command, capture_output=True, text=True, check=False)
+        closed = subprocess.run(
+            ["bash", "-c", f'"$@" {stream}>&-', "bash", *command], capture_output=True, text=True, check=False
+        )
+        assert closed.returncode == right.returncode
+        assert "Traceback" not in closed.stdout + closed.stderr
+        assert (closed.stdout, closed.stderr) == (("", right.stderr) if stream == 1 else (right.stdout, ""))
+
+
+def test_a_universal_one_is_converted_already(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["to-universal", str(run / "global_step2"), "--output", "universal"]) == 0
+    capsys.readouterr()
+    assert main(["to-universal", "universal", "--output", "again"]) == 0
+    assert "universal is a universal checkpoint already" in capsys.readouterr().err
+    assert not Path("again").exists()
+
+
+def test_a_save_that_is_named_twice_is_judged_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["audit", "--summary", str(run), str(run), str(run / "global_step2")])
+    assert "2 checkpoints" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_the_forms_of_an_audit_exclude_each_other(run: Path) -> None:
+    for forms in (["--json", "--json-lines"], ["--json", "--summary"], ["--summary", "--markdown"]):
+        assert "not allowed with argument" in one_line(command("audit", *forms, str(run)))
 
 
 def test_findings_have_one_order(tmp_path: Path) -> None:

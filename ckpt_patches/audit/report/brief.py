@@ -25,16 +25,19 @@ def _is_in(report: Report, run: RunReport) -> bool:
 
 
 def _of_run(run: RunReport, own: list[Report]) -> list[str]:
-    bad = [report for report in own if report.verdict not in TO_RESUME_FROM]
     lines = [f"{run.path}: {headline(own)}", run.as_text()]
-    if bad:
-        named = ", ".join(f"{report.checkpoint.path.name} ({_kinds(report)})" for report in bad[:MOST])
-        more = f", and {len(bad) - MOST} more" if len(bad) > MOST else ""
-        lines += [
-            f"not WHOLE: {named}{more}",
-            f"details: ckpt-patches audit {shlex.quote(str(bad[0].checkpoint.path))}",
-        ]
+    lines += [line] if (line := not_whole(own)) else []
+    there = [one.checkpoint.path for one in own if one.verdict not in TO_RESUME_FROM and one.checkpoint.path.is_dir()]
+    lines += [f"details: ckpt-patches audit {shlex.quote(str(there[0]))}"] if there else []
     return [shortened(printable(line), WIDEST) for line in lines]
+
+
+def not_whole(own: list[Report]) -> str:
+    """The first checkpoints that are not good, with what was found; empty if all are."""
+    bad = [report for report in own if report.verdict not in TO_RESUME_FROM]
+    named = ", ".join(f"{report.checkpoint.path.name} ({_kinds(report)})" for report in bad[:MOST])
+    more = f", and {len(bad) - MOST} more" if len(bad) > MOST else ""
+    return f"not WHOLE: {named}{more}" if bad else ""
 
 
 def _of_checkpoint(report: Report) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ckpt_patches import __version__
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, TO_RESUME_FROM, WHOLE, Report
+from ckpt_patches.audit.report.brief import not_whole
 from ckpt_patches.audit.report.rows import Row, by_severity, headline, rows, summary, what_to_do
 from ckpt_patches.audit.report.run_report import RunReport
 from ckpt_patches.audit.report.text_report import HEADS, about
@@ -88,7 +89,8 @@ def _run(run: RunReport, reports: list[Report]) -> str:
         for report in own
     )
     return (
-        f'<div class="answer {look}"><h2>{_text(answer[0].upper() + answer[1:])}</h2><p>{_text(rest)}</p></div>\n'
+        f'<div class="answer {look}"><h2>{_text(answer[0].upper() + answer[1:])}</h2><p>{_text(rest)}</p>'
+        f"<p>{_text(not_whole(own[::-1]))}</p></div>\n"
         f'<ul class="strip">{"".join(boxes)}</ul>\n'
     )
 
