@@ -171,8 +171,9 @@ def test_an_older_one_with_the_same_damage_is_refused(
     assert f"--from {older}: expected a checkpoint that is WHOLE, found it DAMAGED" in capsys.readouterr().err
 
 
-def test_a_whole_one_and_an_output_that_exists_are_refused(zarr: Path, tmp_path: Path) -> None:
-    assert main(["repair", str(zarr), "--output", str(tmp_path / "new")]) == 2
+def test_a_whole_one_needs_nothing_and_an_output_that_exists_is_refused(zarr: Path, tmp_path: Path) -> None:
+    assert main(["repair", str(zarr), "--output", str(tmp_path / "new")]) == 0
+    assert not (tmp_path / "new").exists()
     lose_square(zarr)
     assert main(["repair", str(zarr), "--output", str(zarr)]) == 2
 

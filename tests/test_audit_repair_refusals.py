@@ -334,6 +334,7 @@ def test_a_weight_has_no_source(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("change", POINTS.values(), ids=POINTS)
 def test_the_next_repair_removes_what_a_killed_one_left(change: str, tmp_path: Path) -> None:
     path, new = copied(written(ZARR).whole[-1], tmp_path), tmp_path / "out" / "new"
+    new.parent.mkdir()
     lose_first_moment(path)
     options = ["repair", str(path), "--output", str(new), "--reset-moments"]
     killed = subprocess.run([sys.executable, "-c", KILLED.format(change=change), *options], check=False)
