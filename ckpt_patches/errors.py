@@ -39,7 +39,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
     every = list(known)
     begun = [own for own in every if len(name) > 2 and own.startswith(name)]
-    found = difflib.get_close_matches(name, every, n=1, cutoff=0.75) or begun
+    found = difflib.get_close_matches(name, every, n=1, cutoff=0.75) or (begun if len(begun) == 1 else [])
     return f"; did you mean {found[0]}?" if found else ""
 
 
