@@ -142,14 +142,14 @@ def _audit_together(folders: list[Path], options: argparse.Namespace, ranks: "Ra
     def found() -> list[tuple[Path, Path, Path]]:
         if options.html:
             page.require(options.html)
-        found = {}
-        for folder in folders:
-            for one in newest_first(folder):  # of paths that are the same, or within each other, a save is judged once
-                found.setdefault(os.path.realpath(one[-1]), one)
-        return list(found.values())
+        return [one for folder in folders for one in newest_first(folder)]
 
     reports: list[Report] = []
-    checkpoints = ranks.first("looking for checkpoints", found)
+    every = ranks.first("looking for checkpoints", found)
+    once: dict[str, tuple[Path, Path, Path]] = {}
+    for one in every:  # of paths that are the same, or within each other, a save is judged once
+        once.setdefault(os.path.abspath(one[-1]), one)
+    checkpoints = list(once.values())
     units = [*dict.fromkeys((folder, unit) for folder, unit, _ in checkpoints)]
     for number, (own, parts) in enumerate(itertools.groupby(checkpoints, key=itemgetter(0, 1)), 1):
         name = printable(own[1].name)
@@ -162,7 +162,7 @@ def _audit_together(folders: list[Path], options: argparse.Namespace, ranks: "Ra
             print(json.dumps(text_report.line_as_json(reports[-1])), flush=True)
         elif not options.json and not is_brief(options):
             print(text_report.as_text(reports[-1], notes=options.notes), flush=True)
-    others = {folder for folder, *_ in checkpoints}
+    others = {folder for folder, *_ in every}
     empty = [folder for folder in folders if folder not in others]
     return ranks.first("the report", lambda: _end(folders, empty, options, reports))
 
@@ -182,7 +182,7 @@ def _end(folders: list[Path], empty: list[Path], options: argparse.Namespace, re
         commands.say("ckpt-patches", str(wrong_path(path)))
     if not reports:
         return UserError.status
-    runs = [run for folder in folders for run in run_reports(folder, reports)]
+    runs = [run for folder in dict.fromkeys(folders) for run in run_reports(folder, reports)]
     if options.json:
         print(json.dumps(text_report.as_json(reports, runs), indent=1))
     elif is_brief(options):

@@ -93,8 +93,16 @@ def test_a_universal_one_is_converted_already(run: Path, capsys: pytest.CaptureF
 
 
 def test_a_save_that_is_named_twice_is_judged_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["audit", "--summary", str(run), str(run), str(run / "global_step2")])
-    assert "2 checkpoints" in capsys.readouterr().out.splitlines()[0]
+    status = main(["audit", "--summary", str(run)])
+    once = capsys.readouterr()
+    assert main(["audit", "--summary", str(run), str(run), str(run / "global_step2")]) == status
+    assert capsys.readouterr() == once
+    assert "2 checkpoints" in once.out.splitlines()[0]
+    linked = run.with_name("linked")
+    linked.mkdir()
+    (linked / "global_step2").symlink_to(run / "global_step2")
+    assert main(["audit", str(run), str(linked)]) == status  # a link of another run is judged there, too
+    assert f"{linked / 'global_step2'}: " in capsys.readouterr().out
 
 
 def test_the_forms_of_an_audit_exclude_each_other(run: Path) -> None:

@@ -14,13 +14,13 @@ WIDEST = 300  # characters of a line
 
 def brief(reports: list[Report], runs: list[RunReport], *, markdown: bool) -> str:
     """The lines on each run, and on each checkpoint that is in none."""
-    inside = {report.checkpoint.path for report in reports for run in runs if _is_in(report, run)}
-    blocks = [_of_run(run, [report for report in reports if _is_in(report, run)]) for run in runs]
+    inside = {report.checkpoint.path for report in reports for run in runs if is_in(report, run)}
+    blocks = [_of_run(run, [report for report in reports if is_in(report, run)]) for run in runs]
     blocks += [_of_checkpoint(report) for report in reports if report.checkpoint.path not in inside]
     return "\n".join(_as_list(block) if markdown else "\n".join(block) for block in blocks)
 
 
-def _is_in(report: Report, run: RunReport) -> bool:
+def is_in(report: Report, run: RunReport) -> bool:
     return report.checkpoint.path.parent == run.path
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckpt_patches import __version__
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, TO_RESUME_FROM, WHOLE, Report
-from ckpt_patches.audit.report.brief import not_whole
+from ckpt_patches.audit.report.brief import is_in, not_whole
 from ckpt_patches.audit.report.rows import Row, by_severity, headline, rows, summary, what_to_do
 from ckpt_patches.audit.report.run_report import RunReport
 from ckpt_patches.audit.report.text_report import HEADS, about
@@ -80,7 +80,7 @@ def page(reports: list[Report], runs: list[RunReport], made: str) -> str:
 
 def _run(run: RunReport, reports: list[Report]) -> str:
     """What to resume from, and a box for each save, the oldest first."""
-    own = [report for report in reversed(reports) if report.checkpoint.path.parent == run.path]
+    own = [report for report in reversed(reports) if is_in(report, run)]
     answer, _, rest = run.as_text().partition("; ")
     look = "good" if run.newest else "doubt" if run.undecided else "bad"
     boxes = (
