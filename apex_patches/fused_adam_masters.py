@@ -25,7 +25,6 @@ fix = Fix(
     test="tests/L0/run_optimizers/test_fused_adam_masters.py",
 )
 
-STEP = "FusedAdam.step"
 CHECK = "self._check_loaded_masters()"
 NONE_LOADED = "self._loaded_masters = []"
 
@@ -36,12 +35,8 @@ class Optimizer:
     param_groups: "list[dict[str, Any]]"
     state: "dict[torch.Tensor, dict[str, torch.Tensor]]"
 
-    def state_dict(self) -> "dict[str, Any]":
-        """Save."""
-        raise NotImplementedError
-
-    def load_state_dict(self, state_dict: "dict[str, Any]") -> None:
-        """Load."""
+    state_dict: Any
+    load_state_dict: Any
 
 
 class FusedAdam(Optimizer):
@@ -67,7 +62,7 @@ class FusedAdam(Optimizer):
 
     def state_dict(self) -> "dict[str, Any]":
         """Return the optimizer state, with each FP32 master weight as ``master_param``."""
-        state_dict = super().state_dict()
+        state_dict: dict[str, Any] = super().state_dict()
         for index, _, master in self._masters(state_dict["param_groups"]):
             if master is not None:
                 state = state_dict["state"].get(index, {})
@@ -139,13 +134,13 @@ METHODS = (
 @fix.edit("apex.optimizers.fused_adam")
 def carry_masters(source: Source) -> None:
     """torch saves only `state`, and a load casts it to the parameter's dtype."""
-    step, init = source.function(STEP), source.function("FusedAdam.__init__")
+    step, init = source.function("FusedAdam.step"), source.function("FusedAdam.__init__")
     if "master_weights" not in [argument.arg for argument in init.args.args]:
         raise NotNeeded  # before April 2023; every commit has version 0.1
     source.skip_if((NONE_LOADED, init), CHECK, *METHODS, within=step)
     bf16 = source.branch("p.dtype == torch.bfloat16", within=step)
     if any(source.has("p_master", within=statement) for statement in bf16.body):
-        raise NoMatch(f"expected {STEP} to update BF16 parameters without master weights")
+        raise NoMatch("expected step() to update BF16 parameters without master weights")
     groups = source.loop("(group, group_master)", step)
     source.insert_before(source.one("import torch"), "import warnings")
     source.insert_after(source.one("self.param_groups_master = []", within=init), NONE_LOADED)

@@ -24,7 +24,6 @@ READERS = (
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine",
 )
-COLUMNS = 119  # in upstream's lines
 
 fix = Fix(
     __name__,
@@ -143,23 +142,5 @@ def plain_loads(source: Source) -> list[ast.Call]:
 
 
 def replace(source: Source, calls: list[ast.Call]) -> None:
-    lists = {found.elt: found for found in source.all_of(ast.ListComp)}
     for call in calls:
-        if call in lists and is_too_long(source, lists[call]):
-            replace_in_three_lines(source, call, lists[call])
-        else:
-            source.replace(call.func, load_checkpoint_file.__name__)
-
-
-def is_too_long(source: Source, found: ast.ListComp) -> bool:
-    """Whether the comprehension exceeds one line with the new name."""
-    more = len(load_checkpoint_file.__name__) - len("torch.load")
-    return found.lineno == found.end_lineno and (found.end_col_offset or 0) + more > COLUMNS
-
-
-def replace_in_three_lines(source: Source, call: ast.Call, found: ast.ListComp) -> None:
-    """Split the comprehension as upstream's formatter does."""
-    text, element = source.text(found), source.text(call)
-    _, _, loop = text[1:-1].partition(element)
-    arguments = element.removeprefix(source.text(call.func))
-    source.replace(found, f"[\n    {load_checkpoint_file.__name__}{arguments}\n    {loop.strip()}\n]")
+        source.replace(call.func, load_checkpoint_file.__name__)

@@ -1,5 +1,7 @@
 """Convert and load universal checkpoints of any optimizer, with all of its states.
 
+More than 150 lines: the converter's half is for upstream alone; here `universal_converter` converts.
+
 https://github.com/deepspeedai/DeepSpeed/issues/8608
 """
 
@@ -143,7 +145,7 @@ class DeepSpeedZeroOptimizer:
                 state["momentum_buffer"] = torch.cat(momenta)
 
 
-@fix.edit(CONVERTER)
+@fix.edit(CONVERTER, upstream_alone=True)
 def extract_the_states_of_the_optimizer(source: Source) -> None:
     """Upstream extracts only Adam's states, by name."""
     extract = source.function("extract_zero_shards")
@@ -155,7 +157,7 @@ def extract_the_states_of_the_optimizer(source: Source) -> None:
     source.insert_function_before(extract, _flat_states)
 
 
-@fix.edit(CONVERTER)
+@fix.edit(CONVERTER, upstream_alone=True)
 def extract_them_at_stage_3(source: Source) -> None:
     extract = source.function("extract_zero_shards_stage3")
     source.skip_if("_flat_states(...)", within=extract)
@@ -172,7 +174,7 @@ def extract_them_at_stage_3(source: Source) -> None:
     source.replace(flat_state, FLAT_STATE_3.format(states=states, group=group, master=master))
 
 
-@fix.edit(CONVERTER)
+@fix.edit(CONVERTER, upstream_alone=True)
 def merge_what_was_extracted(source: Source) -> None:
     functions = [source.function(name) for name in ("merge_tp_slices", "merge_zero3_slices")]
     source.skip_if(*((FRAGMENTS, function) for function in functions), _states_of_fragments)

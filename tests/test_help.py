@@ -152,7 +152,7 @@ def test_explain_on_a_terminal_is_wrapped_and_has_bold_headings() -> None:
 
 def test_explain_without_a_page() -> None:
     for name, hint in {
-        "zarr_range_writes": "did you mean zarr_range_write?",
+        "zarr_create_synchronizers": "did you mean zarr_create_synchronizer?",
         "../zzyzx": "ckpt-patches explain lists all pages, ckpt-patches list all symptoms",
     }.items():
         done = command("explain", name)
@@ -166,7 +166,7 @@ def test_explain_without_a_name_lists_all_pages_with_their_titles() -> None:
     assert rows.keys() == set(explain.names())
     assert rows["audit"] == (REPOSITORY / "docs/audit.md").read_text().splitlines()[0].lstrip("# ")
     assert rows["round_robin_links"] == fixes.sentence("round_robin_links").rstrip(".")
-    assert done.stdout.index("audit ") < done.stdout.index("zarr_range_write ")  # topics before fixes
+    assert done.stdout.index("audit ") < done.stdout.index("zarr_create_synchronizer ")  # topics before fixes
 
 
 def test_no_message_names_a_page_of_docs() -> None:

@@ -256,11 +256,10 @@ def test_unknown_code_is_warned_of_once_on_rank_zero_alone(tmp_path: Path) -> No
     path = make_unknown(tmp_path)
     code = f"import {ZARR}, importlib; importlib.reload({ZARR})"
     warnings = [line for line in python("-c", code, tree=tmp_path).stderr.splitlines() if "WARNING" in line]
-    assert len(warnings) == 2
-    for name, line in zip(("zarr_create_synchronizer", "zarr_range_write"), warnings, strict=True):
-        for part in (f"{name} is NOT active", "megatron-core 0.14.0", str(path), "zarr_array", "SKIP="):
-            assert part in line
-        assert len(line) < 700
+    (line,) = warnings
+    parts = ("zarr_create_synchronizer is NOT active", "megatron-core 0.14.0", str(path), "zarr_array", "SKIP=")
+    assert [part for part in parts if part not in line] == []
+    assert len(line) < 700
     for variable in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
         assert python("-c", code, tree=tmp_path, env={variable: "3"}).stderr == ""
         for rank in ("0", "00", "first", "9" * 5000 + "x"):  # one that does not know its rank speaks
@@ -274,7 +273,7 @@ def test_strict_mode_refuses_unknown_code_on_every_rank(tmp_path: Path) -> None:
         done = python("-c", f"import {ZARR}", tree=tmp_path, env=env, check=False)
         assert done.returncode == 1
         assert "StrictModeError: the fix zarr_create_synchronizer is NOT active" in done.stderr
-    env = {"CKPT_PATCHES": "strict", "CKPT_PATCHES_SKIP": "zarr_create_synchronizer,zarr_range_write"}
+    env = {"CKPT_PATCHES": "strict", "CKPT_PATCHES_SKIP": "zarr_create_synchronizer"}
     assert python("-c", f"import {ZARR}", tree=tmp_path, env=env).returncode == 0
 
 
@@ -425,10 +424,10 @@ def test_after_apply_the_line_says_that_fixes_are_active_in_place(tmp_path: Path
     assert f"StrictModeError: the fix numpy2_product is NOT active any more: {MODULE}.size was replaced by" in replaced
     original = tree_of_release("megatron-core", RELEASE).joinpath(*ZARR.split(".")).with_suffix(".py")
     tmp_path.joinpath(*ZARR.split(".")).with_suffix(".py").write_bytes(original.read_bytes())
-    assert "INFO: 2 fixes active, 1 in place on megatron-core 0.14.0" in python("-c", program, tree=tmp_path).stderr
+    assert "INFO: 1 fix active, 1 in place on megatron-core 0.14.0" in python("-c", program, tree=tmp_path).stderr
     path = tmp_path.joinpath(*MODULE.split(".")).with_suffix(".py")
     path.write_text(f"{path.read_text()}# of another release\n")
-    assert "INFO: 2 fixes active on megatron-core 0.14.0" in python("-c", program, tree=tmp_path).stderr
+    assert "INFO: 1 fix active on megatron-core 0.14.0" in python("-c", program, tree=tmp_path).stderr
 
 
 def test_what_is_said_before_a_program_sets_up_logging_leaves_nothing_in_its_way(tmp_path: Path) -> None:

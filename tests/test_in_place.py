@@ -335,9 +335,9 @@ def test_an_applied_fix_that_fits_no_more_is_not_removed_silently(tree: Path, ch
     """A fix that no longer matches the originals, as after our upgrade, is an error; to revert it is none."""
     before = everything(tree)
     apply(tree)
-    edit_state(lambda state: state["fixes"].append("zarr_range_write"))(tree)
-    assert "['zarr_range_write'] is applied in place and would be lost" in refused(change, tree, PRODUCT)
-    revert(tree, *NAMES, "zarr_range_write")
+    edit_state(lambda state: state["fixes"].append("fully_reshardable_shift"))(tree)
+    assert "['fully_reshardable_shift'] is applied in place and would be lost" in refused(change, tree, PRODUCT)
+    revert(tree, *NAMES, "fully_reshardable_shift")
     assert everything(tree) == before
 
 

@@ -71,7 +71,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "bridge_finetune": BRIDGE,
     "strip_shapes": CORE,
     **dict.fromkeys(("damaged_zero", "dcp_loading", "dcp_saving", "load_distcp"), NO_PACKAGE),
-    **dict.fromkeys(("zarr_failures", "zarr_race", "zarr_ranges"), ZARR),
+    **dict.fromkeys(("zarr_race",), ZARR),
     **dict.fromkeys(("convert", "foreign_files", "own_files", "same_universal"), DEEPSPEED),
     **dict.fromkeys(("autoep_training", "experts", "stage_settings", "universal_loading"), DEEPSPEED),
     **dict.fromkeys(("explore_deepspeed", "zero3_slices", "zero_resuming", "zero_training"), DEEPSPEED),

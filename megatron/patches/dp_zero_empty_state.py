@@ -1,5 +1,7 @@
 """Save the initial optimizer state for parameters that the optimizer has not stepped yet.
 
+More than 150 lines: it goes back to 0.9.0, the release of a report, and three kinds of optimizers have other states.
+
 https://github.com/NVIDIA/Megatron-LM/issues/602
 """
 

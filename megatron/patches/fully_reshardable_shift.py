@@ -1,5 +1,7 @@
 """Save `fully_reshardable` states at their correct offsets, and load those that were saved at wrong ones.
 
+More than 150 lines: half of it restores, in the load, states that were saved shifted.
+
 https://github.com/NVIDIA/Megatron-LM/pull/5077
 """
 

@@ -1,5 +1,7 @@
 """Save buckets in which a rank holds only padding, or whose last gap exceeds the saved range.
 
+More than 150 lines: the format has two names, and saves two ranges of a shard since 0.12.
+
 https://github.com/NVIDIA/Megatron-LM/issues/5898
 """
 
@@ -60,10 +62,7 @@ class DistributedOptimizer:
         data_parallel_group: torch.distributed.ProcessGroup
         model_param_group_index_map: dict[torch.nn.Parameter, tuple[int, int]]
 
-        def _get_main_param_and_optimizer_states(
-            self, model_param: torch.nn.Parameter
-        ) -> "dict[str, torch.Tensor]":
-            """Upstream's method."""
+        _get_main_param_and_optimizer_states: Any
 
     def _states_of_padding(self) -> "dict[str, tuple[torch.dtype, str]]":
         """Return the dtype and the device type of each saved state, by name.

@@ -1,5 +1,7 @@
 """Resume each param group with the settings that were saved for it, not with those of another group.
 
+More than 150 lines: upstream pairs groups in three ways since 0.12, and checkpoints with other rates load as before.
+
 https://github.com/NVIDIA/Megatron-LM/pull/4705
 """
 
@@ -33,24 +35,34 @@ fix = Fix(
 
 OPTIMIZER = "megatron.core.optimizer.optimizer"
 DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-LONGEST_LINE = 100  # columns, of upstream's formatter
-KEYS = "param_group_identifier_keys"
-# As in 0.13.0 to 0.18.2; earlier releases do not have it.
-param_group_identifier_keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+KEYS = "param_group_identifier_keys"  # a module's name for the keys since 0.13
+CALL = "_saved_param_groups_in_order(...)"
+FILTER = """return MegatronOptimizer._saved_param_groups_in_order(
+    current_groups, state_dict_groups, state_dict_groups, param_group_identifier_keys
+)"""
+INNER = "inner_state_dict = self.optimizer.state_dict()"
+IN_ORDER = """state_dict_param_groups = self._saved_param_groups_in_order(
+    inner_state_dict["param_groups"],
+    state_dict["optimizer"]["param_groups"],
+    inner_state_dict["param_groups"],{keys}
+)"""
+# Up to 0.13.1 each of these two passes the saved groups unchanged to the inner optimizer.
+LOADS = {
+    "Float16OptimizerWithFloat16Params": "state_dict[optimizer_key]",
+    "FP32Optimizer": "state_dict",
+}
 
 
-def _param_group_traits(group: "dict[str, Any]") -> "tuple[dict[str, Any], dict[str, Any]]":
+def _param_group_traits(
+    group: "dict[str, Any]", keys: "tuple[str, ...]"
+) -> "tuple[dict[str, Any], dict[str, Any]]":
     """Return the kind and the rates of a param group, which together identify it.
 
     NeMo adds the prefix `pre_` to the multipliers' names. `is_decoupled_lr` or `default_config`
     shows that a group has its own rate; its own weight decay is in the group itself.
     """
     rates = {key: group.get(key) for key in ("max_lr", "min_lr", "start_wd", "end_wd", "eps")}
-    kind = {
-        key: group.get(key, group.get(f"pre_{key}"))
-        for key in param_group_identifier_keys
-        if key not in rates
-    }
+    kind = {key: group.get(key, group.get(f"pre_{key}")) for key in keys if key not in rates}
     for key in ("wd_mult", "lr_mult"):
         kind[key] = 1.0 if kind[key] is None else kind[key]
     kind["is_expert_parallel"] = bool(kind["is_expert_parallel"])
@@ -59,9 +71,9 @@ def _param_group_traits(group: "dict[str, Any]") -> "tuple[dict[str, Any], dict[
     return kind, rates
 
 
-def _param_group_text(group: "dict[str, Any]") -> str:
+def _param_group_text(group: "dict[str, Any]", keys: "tuple[str, ...]") -> str:
     """Format the traits of a param group for messages."""
-    kind, rates = _param_group_traits(group)
+    kind, rates = _param_group_traits(group, keys)
     found = {**kind, **rates}.items()
     return ", ".join(
         f"{key} {value}" for key, value in found if value is not None and value is not False
@@ -69,7 +81,9 @@ def _param_group_text(group: "dict[str, Any]") -> str:
 
 
 def _pair_param_groups(
-    current_groups: "list[dict[str, Any]]", saved_groups: "list[dict[str, Any]]"
+    current_groups: "list[dict[str, Any]]",
+    saved_groups: "list[dict[str, Any]]",
+    keys: "tuple[str, ...]",
 ) -> "dict[int, int]":
     """Map the index of each param group of this run to its saved group, if it is unambiguous.
 
@@ -77,8 +91,8 @@ def _pair_param_groups(
     if all were saved with the same rates, if each side has only one group of the kind, or if an
     earlier resume gave all of them the same settings.
     """
-    ours = [_param_group_traits(group) for group in current_groups]
-    theirs = [_param_group_traits(group) for group in saved_groups]
+    ours = [_param_group_traits(group, keys) for group in current_groups]
+    theirs = [_param_group_traits(group, keys) for group in saved_groups]
     if not all("optimizer" in group for group in (*current_groups, *saved_groups)):
         for kind, _ in (*ours, *theirs):
             kind.pop("optimizer", None)
@@ -106,87 +120,62 @@ def _pair_param_groups(
     return pairs
 
 
-def saved_param_groups_in_order(
-    current_groups: "list[dict[str, Any]]",
-    saved_groups: "list[dict[str, Any]]",
-    params_of: "list[dict[str, Any]]",
-) -> "list[dict[str, Any]]":
-    """Return the saved settings for each of this run's param groups.
+class MegatronOptimizer:
+    """The method to insert into upstream's class."""
 
-    Args:
-        current_groups (list[dict]): the param groups of this run's optimizer.
-        saved_groups (list[dict]): the param groups of the checkpoint.
-        params_of (list[dict]): groups that provide the `params`, in the same order.
+    @staticmethod
+    def _saved_param_groups_in_order(
+        current_groups: "list[dict[str, Any]]",
+        saved_groups: "list[dict[str, Any]]",
+        params_of: "list[dict[str, Any]]",
+        keys: "tuple[str, ...]" = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"),
+    ) -> "list[dict[str, Any]]":
+        """Return the saved settings for each of this run's param groups.
 
-    Raises:
-        ValueError: a group's saved settings cannot be determined.
-    """
-    pairs = _pair_param_groups(current_groups, saved_groups)
-    ours, theirs = (
-        list(map(_param_group_text, groups)) for groups in (current_groups, saved_groups)
-    )
-    if len(pairs) < len(ours):
-        raise ValueError(
-            "Cannot tell whose settings a param group resumes with. Expected in the checkpoint all"
-            " groups of a kind with the rates of this run, or one of the kind. Found in this run,"
-            " with the number of the saved group,\n"
-            + "\n".join(
-                f"  {text}: {pairs.get(index, 'ambiguous')}" for index, text in enumerate(ours)
-            )
-            + "\nand in the checkpoint\n"
-            + "\n".join(f"  {number}: {text}" for number, text in enumerate(theirs))
-            + "\nResume with the options for learning rates and weight decay that it was saved"
-            " with, or without the optimizer's state."
+        Args:
+            current_groups (list[dict]): the param groups of this run's optimizer.
+            saved_groups (list[dict]): the param groups of the checkpoint.
+            params_of (list[dict]): groups that provide the `params`, in the same order.
+            keys (tuple[str]): settings that identify a group.
+
+        Raises:
+            ValueError: a group's saved settings cannot be determined.
+        """
+        pairs = _pair_param_groups(current_groups, saved_groups, keys)
+        ours, theirs = (
+            [_param_group_text(group, keys) for group in groups]
+            for groups in (current_groups, saved_groups)
         )
-    is_first_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    for text, pair in zip(ours, pairs.values(), strict=True):
-        if text != theirs[pair] and is_first_rank:
-            logger.warning(
-                f"The param group of this run with {text} resumes with the settings saved for"
-                f" {theirs[pair]}. These rates hold unless override_opt_param_scheduler is set."
+        if len(pairs) < len(ours):
+            raise ValueError(
+                "Cannot tell whose settings a param group resumes with. Expected in the checkpoint all"
+                " groups of a kind with the rates of this run, or one of the kind. Found in this run,"
+                " with the number of the saved group,\n"
+                + "\n".join(
+                    f"  {text}: {pairs.get(index, 'ambiguous')}" for index, text in enumerate(ours)
+                )
+                + "\nand in the checkpoint\n"
+                + "\n".join(f"  {number}: {text}" for number, text in enumerate(theirs))
+                + "\nResume with the options for learning rates and weight decay that it was saved"
+                " with, or without the optimizer's state."
             )
-    return [
-        {**saved_groups[pair], "params": group["params"]}
-        for pair, group in zip(pairs.values(), params_of, strict=False)
-    ]
+        is_first_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        for text, pair in zip(ours, pairs.values(), strict=True):
+            if text != theirs[pair] and is_first_rank:
+                logger.warning(
+                    f"The param group of this run with {text} resumes with the settings saved for"
+                    f" {theirs[pair]}. These rates hold unless override_opt_param_scheduler is set."
+                )
+        return [
+            {**saved_groups[pair], "params": group["params"]}
+            for pair, group in zip(pairs.values(), params_of, strict=False)
+        ]
 
 
-FUNCTIONS = (
-    _param_group_traits,
-    _param_group_text,
-    _pair_param_groups,
-    saved_param_groups_in_order,
-)
-CALL = saved_param_groups_in_order.__name__
-FILTER = f"""return {CALL}(
-    current_groups, state_dict_groups, params_of=state_dict_groups
-)"""
-DOCSTRING = '''"""The settings saved for each current param group, with the params of the saved groups.
-
-Args:
-    current_groups (List[Dict]): the param groups of this run's optimizer.
-    state_dict_groups (List[Dict]): the param groups of the checkpoint.
-
-Returns:
-    List[Dict]: one group for each current group, in that order.
-
-Raises:
-    ValueError: a current group has no counterpart, or more than one.
-"""'''
-INNER = "inner_state_dict = self.optimizer.state_dict()"
-IN_ORDER = f"""state_dict_param_groups = {CALL}(
-    inner_state_dict["param_groups"],
-    state_dict["optimizer"]["param_groups"],
-    params_of=inner_state_dict["param_groups"],
-)"""
-# Up to 0.13.1 each of these two passes the saved groups unchanged to the inner optimizer.
-LOADS = {
-    "Float16OptimizerWithFloat16Params": "state_dict[optimizer_key]",
-    "FP32Optimizer": "state_dict",
-}
+FUNCTIONS = (_param_group_traits, _param_group_text, _pair_param_groups)
 
 
-@fix.edit(PARAM_GROUPS)
+@fix.edit("megatron.core.optimizer.__init__")
 def groups_may_look_alike(source: Source) -> None:
     """In 0.14.0 to 0.15.3 all ranks have the same groups, with unique keys."""
     keys_tell_all_apart = (
@@ -199,102 +188,60 @@ def groups_may_look_alike(source: Source) -> None:
 
 @fix.edit(OPTIMIZER)
 def pair_groups(source: Source) -> None:
-    """Since 0.14 upstream uses the last of several similar groups; before, the group at the same index."""
+    """Since 0.13 upstream uses the last of several similar groups; before, the group at the same index."""
     filtered = "MegatronOptimizer._filter_and_reorder_param_groups"
     by_key = source.function_of(filtered, ("0.13.0", newest("megatron-core"))) is not None
     loads = [filtered] if by_key else [f"{name}.load_state_dict" for name in LOADS]
     functions = [source.function(name) for name in loads]
-    has_keys = source.has(f"{KEYS} = ...")
-    called = [source.has(f"{CALL}(...)", function) for function in functions]
-    source.skip_if(*called, *FUNCTIONS, *([has_keys] if any(called) else []))
+    method = MegatronOptimizer._saved_param_groups_in_order
+    owner = "MegatronOptimizer" if by_key else "self"
+    calls = ((f"{owner}.{CALL}", function) for function in functions)
+    source.skip_if(*calls, method, *FUNCTIONS)
     if by_key:
-        body = functions[0].body[1 if ast.get_docstring(functions[0]) else 0 :]
         source.one("loaded_groups_map = ...", within=functions[0])
+        body = functions[0].body[1 if ast.get_docstring(functions[0]) else 0 :]
         if source.text(body[-1]) != "return final_groups":
             raise NoMatch(f"expected {filtered} to end with `return final_groups`")
-        if KEYS in source.text(functions[0].body[0]):
-            source.replace_from_to(functions[0].body[0], body[-1], f"{DOCSTRING}\n{FILTER}")
-        else:
-            source.replace_from_to(body[0], body[-1], FILTER)
-    else:
-        for function, saved in zip(functions, LOADS.values(), strict=True):
-            groups = f"{saved}['param_groups']"
-            text = f"""{groups} = {CALL}(
-    self.optimizer.param_groups, {groups}, params_of={groups}
+        source.replace_from_to(body[0], body[-1], FILTER)
+    for function, saved in () if by_key else zip(functions, LOADS.values(), strict=True):
+        groups = f"{saved}['param_groups']"
+        text = f"""{groups} = self._saved_param_groups_in_order(
+    self.optimizer.param_groups, {groups}, {groups}
 )"""
-            source.insert_before(
-                source.one(f"self.optimizer.load_state_dict({saved})", within=function), text
-            )
-    if not has_keys:
-        source.insert_before(
-            source.class_named("MegatronOptimizer"), f"{KEYS} = {param_group_identifier_keys}"
-        )
+        load = source.one(f"self.optimizer.load_state_dict({saved})", within=function)
+        source.insert_before(load, text)
+    base = source.class_named("MegatronOptimizer")
+    source.insert_method_before(base.body[-1], method)
     for inserted in FUNCTIONS:
-        source.insert_function_before(source.class_named("MegatronOptimizer"), inserted)
+        source.insert_function_before(base, inserted)
 
 
 @fix.edit(DISTRIB_OPTIMIZER)
 def pair_groups_of_distributed_optimizer(source: Source) -> None:
     """The distributed optimizer has its own code for this."""
     load = source.function("DistributedOptimizer.load_state_dict")
-    imported = [
-        node
-        for node in source.tree.body
-        if isinstance(node, ast.ImportFrom) and node.module == "optimizer"
-    ]
-    if len(imported) != 1:
-        raise NoMatch(f"expected one `from .optimizer import ...`, found {len(imported)}")
-    if imported[0].level != 1 or any(alias.asname for alias in imported[0].names):
-        raise NoMatch(
-            f"expected plain names in `from .optimizer import ...`, found `{source.text(imported[0])}`"
-        )
-    names = [alias.name for alias in imported[0].names]
-    source.skip_if(f"{CALL}(...)", CALL in names, within=load)
-    first, last = matching_by_key(source, load) if KEYS in names else (None, None)
-    if first and last:
-        check_keys_are_used_between(source, first, last)
-        source.replace_from_to(first, last, f"{INNER}\n{IN_ORDER}", about=KEYS)
-    else:
-        source.one(INNER, within=load)
-        by_index = "{**group, 'params': list(inner_state_dict['param_groups'][idx]['params'])}"
-        groups = source.one(
-            f"state_dict_param_groups = [{by_index} for idx, group in ...]", within=load
-        )
-        source.replace(groups, IN_ORDER)
-    source.replace(imported[0], import_of(sorted({*names} - {KEYS} | {CALL}, key=upstreams_order)))
+    source.skip_if(f"self.{CALL}", within=load)
+    if source.imports(KEYS):  # since 0.14
+        first, last = matching_by_key(source, load)
+        in_order = IN_ORDER.format(keys=f"\n    {KEYS},")
+        source.replace_from_to(first, last, f"{INNER}\n{in_order}", about=KEYS)
+        return
+    source.one(INNER, within=load)
+    by_index = "{**group, 'params': list(inner_state_dict['param_groups'][idx]['params'])}"
+    groups = f"state_dict_param_groups = [{by_index} for idx, group in ...]"
+    source.replace(source.one(groups, within=load), IN_ORDER.format(keys=""))
 
 
 def matching_by_key(source: Source, load: Function) -> "tuple[ast.stmt, ast.stmt]":
-    """The first and the last statement of the matching by `param_group_identifier_keys`."""
+    """The first and the last statement of the matching by `param_group_identifier_keys`. Raises NoMatch."""
     first = source.function("DistributedOptimizer.load_state_dict.make_needed_groups")
     start = load.body.index(first)
     block = load.body[start : start + 6]
     kinds = [ast.FunctionDef, ast.Assign, ast.For, ast.Assign, ast.Assign, ast.For]
     assigned = ["param_groups_map = {}", INNER, "state_dict_param_groups = []"]
-    if [type(node) for node in block] != kinds or [
-        source.text(block[index]) for index in (1, 3, 4)
-    ] != assigned:
+    found = [source.text(node) for node in block[1:5] if isinstance(node, ast.Assign)]
+    if [type(node) for node in block] != kinds or found != assigned:
         raise NoMatch(
             f"expected the matching by {KEYS} in {load.name}, found other code behind make_needed_groups"
         )
     return first, block[-1]
-
-
-def check_keys_are_used_between(source: Source, first: "ast.stmt", last: "ast.stmt") -> None:
-    """Raise NoMatch if other code uses the keys, whose import goes."""
-    lines = range(first.lineno, (last.end_lineno or last.lineno) + 1)
-    others = [node.lineno for node in source.all(KEYS) if node.lineno not in lines]
-    if others:
-        raise NoMatch(f"expected {KEYS} in the matching alone, found it in line {others[0]}, too")
-
-
-def upstreams_order(name: str) -> "tuple[bool, str]":
-    """The sort key of isort: classes first."""
-    return not name[0].isupper(), name
-
-
-def import_of(names: "list[str]") -> str:
-    line = f"from .optimizer import {', '.join(names)}"
-    if len(line) <= LONGEST_LINE:
-        return line
-    return "\n".join(["from .optimizer import (", *(f"    {name}," for name in names), ")"])

@@ -104,6 +104,13 @@ def test_a_fix_states_what_the_commands_print(name: str) -> None:
     assert set(ends) <= {*PACKAGES[fix.package].releases, OLDEST_REPORTED}
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fix_of_more_than_150_lines_says_why(name: str) -> None:
+    text = Path(fixes.path_of(name)).read_text()
+    says_why = re.search("(?m)^More than 150 lines: .{30,}$", text) is not None
+    assert says_why == (len(text.splitlines()) > 150)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fix_has_a_proof_without_it_and_with_it(name: str) -> None:

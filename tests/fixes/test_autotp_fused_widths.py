@@ -56,7 +56,7 @@ def saved_and_loaded(folder: Path, stage: int) -> str:
     from trainers import deepspeed_training as dt
 
     dt.results(save, RANKS, folder, stage)
-    if wrong := dt.converted(folder):
+    if wrong := dt.converted(folder, handed_over=True):
         return f"converted: {wrong}"
     different = dt.results(load, RANKS, folder, stage)[0]
     return f"loaded: {different} states differ, and no error" if different else ""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainers.ranks import free_port
-from upstream import newest_affected, run_lines, shown, shown_on, tree, with_fix, without_fix
+from upstream import newest_affected, run, run_lines, shown, shown_on, tree, with_fix, without_fix
 from zero_checkpoints import PERMISSIVE
 
 RELEASES = shown_on("latest_after_all_ranks")
@@ -75,14 +75,38 @@ def test_a_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:
     assert of_whole_save(tmp_path, {1: {"LATEST_TOO_EARLY_LATE": "35"}}) == [[""], [""]]
 
 
+@pytest.mark.parametrize("without", [{"CKPT_PATCHES_SKIP": FIX}, {"CKPT_PATCHES": "off"}], ids=["skipped", "off"])
 @pytest.mark.parametrize("lacks", [[], [0], [1]], ids=["none lacks it", "the first lacks it", "the second lacks it"])
-def test_ranks_of_which_one_lacks_it_are_told_so(lacks: list[int], tmp_path: Path) -> None:
+def test_ranks_of_which_one_lacks_it_are_told_so(lacks: list[int], without: dict[str, str], tmp_path: Path) -> None:
     """Each rank with the fix gets an error, instead of waiting forever."""
-    errors = of_whole_save(tmp_path, {rank: {"CKPT_PATCHES_SKIP": FIX} for rank in lacks})
+    errors = of_whole_save(tmp_path, dict.fromkeys(lacks, without))
     if not lacks:
         assert errors == [[""], [""]]
     for rank in {0, 1} - set(lacks):
         assert not lacks or errors[rank][0].startswith(f"{FIX}: 1 of 2 ranks have it, rank {lacks[0]} has not")
+
+
+FAKE = """
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from ckpt_patches.engine.agreement import _announce_fix, _check_all_ranks_have_fix
+import ckpt_patches.engine.agreement as agreement, torch
+agreement.torch = torch
+_announce_fix("fix.1")
+for store in (FakeStore(), dist.HashStore()):
+    dist.init_process_group("fake", store=store, rank=0, world_size=8)
+    _announce_fix("fix.1")
+    _check_all_ranks_have_fix("fix.1", 1)
+    agreement._check_all_ranks_have_fix.checked.clear()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_dry_run_without_other_ranks_is_not_stopped(tmp_path: Path) -> None:
+    """A job with fake ranks, or without a process group, runs without an error."""
+    (tmp_path / "fake.py").write_text(FAKE)
+    run(tmp_path / "fake.py", tree=tree("deepspeed", NEWEST), imports=("torch",))
 
 
 # What the ranks run

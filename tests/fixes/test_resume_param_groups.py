@@ -13,8 +13,7 @@ import edits
 from ckpt_patches.engine.format_patch import message_of, page
 from ckpt_patches.engine.registry import CORE
 from ckpt_patches.engine.series import plan_series
-from megatron.patches import resume_param_groups
-from megatron.patches.resume_param_groups import KEYS, _pair_param_groups
+from megatron.patches.resume_param_groups import MegatronOptimizer, _pair_param_groups
 from upstream import newest_affected, numbers, releases, run_json, tree, with_fix, without_fix
 
 FIX = "resume_param_groups"
@@ -209,13 +208,7 @@ def test_what_an_unpatched_resume_has_saved_goes_on_as_it_was_and_is_told(tmp_pa
     [
         (OPTIMIZER, "return final_groups", "return list(final_groups)"),
         (DISTRIB_OPTIMIZER, "    inner_state_dict = self.optimizer.state_dict()\n", ""),
-        (DISTRIB_OPTIMIZER, "    _zero_grad_group_helper,\n", "    _zero_grad_group_helper as helper,\n"),
-        (DISTRIB_OPTIMIZER, "from .optimizer import", "from megatron.core.optimizer.optimizer import"),
-        (
-            DISTRIB_OPTIMIZER,
-            "class DistributedOptimizer",
-            "KEYS = param_group_identifier_keys\n\n\nclass DistributedOptimizer",
-        ),
+        (DISTRIB_OPTIMIZER, "param_groups_map = {}", "param_groups_map = dict()"),
     ],
 )
 def test_code_of_another_shape_is_left_alone(tmp_path: Path, module: str, old: str, new: str) -> None:
@@ -237,6 +230,18 @@ def test_the_message_of_the_patch_is_about_the_bug_of_the_release(version: str) 
     message = " ".join(message_of(page(FIX).read_text(), patch).body.split())
     assert {text for text in WRONG.values() if text in message} == {WRONG[version]}
     assert ("dictionary" in message) == (WRONG[version] != "paired by index")
+
+
+# As in 0.13.0 to 0.18.2.
+KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+
+
+def pairs_of(current: list[Run], saved: list[Run], keys: tuple[str, ...] = KEYS) -> dict[int, int]:
+    return _pair_param_groups(current, saved, keys)
+
+
+def test_releases_without_keys_of_their_own_have_those_of_the_next_ones() -> None:
+    assert MegatronOptimizer._saved_param_groups_in_order.__defaults__ == (KEYS,)
 
 
 # The pairing function. Each group has its own traits; its kind is the first two of them.
@@ -280,7 +285,7 @@ def test_groups_in_any_order_and_at_any_new_rate_find_their_own(
     groups = [group(*one) for one in traits]
     order, saved = shuffled(data, groups)
     kinds = [one[:2] for one in traits]
-    found = _pair_param_groups(scaled(groups, factor), saved)
+    found = pairs_of(scaled(groups, factor), saved)
     for index, kind in enumerate(kinds):
         if factor == 1.0 or kinds.count(kind) == 1:
             assert found[index] == order.index(index)
@@ -290,13 +295,13 @@ def test_groups_in_any_order_and_at_any_new_rate_find_their_own(
 def test_a_run_that_loads_its_own_groups_changes_nothing(traits: list[Any], factor: float) -> None:
     """Groups paired with themselves stay in place, also with duplicates. Every sharded load does this first."""
     groups = scaled([group(*one) for one in [*traits, *traits[:2]]], factor)
-    assert _pair_param_groups(groups, groups) == {index: index for index in range(len(groups))}
+    assert pairs_of(groups, groups) == {index: index for index in range(len(groups))}
 
 
 @given(ours=TRAITS, theirs=TRAITS)
 def test_a_group_gets_its_own_settings_or_those_of_the_only_one_of_its_kind(ours: list[Any], theirs: list[Any]) -> None:
     """A group pairs with an equal one, or with the only one of its kind. A rate of its own is part of the kind."""
-    pairs = _pair_param_groups([group(*one) for one in ours], [group(*one) for one in theirs])
+    pairs = pairs_of([group(*one) for one in ours], [group(*one) for one in theirs])
     assert len(set(pairs.values())) == len(pairs)
     for index, pair in pairs.items():
         kind = ours[index][:2]
@@ -310,19 +315,19 @@ BIASES = group(NO_DECAY, False, (1e-3, 1e-4))
 
 
 def test_what_an_unpatched_resume_has_put_on_all_is_theirs() -> None:
-    assert _pair_param_groups([MAIN, BIASES, EMBEDDING], [BIASES, EMBEDDING, EMBEDDING]) == {0: 1, 1: 0, 2: 2}
+    assert pairs_of([MAIN, BIASES, EMBEDDING], [BIASES, EMBEDDING, EMBEDDING]) == {0: 1, 1: 0, 2: 2}
 
 
 def test_two_groups_that_nothing_tells_apart_take_the_settings_of_one() -> None:
-    assert _pair_param_groups([BIASES, MAIN, BIASES], [BIASES, MAIN]) == {0: 0, 1: 1, 2: 0}
+    assert pairs_of([BIASES, MAIN, BIASES], [BIASES, MAIN]) == {0: 0, 1: 1, 2: 0}
 
 
-def test_optimizers_tell_groups_apart_where_all_say_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizers_tell_groups_apart_where_all_say_theirs() -> None:
     """The key `optimizer` counts only if all groups have it. Upstream has it since 0.19."""
-    monkeypatch.setattr(resume_param_groups, KEYS, (*resume_param_groups.param_group_identifier_keys, "optimizer"))
+    keys = (*KEYS, "optimizer")
     adam, muon = ({**MAIN, "optimizer": name} for name in ("adam", "muon"))
-    assert _pair_param_groups([adam, muon], [muon, adam]) == {0: 1, 1: 0}
-    assert _pair_param_groups([adam, BIASES], [MAIN, BIASES]) == {0: 0, 1: 1}
+    assert pairs_of([adam, muon], [muon, adam], keys) == {0: 1, 1: 0}
+    assert pairs_of([adam, BIASES], [MAIN, BIASES], keys) == {0: 0, 1: 1}
 
 
 @pytest.mark.parametrize(
@@ -342,23 +347,23 @@ def test_optimizers_tell_groups_apart_where_all_say_theirs(monkeypatch: pytest.M
     ],
 )
 def test_what_cannot_be_told_is_no_pair(current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    assert len(_pair_param_groups(current, saved)) < len(current)
+    assert len(pairs_of(current, saved)) < len(current)
 
 
 def test_a_saved_group_that_this_run_does_not_have_is_left() -> None:
-    assert _pair_param_groups([MAIN, BIASES], [BIASES, EMBEDDING, MAIN]) == {0: 2, 1: 0}
+    assert pairs_of([MAIN, BIASES], [BIASES, EMBEDDING, MAIN]) == {0: 2, 1: 0}
 
 
 def test_names_of_nemo_and_of_older_releases() -> None:
     nemo = [{"pre_wd_mult": one["wd_mult"], "pre_lr_mult": 1.0, "max_lr": one["max_lr"]} for one in (MAIN, BIASES)]
-    assert _pair_param_groups([BIASES, MAIN], nemo) == {0: 1, 1: 0}
+    assert pairs_of([BIASES, MAIN], nemo) == {0: 1, 1: 0}
     without = [{"wd_mult": 1.0, "max_lr": 1e-3, "min_lr": 1e-4}, {**BIASES, "lr_mult": None}]
-    assert _pair_param_groups([BIASES, MAIN], without) == {0: 1, 1: 0}
+    assert pairs_of([BIASES, MAIN], without) == {0: 1, 1: 0}
     older = [{key: value for key, value in one.items() if key != "default_config"} for one in (MAIN, EMBEDDING)]
     older[1]["is_decoupled_lr"] = True
-    assert _pair_param_groups(scaled([EMBEDDING, MAIN], 0.1), older) == {0: 1, 1: 0}
+    assert pairs_of(scaled([EMBEDDING, MAIN], 0.1), older) == {0: 1, 1: 0}
 
 
 def test_groups_that_say_nothing_are_taken_in_their_order() -> None:
     """Groups without these keys are paired in order, as for an optimizer built in another way."""
-    assert _pair_param_groups([{"lr": 1.0}, {"lr": 2.0}], [{"lr": 1.0}, {"lr": 2.0}]) == {0: 0, 1: 1}
+    assert pairs_of([{"lr": 1.0}, {"lr": 2.0}], [{"lr": 1.0}, {"lr": 2.0}]) == {0: 0, 1: 1}

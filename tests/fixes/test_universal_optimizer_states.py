@@ -57,9 +57,9 @@ def stages_of_muon() -> tuple[int, ...]:
 
 
 def convert(rank: int, folder: Path, chosen: list[str]) -> dict[str, str]:
-    """The errors of DeepSpeed's converter, by case.
+    """The errors of the converter that DeepSpeed's `main` runs, by case: this project's with the fixes.
 
-    This project's converter, which can locate the momentum, converts Muon at ZeRO 1.
+    It alone can locate the momentum of Muon at ZeRO 1.
     """
     from trainers import deepspeed_training as dt
 
@@ -69,7 +69,7 @@ def convert(rank: int, folder: Path, chosen: list[str]) -> dict[str, str]:
             dt.convert(folder / case)
             continue
         try:
-            dt.convert_by_upstream(0, folder / case / dt.TAG, folder / case / dt.UNIVERSAL, workers=1)
+            dt.convert_by_upstream(0, folder / case / dt.TAG, folder / case / dt.UNIVERSAL, 1, handed_over=True)
         except KeyError as error:
             found[case] = f"KeyError: {error}"
     return found

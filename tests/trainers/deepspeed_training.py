@@ -486,20 +486,20 @@ def save_and_keep(run: Any, folder: Path) -> None:
         torch.save(live, folder / TRUTH)
 
 
-def converted(folder: Path) -> str:
-    """Convert TAG with DeepSpeed's converter. Returns how many states differ from TRUTH, or "" if none.
+def converted(folder: Path, *, handed_over: bool = False) -> str:
+    """Convert TAG as `convert_by_upstream` does. Returns how many states differ from TRUTH, or "" if none.
 
     Raises:
         RankError: the converter raised an error.
     """
-    run_ranks(convert_by_upstream, 1, folder / TAG, folder / UNIVERSAL)
+    run_ranks(convert_by_upstream, 1, folder / TAG, folder / UNIVERSAL, 2, handed_over)
     truth, found = torch.load(folder / TRUTH, map_location="cpu"), universal_states(folder / UNIVERSAL)
     pairs = [(live, found[name][key]) for name, states in truth.items() for key, live in states.items()]
     different = sum(not live.flatten().equal(other.flatten()) for live, other in pairs)  # ZeRO-3 states are flat
     return f"{different} of {len(pairs)} states differ, and no error" if different else ""
 
 
-def convert_by_upstream(rank: int, source: Path, output: Path, workers: int = 2, *, handed_over: bool = False) -> None:
+def convert_by_upstream(rank: int, source: Path, output: Path, workers: int = 2, handed_over: bool = False) -> None:
     """Convert with DeepSpeed's own converter; with `handed_over`, with the one that the switches say."""
     if not handed_over:
         os.environ["CKPT_PATCHES_SKIP"] = f"{os.environ.get('CKPT_PATCHES_SKIP', '')},universal_converter"
