@@ -153,7 +153,7 @@ def test_explain_on_a_terminal_is_wrapped_and_has_bold_headings() -> None:
 def test_explain_without_a_page() -> None:
     for name, hint in {
         "zarr_range_writes": "did you mean zarr_range_write?",
-        "../zzyzx": "ckpt-patches explain lists all pages, ckpt-patches list all symptoms",
+        "../zzyzx": "ckpt-patches explain lists all pages, ckpt-patches list --all all symptoms",
     }.items():
         done = command("explain", name)
         assert (done.returncode, done.stderr) == (1, f"ckpt-patches: no page has these words; {hint}\n")

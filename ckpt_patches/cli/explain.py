@@ -1,6 +1,5 @@
 """`ckpt-patches explain NAME`: a page of the documentation in the terminal, or the pages that answer a text."""
 
-import difflib
 import os
 import re
 import textwrap
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from ckpt_patches.engine.fix import every_fix, sentence
 from ckpt_patches.engine.format_patch import page
-from ckpt_patches.errors import UserError
+from ckpt_patches.errors import UserError, nearest
 from ckpt_patches.runtime import terminal
 from ckpt_patches.runtime.commands import note
 from ckpt_patches.runtime.units import in_bytes
@@ -80,16 +79,13 @@ def answers(text: str) -> "list[Answer]":
         return [symptoms.Answer(name, _title(name), name)]
     if found := symptoms.search(text[-LOG:]):
         return found
-    close = difflib.get_close_matches(text.replace("-", "_"), names(), n=1)
-    hint = (
-        f"did you mean {close[0]}?" if close else "ckpt-patches explain lists all pages, ckpt-patches list all symptoms"
-    )
-    raise NoAnswer(f"no page has these words; {hint}")
+    every = "; ckpt-patches explain lists all pages, ckpt-patches list --all all symptoms"
+    raise NoAnswer(f"no page has these words{nearest(text.replace('-', '_'), names()) or every}")
 
 
 def as_text(found: "list[Answer]") -> str:
-    """A line for each answer, and how to read on."""
-    rows = [(answer.name, answer.why) for answer in found]
+    """A line for each answer and one for what matches, and how to read on."""
+    rows = [row for answer in found for row in ((answer.name, answer.why), ("", answer.matched)) if row[1]]
     lines = terminal.table(rows, terminal.width(), wrapped=(1,))
     return "\n".join([*lines, "", f"ckpt-patches explain {found[0].page} prints its page"])
 
