@@ -15,7 +15,7 @@ from test_audit import copied, lose_first_moment
 from upstream import REPOSITORY, tree
 from zero_checkpoints import of_ranks
 
-# The keys of a document, by command: none is renamed or removed within a schema number (docs/json.md).
+# The keys of a document, by command: none is renamed or removed within a schema number (docs/reference/json.md).
 KEYS = {
     "status --json": "version mode hook_active hook_reason installed fixes warnings errors async_saves complete",
     "list --json": "fixes",

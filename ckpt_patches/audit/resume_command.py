@@ -179,7 +179,7 @@ def _how(answer: "Answer") -> str:
 
 
 def as_json(answer: "Answer", *, quick: bool) -> dict[str, Any]:
-    """The keys of `resume-from --json`: docs/json.md."""
+    """The keys of `resume-from --json`: docs/reference/json.md."""
     save, undecided = answer.save, answer.undecided
     return {
         "schema": SCHEMA,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ckpt_patches.engine.fix import every_fix, sentence
-from ckpt_patches.engine.format_patch import page
+from ckpt_patches.engine.format_patch import page, pages
 from ckpt_patches.errors import UserError, nearest
 from ckpt_patches.runtime import terminal
 from ckpt_patches.runtime.commands import note
@@ -40,14 +40,14 @@ class NoAnswer(UserError):
 
 def names() -> list[str]:
     """The names of the installed pages: of fixes, and of topics such as audit and migrate."""
-    return sorted(path.stem for path in _folder().glob("*.md") if path.stem != "README")
+    return sorted(pages())
 
 
 def overview() -> str:
     """All pages with their titles: the topics, then the fixes."""
-    pages, known = names(), every_fix()
-    topics = [(name, _title(name)) for name in pages if name not in known]
-    fixes = [(name, sentence(name).removesuffix(".")) for name in pages if name in known]
+    every, known = names(), every_fix()
+    topics = [(name, _title(name)) for name in every if name not in known]
+    fixes = [(name, sentence(name).removesuffix(".")) for name in every if name in known]
     columns = terminal.width()
     parts = [("Topics", topics), ("Fixes", fixes)]
     return "\n\n".join(
@@ -57,12 +57,12 @@ def overview() -> str:
 
 
 def _title(name: str) -> str:
-    return (_folder() / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    return page(name).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def name_of(text: str) -> str:
-    """The page of this name, of a command, or of a file docs/NAME.md; empty if there is none."""
-    name = text.strip().lower().removeprefix("docs/").removesuffix(".md").replace("-", "_")
+    """The page of this name, of a command, or of a file docs/FOLDER/NAME.md; empty if there is none."""
+    name = re.sub(r"^(?:docs/)?(?:\w+/)?|\.md$", "", text.strip().lower()).replace("-", "_")
     name = COMMANDS.get(name, name)
     return name if name in names() else ""
 
@@ -91,7 +91,7 @@ def as_text(found: "list[Answer]") -> str:
 
 
 def as_json(found: "list[Answer]") -> dict[str, object]:
-    """The schema is documented in docs/json.md."""
+    """The schema is documented in docs/reference/json.md."""
     return {"schema": SCHEMA, "answers": [asdict(answer) for answer in found]}
 
 
@@ -121,17 +121,13 @@ def text(name: str) -> str:
     return formatted(markdown, min(columns, WIDEST)) if columns else markdown
 
 
-def _folder() -> Path:
-    return page("audit").parent
-
-
 def without_links(markdown: str) -> str:
     """Replace links by their texts, with the address for another site; remove comments and pictures."""
     markdown = re.sub(r"(?m)^<!--.*?-->\n", "", markdown)
     markdown = re.sub(r"!\[[^]]*\]\([^)\s]+\)\n*", "", markdown)  # a picture
     markdown = re.sub(r"\[([^]]+)\]\((https?://[^)\s]+)\)", r"\1 (\2)", markdown)
     markdown = re.sub(r"\[([^]]+)\]\([^)\s]+\)", r"\1", markdown)
-    return re.sub(r"`?\b(?:docs/)?(\w+)\.md\b`?(?:#[\w-]+)?", _as_command, markdown)
+    return re.sub(r"`?\b(?:docs/)?(?:\w+/)?(\w+)\.md\b`?(?:#[\w-]+)?", _as_command, markdown)
 
 
 def _as_command(page: "re.Match[str]") -> str:

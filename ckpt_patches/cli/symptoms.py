@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from ckpt_patches.engine.fix import every_fix, load
-from ckpt_patches.engine.format_patch import page
+from ckpt_patches.engine.format_patch import pages
 from ckpt_patches.runtime.shown import shortened
 
 CONTAINED = 0.8  # minimum share, by weight, of an error text's words in a pasted line
@@ -28,7 +28,6 @@ LONGEST_LINE = 2000  # characters of a line: its begin and its end; patterns tak
 MOST = 5  # answers
 LONGEST_MATCH = 150  # characters of the line on what matches
 NOT_HERE = "not by this package"  # begins the answer to an error text that no fix and no tool is for
-LEFT_OUT = ("README", "architecture", "explorer")  # pages that answer no user's question
 
 # Words that do not describe a symptom.
 COMMON = re.compile(
@@ -111,8 +110,7 @@ class Answer:
 def known() -> tuple[Page, ...]:
     """The pages of all fixes and topics."""
     fixes = every_fix()
-    paths = sorted(path for path in page("audit").parent.glob("*.md") if path.stem not in LEFT_OUT)
-    return tuple(_of_fix(path) if path.stem in fixes else _of_topic(path) for path in paths)
+    return tuple(_of_fix(path) if name in fixes else _of_topic(path) for name, path in sorted(pages().items()))
 
 
 def _of_fix(path: Path) -> Page:

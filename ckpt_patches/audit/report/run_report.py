@@ -50,7 +50,7 @@ class RunReport:
         return f"{name} names {names.name}" + (f", which is {verdict}" if verdict else "")
 
     def as_json(self) -> dict[str, Any]:
-        """The entry in `audit --json`: docs/json.md."""
+        """The entry in `audit --json`: docs/reference/json.md."""
         return {
             "path": str(self.path),
             "resume_from": _path(self.newest),

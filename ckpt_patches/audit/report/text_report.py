@@ -23,7 +23,7 @@ Cells = tuple[str, str, str]  # of a row
 
 
 def as_json(reports: list[Report], runs: list[RunReport]) -> dict[str, Any]:
-    """The schema is documented in docs/json.md."""
+    """The schema is documented in docs/reference/json.md."""
     checkpoints = [checkpoint_as_json(report) for report in reports]
     return {"schema": SCHEMA, "checkpoints": checkpoints, "runs": [run.as_json() for run in runs]}
 
