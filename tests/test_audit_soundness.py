@@ -1,8 +1,8 @@
 """No checkpoint of any format is called WHOLE while a tensor has detectably wrong elements.
 
 In each tensor, one element, a quarter, or all become NaN, infinity, zero, or another tensor's elements, with correct
-checksums. docs/guides/audit.md defines what must be found: NaN and infinity everywhere except in padding; zeros and other
-tensors' elements if another array of the same parameter contradicts them.
+checksums. docs/reference/findings.md defines what must be found: NaN and infinity everywhere except in padding; zeros
+and other tensors' elements if another array of the same parameter contradicts them.
 """
 
 import math

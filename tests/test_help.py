@@ -143,10 +143,11 @@ def test_explain_prints_the_page(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_explain_on_a_terminal_is_wrapped_and_has_bold_headings() -> None:
     shown = on_terminal("explain", "round_robin_links", columns=60, TERM="xterm")
-    assert shown.startswith("\x1b[1mround_robin_links\x1b[0m\n\n\x1b[1mSymptom\x1b[0m\n\nNo error.")
+    assert shown.startswith("\x1b[1mDeepSpeed: links, conversions and universal loads")
+    assert "\n\n\x1b[1mSymptom\x1b[0m\n\nNo error." in shown
     page = (REPOSITORY / "docs/fixes/round_robin_links.md").read_text()
     plain = re.sub(r"\x1b\[\d+m|^#+ ", "", shown, flags=re.MULTILINE)
-    assert max(len(line) for line in plain.splitlines()) <= 60
+    assert max(len(line) for line in plain.splitlines() if "https://" not in line) <= 60  # an address is not broken
     expected = re.sub(r"^#+ ", "", explain.without_links(page), flags=re.MULTILINE)
     assert plain.split() == expected.split()
 

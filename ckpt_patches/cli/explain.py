@@ -159,7 +159,7 @@ def _table(text: str, columns: int) -> str:
 
 def _part(text: str, columns: int) -> str:
     if text.startswith("#"):
-        return terminal.paint(text.lstrip("# "), "bold")
+        return terminal.paint(textwrap.fill(text.lstrip("# "), columns), "bold")
     if text.startswith("|"):
         return _table(text, columns)
     if text.startswith("    ") or not text.strip():
@@ -167,4 +167,5 @@ def _part(text: str, columns: int) -> str:
     marker = re.match(r"[-*] |\d+\. |", text)
     indent = " " * len(marker[0]) if marker else ""
     end = "\n" if text.endswith("\n") else ""
-    return textwrap.fill(" ".join(text.split()), columns, subsequent_indent=indent, break_on_hyphens=False) + end
+    filler = textwrap.TextWrapper(columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return filler.fill(" ".join(text.split())) + end

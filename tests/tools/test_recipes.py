@@ -1,4 +1,4 @@
-"""The recipes of docs/guides/resume_from.md, run as they are; only a cluster's folders are replaced by those of the test.
+"""The recipes of docs/guides/resume_from.md, run as they are; a cluster's folders are replaced by those of the test.
 
 `sbatch`, `srun` and the kubelet are stand-ins that run what they are given on this machine. `torchrun` is torch's own,
 with one process for each GPU that a recipe asks for divided by eight.
