@@ -24,7 +24,8 @@ PACKAGES = {
     "torch_patches": "torch_patches",
 }
 # Files outside of the packages, and the folder that they are installed in; `ckpt-patches explain` finds the pages.
-PAGES = [page for page in Path("docs").glob("*.md") if page.stem not in ("README", "architecture")]
+FOLDERS = ("fixes", "guides", "reference")
+PAGES = [page for folder in FOLDERS for page in Path("docs", folder).glob("*.md") if page.stem != "symptoms"]
 ADDED = {PTH: ".", **dict.fromkeys(map(str, sorted(PAGES)), "ckpt_patches/pages")}
 # A folder in the checkout with links to the packages, by import name; an editable install puts it on sys.path.
 EDITABLE = Path.cwd() / ".editable"

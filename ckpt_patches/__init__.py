@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ckpt_patches.hook.running import Part
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.3.0"
 
 MODES = ("off", "warn", "strict")
 FINGERPRINT = {"1": True, "warn": True, "0": False, "off": False, "": False}

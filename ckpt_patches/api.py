@@ -59,7 +59,7 @@ class Result:
         self._document = document
 
     def to_dict(self) -> "dict[str, Any]":
-        """What the command prints with `--json` (docs/json.md); for `audit`, with `--json-lines`."""
+        """What the command prints with `--json` (docs/reference/json.md); for `audit`, with `--json-lines`."""
         return self._document
 
 

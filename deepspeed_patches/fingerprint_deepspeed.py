@@ -1,4 +1,4 @@
-"""Record fingerprints of the optimizer state at each save, and check them after each load: docs/fingerprint.md.
+"""Record fingerprints of the optimizer state at each save, and check them after each load: docs/guides/fingerprint.md.
 
 Not a fix, and not meant for upstream: it calls `ckpt_patches.fingerprint.run_deepspeed`.
 """

@@ -10,7 +10,7 @@ from ckpt_patches.engine.source import Source
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/7585",),
-    symptom="a parameter of another size shifts all parameters behind it",
+    symptom="the loss of a random model: a larger parameter shifts all behind it",
     releases=(("0.18.0", newest("deepspeed")),),
     stacks="universal load, ZeRO 3, another vocabulary or hidden size",
     silent=True,

@@ -29,7 +29,7 @@ def on_config(config: Any) -> Any:
 
     groups: dict[str, list[str]] = {}
     for name in sorted(every_fix()):
-        groups.setdefault(DISTRIBUTIONS[package_of(name)], []).append(f"{name}.md")
+        groups.setdefault(DISTRIBUTIONS[package_of(name)], []).append(f"fixes/{name}.md")
     bugs = next(section[BUGS] for section in config.nav if BUGS in section)
     bugs.extend({package: pages} for package, pages in groups.items())
     return config
@@ -46,7 +46,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Adapt a page: its links, the words behind the language of a fence; no comments."""
     if "\n## Change: " in markdown:
-        markdown += _tests(page.file.src_uri.removesuffix(".md"))
+        markdown += _tests(posixpath.basename(page.file.src_uri).removesuffix(".md"))
     markdown = re.sub(r"^<!--.*?-->\n", "", markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^```(\w+) .*$", r"```\1", markdown, flags=re.MULTILINE)
     uri = page.file.src_uri

@@ -8,6 +8,7 @@ from pathlib import Path
 from ckpt_patches.cli import symptoms
 from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.fix_table import row
+from ckpt_patches.engine.format_patch import pages
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "symptoms.md"
 HEAD = """# Symptoms
@@ -59,7 +60,8 @@ def _code(error: str) -> str:
 
 
 def _linked(name: str) -> str:
-    return f"[{name}](../{name}.md)"
+    folder = pages()[name].parent.name
+    return f"[{name}]({name}.md)" if folder == PAGE.parent.name else f"[{name}](../{folder}/{name}.md)"
 
 
 def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:

@@ -141,6 +141,17 @@ def test_the_save_to_resume_from_is_marked(tmp_path: Path) -> None:
     found = Parsed(to.read_text(encoding="utf-8"))
     assert [own["class"] for tag, own in found.elements if tag == "li"] == ["bad", "good chosen"]
     assert f"Resume from: {save} (step 2)" in found.text
+    assert f"Load it: tag {save.name} in {save.parent}\n" in found.text
+    assert f"In a script: ckpt-patches resume-from {save.parent} prints its path\n" in found.text
+
+
+def test_the_newest_damaged_save_has_the_command_that_repairs_it(tmp_path: Path) -> None:
+    save = copied(trained("0.19.8", "stage1")["stage1"], tmp_path / "run")
+    lose_the_moments_of_a_rank(shutil.copytree(save, save.with_name("global_step3")))
+    to = tmp_path / "page.html"
+    assert main(["audit", str(save.parent), "--html", str(to)]) == 1
+    repair = f"ckpt-patches repair {save.with_name('global_step3')} --output NEW --from {save}"
+    assert f"To repair a newer one: {repair}\n" in Parsed(to.read_text(encoding="utf-8")).text
 
 
 def lose_the_moments_of_a_rank(path: Path) -> None:

@@ -123,7 +123,7 @@ def test_what_cannot_be_repaired_is_said_before_anything_is_written(
     first, *damages = capsys.readouterr().err.splitlines()
     assert first == f"ckpt-patches: {zarr} cannot be repaired, and nothing was written:"
     assert damages
-    assert all(re.match(r"  \w+ \S", line) for line in damages)  # as in docs/commands.md on `repair`
+    assert all(re.match(r"  \w+ \S", line) for line in damages)  # as in docs/reference/commands.md on `repair`
     assert all("the checkpoint has nothing to take it from" in line for line in damages)
     assert not any("repair as" in line or "take another" in line for line in damages)
     assert [path.name for path in tmp_path.iterdir()] == [zarr.name]

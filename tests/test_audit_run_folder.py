@@ -316,6 +316,14 @@ def test_a_summary_of_a_run_has_five_lines_at_most(zero_run: Path, capsys: pytes
     assert marked == [f"- `{lines[0]}`", *(f"  - `{line}`" for line in lines[1:])]
 
 
+def test_a_tracker_without_a_checkpoint_is_not_counted_as_one(
+    zero_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (zero_run / "latest").write_text("../elsewhere")
+    first = summary_of(capsys, "--summary", zero_run, status=1)[0]
+    assert first == f"{zero_run}: 1 checkpoint: 1 WHOLE; 1 tracker without a checkpoint"
+
+
 def test_a_summary_of_a_checkpoint(zero_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert summary_of(capsys, "--summary", zero_run / ZERO, status=0) == [f"{zero_run / ZERO}: WHOLE"]
     (zero_run / ZERO / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt").unlink()

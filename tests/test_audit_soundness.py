@@ -1,8 +1,8 @@
 """No checkpoint of any format is called WHOLE while a tensor has detectably wrong elements.
 
 In each tensor, one element, a quarter, or all become NaN, infinity, zero, or another tensor's elements, with correct
-checksums. docs/audit.md defines what must be found: NaN and infinity everywhere except in padding; zeros and other
-tensors' elements if another array of the same parameter contradicts them.
+checksums. docs/reference/findings.md defines what must be found: NaN and infinity everywhere except in padding; zeros
+and other tensors' elements if another array of the same parameter contradicts them.
 """
 
 import math
@@ -137,7 +137,7 @@ class Checkpoint:
             begin += each
 
     def must_be_told(self, change: Change) -> bool:
-        """Whether the audit must find a change, by docs/audit.md."""
+        """Whether the audit must find a change, by docs/guides/audit.md."""
         place, (before, after) = change.place, self.before_and_after(change)
         ranges, role = self.meant(place), role_of(place)
         is_meant = np.zeros(place.numel, np.bool_)

@@ -178,7 +178,7 @@ def test_the_number_of_ranks_is_in_no_file(tmp_path: Path) -> None:
 
 
 def test_a_file_of_weights_of_the_save_before_cannot_be_found(tmp_path: Path) -> None:
-    """Weights state no step: docs/fsdp.md names this one as undetectable."""
+    """Weights state no step: docs/guides/fsdp.md names this one as undetectable."""
     path = run(tmp_path)
     earlier(ONE)(path)
     assert audit(path).verdict == WHOLE

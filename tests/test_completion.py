@@ -43,7 +43,7 @@ def test_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_and_fixes(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert completed(shell, ["diff", "--"], capsys) == {"--with-test", "--split", "--module", "--tree", "--help"}
     assert completed(shell, ["apply", "numpy2_product", "zarr_"], capsys) == {n for n in FIXES if n.startswith("zarr_")}
-    assert completed(shell, ["list", "--"], capsys) == {"--for", "--tree", "--json", "--help"}
+    assert completed(shell, ["list", "--"], capsys) == {"--all", "--for", "--tree", "--json", "--help"}
     assert completed(shell, ["status", "--r"], capsys) == {"--require"}
     assert completed(shell, ["resume-from", "--m"], capsys) == {"--max"}
     assert completed(shell, ["explain", "zero3_universal_"], capsys) == {

@@ -2,15 +2,15 @@
 
 A block of README.md that is a fence of ```console run is executed unchanged. A line that starts with `$ ` is a command;
 the lines after it are its output. In the output, `…` matches any text, and a line with only `…` matches any lines. A
-command without output may print anything. Each command must exit with 0. Its variables are
+command without output may print anything. Each command must exit with 0, or with 1 if it shows a damaged checkpoint.
+Its variables are
 
     REPO         a git URL of this repository, with the files of the working tree
-    CHECKPOINTS  a folder with a checkpoint of a real DeepSpeed run
+    CHECKPOINTS  the folder of a torch run with two checkpoints, of which the newest is damaged
 """
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -20,13 +20,17 @@ from pathlib import Path
 import pytest
 
 import installs
-import zero_checkpoints
+from ckpt_patches.engine.fix import load
+from ckpt_patches.engine.registry import CORE as CORE_PACKAGE
+from ckpt_patches.engine.registry import DEEPSPEED, NVRX, TORCH
+from registered import FIXES
 from upstream import REPOSITORY, TIMEOUT, newest, tree
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 RUN = re.compile(r"^```console run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)")
 CORE = "0.16.1"
+UPSTREAM = {CORE_PACKAGE: "Megatron-LM", DEEPSPEED: "DeepSpeed", NVRX: "NVRx", "apex": "apex", TORCH: "torch"}
 
 
 @pytest.fixture
@@ -36,8 +40,10 @@ def environment(tmp_path: Path) -> dict[str, str]:
     identity = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.invalid")
     for command in ("init --quiet", "add --all --force", "commit --quiet --message Begin"):
         subprocess.run(["git", "-C", str(source), *identity, *command.split()], check=True)
-    checkpoint = zero_checkpoints.trained(newest("deepspeed"), "stage1")["stage1"]
-    shutil.copytree(checkpoint, tmp_path / "checkpoints" / "run1" / checkpoint.name)
+    run = tmp_path / "checkpoints" / "run1"
+    program = "import sys; from pathlib import Path; from plain_runs import save; run = Path(sys.argv[1]); "
+    program += "save(run, 200); save(run, 300, damaged=True)"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program, run], cwd=REPOSITORY / "tests/tools", check=True)
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     (site_packages,) = venv.glob("lib/python*/site-packages")
@@ -48,7 +54,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         **kept,
         "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "REPO": f"file://{source}",
-        "CHECKPOINTS": str(tmp_path / "checkpoints" / "run1"),
+        "CHECKPOINTS": str(run),
         "NO_COLOR": "1",
     }
 
@@ -56,7 +62,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_the_commands_of_the_readme_print_what_it_shows(environment: dict[str, str], tmp_path: Path) -> None:
     found = list(commands((REPOSITORY / "README.md").read_text(encoding="utf-8")))
-    assert len(found) == 3
+    assert len(found) == 6
     for command, shown in found:
         done = subprocess.run(
             ["bash", "-o", "pipefail", "-c", command],
@@ -67,7 +73,7 @@ def test_the_commands_of_the_readme_print_what_it_shows(environment: dict[str, s
             timeout=TIMEOUT,
         )
         printed = (done.stdout + done.stderr).replace(environment["CHECKPOINTS"], "/checkpoints/run1")
-        assert done.returncode == 0, f"{command}\n{printed}"
+        assert done.returncode == int("DAMAGED" in shown), f"{command}\n{printed}"
         assert not shown or matches(shown, printed), f"{command}\nshown:\n{shown}\nprinted:\n{printed}"
 
 
@@ -83,6 +89,18 @@ def matches(shown: str, printed: str) -> bool:
     lines = [".*" if line == "…" else ".*".join(map(re.escape, line.rstrip().split("…"))) for line in shown.split("\n")]
     pattern = "\n".join(f"(?s:{line})" if line == ".*" else line for line in lines)
     return bool(re.fullmatch(pattern, "\n".join(line.rstrip() for line in printed.strip("\n").split("\n"))))
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_the_page_of_a_fix_begins_with_what_is_seen_and_how_to_get_the_fix(name: str) -> None:
+    fix = load(name)
+    page = (REPOSITORY / "docs/fixes" / f"{name}.md").read_text(encoding="utf-8")
+    title, first = (" ".join(part.split()) for part in page.split("\n\n")[:2])
+    assert title == f"# {UPSTREAM[fix.package]}: {fix.symptom}"
+    assert ("active by default" in first) is not fix.is_for_upstream_alone
+    for begin, end in fix.releases if fix.package != "apex" else ():
+        assert (begin if begin == end else f"{begin} to {end}") in first
+    assert re.search(r"Upstream: .*\]\(https://.*\)\. Without this package: .+\.$", first)
 
 
 def test_no_link_leads_nowhere() -> None:

@@ -1,7 +1,7 @@
 """With each fix of DeepSpeed switched off, the damage of its bug to a state is detected: at load, or in the files.
 
-Only the record of the save detects it. Bugs that raise errors are in their own fixes' tests; docs/fingerprint.md has
-the list.
+Only the record of the save detects it. Bugs that raise errors are in their own fixes' tests; docs/guides/fingerprint.md
+has the list.
 """
 
 from pathlib import Path

@@ -38,7 +38,7 @@ def long(seed: int, rows: float) -> npt.NDArray[np.uint32]:
     ],
 )
 def test_what_one_element_adds(index: int, bits: int, expected: int) -> None:
-    """One element adds the value in docs/fingerprint.md's test vectors."""
+    """One element adds the value in docs/guides/fingerprint.md's test vectors."""
     assert mix(index, bits) == expected
 
 

@@ -1,7 +1,7 @@
 """With each fix of megatron-core switched off, the damage of its bug to a state is detected, or the run fails.
 
-Only the record of the save detects it: the programs are those that show the bugs. This file and docs/fingerprint.md
-name what is not detected.
+Only the record of the save detects it: the programs are those that show the bugs. This file and
+docs/guides/fingerprint.md name what is not detected.
 """
 
 import json

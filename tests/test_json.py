@@ -15,7 +15,7 @@ from test_audit import copied, lose_first_moment
 from upstream import REPOSITORY, tree
 from zero_checkpoints import of_ranks
 
-# The keys of a document, by command: none is renamed or removed within a schema number (docs/json.md).
+# The keys of a document, by command: none is renamed or removed within a schema number (docs/reference/json.md).
 KEYS = {
     "status --json": "version mode hook_active hook_reason installed fixes warnings errors async_saves complete",
     "list --json": "fixes",
@@ -67,7 +67,8 @@ def test_status(capsys: pytest.CaptureFixture[str]) -> None:
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "explain", "--json", "KeyError: 'exp_avg'")
     check("explain --json", found)
-    assert found["answers"][0].keys() == {"name", "why", "page"}
+    assert found["answers"][0].keys() == {"name", "why", "page", "matched"}
+    assert found["answers"][0]["matched"] == "error text: KeyError: 'exp_avg'"
 
 
 def test_apply_and_revert(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -156,8 +157,7 @@ def full_disk(*arguments: str) -> None:
         done = python("-m", "ckpt_patches", *arguments, tree=REPOSITORY, check=False, stdout=full.fileno())
     assert done.returncode == 2
     *notes, last = done.stderr.splitlines()
-    program = "ckpt-patches to-universal" if arguments[0] == "to-universal" else "ckpt-patches"
-    assert last == f"{program}: cannot write the output: No space left on device"
+    assert last == "ckpt-patches: cannot write the output: No space left on device"
     assert notes in ([], [f"ckpt-patches: {arguments[1]}: no recorded fingerprints, nothing was compared"])
 
 

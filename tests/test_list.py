@@ -9,7 +9,7 @@ from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine import fix_table
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
-from ckpt_patches.engine.registry import CORE, DEEPSPEED
+from ckpt_patches.engine.registry import CORE, DEEPSPEED, TORCH
 from registered import FIXES
 from small_tree import command, one_line
 from upstream import OLDEST_REPORTED, RELEASES, REPOSITORY, all_releases, newest, tree
@@ -39,26 +39,32 @@ def names(*arguments: str) -> list[str]:
     return [fix["name"] for fix in json.loads(done.stdout)["fixes"]]
 
 
-def test_list_has_a_row_for_every_fix() -> None:
-    assert names() == list(FIXES)
-    lines = command("list").stdout.splitlines()
+def test_list_has_two_lines_for_every_fix() -> None:
+    assert names("--all") == list(FIXES)
+    lines = command("list", "--all", COLUMNS="400").stdout.splitlines()
     assert lines[0] == fix_table.SILENT
-    assert lines[1].split() == list(fix_table.HEADS)
-    rows = [line for line in lines if line.split()[-1:] and line.split()[-1] in FIXES]
-    assert len(rows) == len(FIXES)
-    assert lines.index(fix_table.VISIBLE) == 3 + sum(fixes.load(name).silent for name in FIXES)
+    assert sorted(line.partition(":")[0] for line in lines if line.partition(":")[0] in FIXES) == sorted(FIXES)
+    assert lines.index(fix_table.VISIBLE) == 2 + 2 * sum(fixes.load(name).silent for name in FIXES)
 
 
-@pytest.mark.parametrize("columns", [60, 80, 119])
-def test_list_has_two_lines_for_a_fix_in_a_narrow_terminal(columns: int) -> None:
-    text = command("list", COLUMNS=str(columns)).stdout
-    assert max(map(len, text.splitlines())) <= columns
+@pytest.mark.parametrize("columns", ["60", "80", "119", ""])
+def test_list_is_wrapped_between_words_in_a_pipe_as_well(columns: str) -> None:
+    text = command("list", "--all", COLUMNS=columns).stdout
+    assert max(map(len, text.splitlines())) <= int(columns or 80)
     for name in FIXES:
         fix = fixes.load(name)
         _, after = text.split(f"\n{name}: ")
         entry = " ".join(re.split(r"\n(?=\w)", after)[0].split())
         assert entry.endswith(" ".join(fix.symptom.split()))
         assert fix.releases[0][0] in entry
+
+
+def test_list_without_an_option_has_the_bugs_of_what_is_installed() -> None:
+    release = newest("deepspeed")
+    found = command("list", "--json", on=tree("deepspeed", release))
+    own = [fix["name"] for fix in json.loads(found.stdout)["fixes"]]
+    assert set(names("--for", f"deepspeed=={release}")) <= set(own)
+    assert {fixes.load(name).package for name in own} <= {DEEPSPEED, TORCH}  # torch is the tests' own
 
 
 def test_list_of_an_installed_package() -> None:

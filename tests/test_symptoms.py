@@ -209,7 +209,7 @@ def test_a_name_is_read_with_either_sign() -> None:
     assert command("explain", "resume-from").stdout == command("explain", "resume_from").stdout
 
 
-@pytest.mark.parametrize("name", ["to-universal", "Audit", "docs/audit.md", "repair", "DP_ZERO_EMPTY_STATE"])
+@pytest.mark.parametrize("name", ["to-universal", "Audit", "docs/guides/audit.md", "repair", "DP_ZERO_EMPTY_STATE"])
 def test_a_page_is_known_by_other_names(name: str) -> None:
     page = {"to-universal": "ds_to_universal", "DP_ZERO_EMPTY_STATE": "dp_zero_empty_state"}.get(name, "audit")
     assert command("explain", name).stdout == command("explain", page).stdout

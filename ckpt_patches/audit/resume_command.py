@@ -3,8 +3,6 @@
 import argparse
 import json
 import os
-import re
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +18,6 @@ PROGRAM = "ckpt-patches"
 SCHEMA = 1  # of the JSON; raised when a key changes its meaning or is removed
 OF_UNIVERSAL = "latest_universal"  # the tracker that DeepSpeed reads with "load_universal"
 PATH, TAG, STEP = "path", "tag", "step"
-OF_MEGATRON, OF_TRAINER = re.compile(r"iter_\d{7,}"), re.compile(r"checkpoint-\d+")
 
 
 def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -39,7 +36,14 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
             "runs in RUN",
         ),
     )
-    command.add_argument("run_folder", type=Path, metavar="RUN", help="the folder with the checkpoints of one run")
+    command.add_argument(
+        "run_folder",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        metavar="RUN",
+        help="the folder with the checkpoints of one run (default: the current folder)",
+    )
     command.add_argument(
         "--format",
         choices=(PATH, TAG, STEP),
@@ -151,6 +155,10 @@ def _lines_of_none(answer: "Answer", *, quick: bool) -> list[str]:
         return [*said, f"no checkpoint of a known format in {answer.run}, but {answer.unknown}"]
     if not answer.skipped:
         return [*said, f"no checkpoint in {answer.run}"]
+    if answer.has_weights_alone:
+        newest = answer.skipped[0].path
+        why = "all have weights without an optimizer, with which a training starts anew"
+        return [*said, f"no checkpoint in {answer.run} can be resumed from: {why}{limit}; the newest is {newest}"]
     if answer.undecided is None:
         all_of = ", all are damaged or incomplete" if all(own.verdict for own in answer.skipped) else ""
         return [*said, f"no checkpoint in {answer.run} is proven good{all_of}{limit}"]
@@ -164,21 +172,14 @@ def _lines_of_none(answer: "Answer", *, quick: bool) -> list[str]:
 
 
 def _how(answer: "Answer") -> str:
-    """The option of the framework that loads the save; empty if that depends on the script."""
+    from ckpt_patches.audit.report.run_report import how_to_load
+
     save, report = answer.save, answer.report
-    if save is None or report is None:
-        return ""
-    if OF_MEGATRON.fullmatch(save.name):
-        return f"--load {shlex.quote(str(save.path.parent))} --ckpt-step {save.step}"
-    if OF_TRAINER.fullmatch(save.name):
-        return f"resume_from_checkpoint={str(save.path)!r}"
-    if save.is_universal:
-        return f'tag {save.name} in {save.path.parent}, with "load_universal": true'
-    return f"tag {save.name} in {save.path.parent}" if report.checkpoint.format.startswith("deepspeed") else ""
+    return how_to_load(save.path, report.checkpoint.format) if save and report else ""
 
 
 def as_json(answer: "Answer", *, quick: bool) -> dict[str, Any]:
-    """The keys of `resume-from --json`: docs/json.md."""
+    """The keys of `resume-from --json`: docs/reference/json.md."""
     save, undecided = answer.save, answer.undecided
     return {
         "schema": SCHEMA,

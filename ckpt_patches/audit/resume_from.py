@@ -29,7 +29,7 @@ MOST_RUNS = 20  # that an error lists
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp")
 SKIPPED_ELSEWHERE = "a link to another folder, which can be of another run; no tracker names it"
 SKIPPED_UNIVERSAL = 'a universal checkpoint, which needs "load_universal": true; name its folder to have it considered'
-SKIPPED_ALONE = "an exported model, without an optimizer"
+SKIPPED_ALONE = "weights without an optimizer, as of an exported model or of save_only_model"
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,11 @@ class Answer:
         return not (self.save or self.skipped or self.left or self.unknown)
 
     @property
+    def has_weights_alone(self) -> bool:
+        """Whether no save has an optimizer, without which nothing but weights can be loaded."""
+        return bool(self.skipped) and all(own.reason == SKIPPED_ALONE for own in self.skipped)
+
+    @property
     def undecided(self) -> Skipped | None:
         """The newest save without damage that is not proven to be good, if none is good."""
         return None if self.save else next((own for own in self.skipped if own.verdict == UNKNOWN), None)
@@ -122,19 +127,13 @@ def resume_from(
     for save, why in others:
         search.skip(save, "", why)
     good: tuple[Save, Report] | None = None
-    alone: list[Save] = []
     chosen = candidates[:most]
     for number, save in enumerate(chosen, 1):
         if save.is_alone:
-            alone.append(save)
+            search.skip(save, "", SKIPPED_ALONE)
         elif good := search.judged(save):
             chosen = chosen[:number]
             break
-    if len(alone) < len(candidates):
-        for save in alone:
-            search.skip(save, "", SKIPPED_ALONE)
-    else:  # there is nothing else to resume from
-        good = next(filter(None, map(search.judged, alone)), None)
     left = 0 if good else len(candidates) - len(chosen)
     newest, report = good or (None, None)
     unknown = None if every else _unknown(path)

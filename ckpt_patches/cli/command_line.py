@@ -7,8 +7,9 @@ import os
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from ckpt_patches.engine.fix import every_fix, load
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
 from ckpt_patches.engine.registry import PACKAGES, package_with
-from ckpt_patches.engine.trees import Selection, select
+from ckpt_patches.engine.trees import Selection, root_of, select
 from ckpt_patches.errors import UserError, unknown
 from ckpt_patches.migrate import migrate_command as migrate
 from ckpt_patches.runtime import commands as runtime_commands
@@ -68,7 +69,7 @@ REMOVED_OPTIONS = {
     "--prove": "removed in 0.3; make prove SITE=/path/to/site-packages, in a clone of the repository, runs the proofs",
     "--plot": "removed in 0.3; --html FILE.html writes a page with the range of each finding",
 }
-WIDE = 120  # columns that a table of fixes needs
+COLUMNS = 80  # of a list in a pipe
 # Version of the JSON of status and list; increased when a key is renamed, removed or changes its meaning.
 SCHEMA = 2
 JSON_HELP = "print JSON (ckpt-patches explain json)"
@@ -178,9 +179,10 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "list",
         help="list the bugs by symptom, with their releases and fixes",
         **described(
-            "List every bug that has a fix: symptom, affected releases, affected stacks and the fix.",
+            "List the bugs of the installed packages that have a fix: symptom, affected releases, affected stacks and "
+            "the fix.",
             "ckpt-patches list --for megatron-core==0.16.1",
-            "ckpt-patches list --for deepspeed",
+            "ckpt-patches list --all",
         ),
     )
     listed.add_argument("--json", action="store_true", help=JSON_HELP)
@@ -191,6 +193,7 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="PACKAGE[==VERSION]",
         help="only the bugs of a tested release (default: the installed one)",
     )
+    which.add_argument("--all", action="store_true", help="the bugs of all packages and releases")
     which.add_argument(
         "--tree", metavar="PATH", help="only the bugs whose fixes apply to a checkout or a folder of packages"
     )
@@ -353,63 +356,59 @@ def _status(options: argparse.Namespace) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     from ckpt_patches.engine import fix_table
-    from ckpt_patches.engine.fix import load
 
     names, unmatched = _listed(options)
     fixes = [load(name) for name in names]
     if options.json:
         print(json.dumps({"schema": SCHEMA, "fixes": [_as_json(fix) for fix in fixes]}, indent=1))
     else:
-        print("\n\n".join(_table_of(*group) for group in fix_table.groups(fixes)) or "no fix applies")
+        for title, rows in fix_table.groups(fixes):
+            print("\n".join([terminal.paint(title, "bold"), *map(_entry, rows)]), end="\n\n")
+        if not fixes:
+            print("no fix applies")
     return _tell(unmatched)
 
 
-def _table_of(title: str, rows: "Sequence[Row]") -> str:
-    """A heading and a table; on a narrow terminal two lines for each fix instead, wrapped."""
-    from ckpt_patches.engine.fix_table import HEADS
-
-    columns = terminal.width()
-    lines = terminal.table([HEADS, *rows], columns, wrapped=(0, 1, 2))
-    if 0 < columns < WIDE:
-        lines = [line for row in rows for line in _two_lines(row, columns)]
-    return "\n".join([terminal.paint(title, "bold"), *lines])
-
-
-def _two_lines(row: "Row", columns: int) -> list[str]:
+def _entry(row: "Row") -> str:
+    """A fix with its releases, and the symptom below it; wrapped, in a pipe as well."""
     symptom, releases, stacks, name = row
     first = f"{name}: {releases}; {stacks}" if stacks else f"{name}: {releases}"
-    wrapped = [
-        textwrap.wrap(text, columns, initial_indent=begin, subsequent_indent="    ", break_on_hyphens=False)
-        for text, begin in ((first, ""), (symptom, "  "))
-    ]
-    return [line for lines in wrapped for line in lines]
+    fill = partial(textwrap.fill, width=terminal.width() or COLUMNS, break_on_hyphens=False, subsequent_indent="    ")
+    return f"{fill(first)}\n{fill(symptom, initial_indent='  ')}"
 
 
 def _listed(options: argparse.Namespace) -> tuple[list[str], list[FixResult]]:
     """The fixes to list, and for a tree the results of those that do not match it."""
     if options.release:
-        from ckpt_patches.engine.fix import load
         from ckpt_patches.engine.plan import fixes_for
         from ckpt_patches.engine.releases import recorded_release
 
-        package, version = recorded_release(options.release, _installed_version)
+        package, version = recorded_release(options.release)
         fixes = {name: load(name) for name in fixes_for(package)}
         return [name for name, fix in fixes.items() if fix.affects(version) and not fix.is_for_upstream_alone], []
-    if options.tree is None:
+    if options.all:
         return list(every_fix()), []
+    if options.tree is None and not any(root_of(package, None) for package in PACKAGES):
+        known = ", ".join(DISTRIBUTIONS[package] for package in PACKAGES)
+        raise UserError(f"expected one of {known} to be installed, found none; ckpt-patches list --all has all bugs")
     plans = [plan_tree(s.root, s.package, s.names) for s in select([], options.tree)]
     for plan in plans:
         plan.check_readable()
     unmatched = [result for plan in plans for result in plan.results if result.outcome is Outcome.NO_MATCH]
-    return [name for plan in plans for name in plan.named(Outcome.APPLIES)], unmatched
+    applied = _in_place(plans)
+    present = [result for plan in plans for result in plan.results if result.name in applied or _applies(result)]
+    return [result.name for result in present], unmatched
 
 
-def _installed_version(package: str) -> str:
-    """The installed version of an upstream package; empty if it is not installed."""
-    from ckpt_patches.engine.installed import locate, version_in
+def _applies(result: FixResult) -> bool:
+    return result.outcome is Outcome.APPLIES
 
-    root = locate(package)
-    return version_in(root, package) if root else ""
+
+def _in_place(plans: "Iterable[TreePlan | Selection]") -> set[str]:
+    """The fixes that the files of these trees have already."""
+    from ckpt_patches.inplace import rewrite
+
+    return {name for plan in plans for name in rewrite.in_place(plan.root, plan.package).fixes}
 
 
 def _as_json(fix: "Fix") -> dict[str, object]:
@@ -476,7 +475,7 @@ def _diff(options: argparse.Namespace) -> int:
     for plan in plans:
         _write(tree_diff(plan, with_test=options.with_test))
     _print_missing_dependencies(plans)
-    return _tell([r for plan in plans for r in plan.results if r.outcome is not Outcome.APPLIES])
+    return _tell([r for plan in plans for r in plan.results if not _applies(r)], _in_place(plans))
 
 
 def _write(text: bytes) -> None:
@@ -488,7 +487,6 @@ def _write(text: bytes) -> None:
 
 def _print_missing_dependencies(plans: Sequence[TreePlan]) -> None:
     """Report on stderr each dependency of the diff's fixes that applies here but is not in the diff."""
-    from ckpt_patches.engine.fix import load
 
     for plan in plans:
         there = {result.name for result in plan.results}
@@ -514,7 +512,7 @@ def _split(options: argparse.Namespace) -> int:
         folder = options.split if len(selected) == 1 else options.split / DISTRIBUTIONS[tree.package]
         if series.patches:
             _write_patches(folder, files_of(series, author_of(tree.root)))
-    return _tell([result for result in results if result.outcome is not Outcome.APPLIES])
+    return _tell([result for result in results if not _applies(result)], _in_place(selected))
 
 
 def _write_patches(folder: Path, files: dict[str, bytes]) -> None:
@@ -554,7 +552,7 @@ def _diff_of_module(options: argparse.Namespace) -> int:
     if file is not None:
         _write(file_diff(plan.root, file))
     results = [one for one in plan.results if options.module in load(one.name).modules]
-    return _tell([one for one in results if one.outcome is not Outcome.APPLIES])
+    return _tell([one for one in results if not _applies(one)], _in_place([plan]))
 
 
 def _edited_modules() -> list[str]:
@@ -635,9 +633,10 @@ def _revert(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(results: Sequence[FixResult]) -> int:
-    """Report each fix's outcome on stderr; return 1 if one does not match, else 0."""
+def _tell(results: Sequence[FixResult], applied: Collection[str] = ()) -> int:
+    """Report each fix's outcome on stderr; return 1 if one does not match, else 0. `applied`: those in place."""
     for result in results:
         reason = f": {result.reason}" if result.reason else ""
-        print(f"{result.name}: {MEANING[result.outcome]}{reason}", file=sys.stderr)
+        said = "in place: revert it to see its diff" if result.name in applied else f"{MEANING[result.outcome]}{reason}"
+        print(f"{result.name}: {said}", file=sys.stderr)
     return 1 if any(result.outcome is Outcome.NO_MATCH for result in results) else 0

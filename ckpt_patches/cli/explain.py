@@ -1,6 +1,5 @@
 """`ckpt-patches explain NAME`: a page of the documentation in the terminal, or the pages that answer a text."""
 
-import difflib
 import os
 import re
 import textwrap
@@ -8,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ckpt_patches.engine.fix import every_fix, sentence
-from ckpt_patches.engine.format_patch import page
-from ckpt_patches.errors import UserError
+from ckpt_patches.engine.format_patch import page, pages
+from ckpt_patches.errors import UserError, nearest
 from ckpt_patches.runtime import terminal
 from ckpt_patches.runtime.commands import note
 from ckpt_patches.runtime.units import in_bytes
@@ -41,14 +40,14 @@ class NoAnswer(UserError):
 
 def names() -> list[str]:
     """The names of the installed pages: of fixes, and of topics such as audit and migrate."""
-    return sorted(path.stem for path in _folder().glob("*.md") if path.stem != "README")
+    return sorted(pages())
 
 
 def overview() -> str:
     """All pages with their titles: the topics, then the fixes."""
-    pages, known = names(), every_fix()
-    topics = [(name, _title(name)) for name in pages if name not in known]
-    fixes = [(name, sentence(name).removesuffix(".")) for name in pages if name in known]
+    every, known = names(), every_fix()
+    topics = [(name, _title(name)) for name in every if name not in known]
+    fixes = [(name, sentence(name).removesuffix(".")) for name in every if name in known]
     columns = terminal.width()
     parts = [("Topics", topics), ("Fixes", fixes)]
     return "\n\n".join(
@@ -58,12 +57,12 @@ def overview() -> str:
 
 
 def _title(name: str) -> str:
-    return (_folder() / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    return page(name).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def name_of(text: str) -> str:
-    """The page of this name, of a command, or of a file docs/NAME.md; empty if there is none."""
-    name = text.strip().lower().removeprefix("docs/").removesuffix(".md").replace("-", "_")
+    """The page of this name, of a command, or of a file docs/FOLDER/NAME.md; empty if there is none."""
+    name = re.sub(r"^(?:docs/)?(?:\w+/)?|\.md$", "", text.strip().lower()).replace("-", "_")
     name = COMMANDS.get(name, name)
     return name if name in names() else ""
 
@@ -80,22 +79,19 @@ def answers(text: str) -> "list[Answer]":
         return [symptoms.Answer(name, _title(name), name)]
     if found := symptoms.search(text[-LOG:]):
         return found
-    close = difflib.get_close_matches(text.replace("-", "_"), names(), n=1)
-    hint = (
-        f"did you mean {close[0]}?" if close else "ckpt-patches explain lists all pages, ckpt-patches list all symptoms"
-    )
-    raise NoAnswer(f"no page has these words; {hint}")
+    every = "; ckpt-patches explain lists all pages, ckpt-patches list --all all symptoms"
+    raise NoAnswer(f"no page has these words{nearest(text.replace('-', '_'), names()) or every}")
 
 
 def as_text(found: "list[Answer]") -> str:
-    """A line for each answer, and how to read on."""
-    rows = [(answer.name, answer.why) for answer in found]
+    """A line for each answer and one for what matches, and how to read on."""
+    rows = [row for answer in found for row in ((answer.name, answer.why), ("", answer.matched)) if row[1]]
     lines = terminal.table(rows, terminal.width(), wrapped=(1,))
     return "\n".join([*lines, "", f"ckpt-patches explain {found[0].page} prints its page"])
 
 
 def as_json(found: "list[Answer]") -> dict[str, object]:
-    """The schema is documented in docs/json.md."""
+    """The schema is documented in docs/reference/json.md."""
     return {"schema": SCHEMA, "answers": [asdict(answer) for answer in found]}
 
 
@@ -125,17 +121,13 @@ def text(name: str) -> str:
     return formatted(markdown, min(columns, WIDEST)) if columns else markdown
 
 
-def _folder() -> Path:
-    return page("audit").parent
-
-
 def without_links(markdown: str) -> str:
     """Replace links by their texts, with the address for another site; remove comments and pictures."""
     markdown = re.sub(r"(?m)^<!--.*?-->\n", "", markdown)
     markdown = re.sub(r"!\[[^]]*\]\([^)\s]+\)\n*", "", markdown)  # a picture
     markdown = re.sub(r"\[([^]]+)\]\((https?://[^)\s]+)\)", r"\1 (\2)", markdown)
     markdown = re.sub(r"\[([^]]+)\]\([^)\s]+\)", r"\1", markdown)
-    return re.sub(r"`?\b(?:docs/)?(\w+)\.md\b`?(?:#[\w-]+)?", _as_command, markdown)
+    return re.sub(r"`?\b(?:docs/)?(?:\w+/)?(\w+)\.md\b`?(?:#[\w-]+)?", _as_command, markdown)
 
 
 def _as_command(page: "re.Match[str]") -> str:
@@ -167,7 +159,7 @@ def _table(text: str, columns: int) -> str:
 
 def _part(text: str, columns: int) -> str:
     if text.startswith("#"):
-        return terminal.paint(text.lstrip("# "), "bold")
+        return terminal.paint(textwrap.fill(text.lstrip("# "), columns), "bold")
     if text.startswith("|"):
         return _table(text, columns)
     if text.startswith("    ") or not text.strip():
@@ -175,4 +167,5 @@ def _part(text: str, columns: int) -> str:
     marker = re.match(r"[-*] |\d+\. |", text)
     indent = " " * len(marker[0]) if marker else ""
     end = "\n" if text.endswith("\n") else ""
-    return textwrap.fill(" ".join(text.split()), columns, subsequent_indent=indent, break_on_hyphens=False) + end
+    filler = textwrap.TextWrapper(columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return filler.fill(" ".join(text.split())) + end

@@ -170,7 +170,7 @@ def compared(one: "Contents", other: "Contents") -> "Checked":
 
 
 def as_json(found: "Checked") -> dict[str, Any]:
-    """The keys of `compare --json`: docs/json.md."""
+    """The keys of `compare --json`: docs/reference/json.md."""
     return {"schema": SCHEMA, **_as_json(found)}
 
 

@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from ckpt_patches.engine.fix import every_fix, load
-from ckpt_patches.engine.format_patch import page
+from ckpt_patches.engine.format_patch import pages
 from ckpt_patches.runtime.shown import shortened
 
 CONTAINED = 0.8  # minimum share, by weight, of an error text's words in a pasted line
@@ -26,8 +26,8 @@ FEW = 4  # words of an error text; a pasted line must contain a shorter one with
 LONGEST = 25  # words of an effect or a question; a longer text is a log, in which only error texts are searched
 LONGEST_LINE = 2000  # characters of a line: its begin and its end; patterns take time that grows faster than it
 MOST = 5  # answers
+LONGEST_MATCH = 150  # characters of the line on what matches
 NOT_HERE = "not by this package"  # begins the answer to an error text that no fix and no tool is for
-LEFT_OUT = ("README", "architecture", "explorer")  # pages that answer no user's question
 
 # Words that do not describe a symptom.
 COMMON = re.compile(
@@ -78,6 +78,19 @@ class Page:
         return frozenset(words(f"{self.name.replace('_', ' ')} {self.heads}"))
 
     @cached_property
+    def answered(self) -> frozenset[str]:
+        """The words of the error texts that a topic answers; none of those that nothing here is for."""
+        texts = [error for error, answer in self.errors.items() if not answer.startswith(NOT_HERE)]
+        return frozenset(words(" ".join(texts))) if self.is_topic else frozenset()
+
+    @cached_property
+    def sections(self) -> dict[str, str]:
+        """By heading, the text of a topic's sections; of a fix, the sentences that are searched."""
+        marks = r"\n\n|(?<=[.:]) " if not self.is_topic else r"(?:^|\n)#+ "
+        parts = re.split(marks, self.text or self.heads)
+        return {part.partition("\n")[0] if self.is_topic else " ".join(part.split()): part for part in parts}
+
+    @cached_property
     def others(self) -> frozenset[str]:
         """The words of the text that are not in the heads."""
         return frozenset(words(self.text)) - self.words
@@ -88,16 +101,16 @@ class Answer:
     """A page, or a finding of the audit, that a text matches."""
 
     name: str
-    why: str  # one line
+    why: str  # one line: what to do, a symptom or a title
     page: str  # to read on
+    matched: str = ""  # the error text or the section that matches
 
 
 @cache
 def known() -> tuple[Page, ...]:
     """The pages of all fixes and topics."""
     fixes = every_fix()
-    paths = sorted(path for path in page("audit").parent.glob("*.md") if path.stem not in LEFT_OUT)
-    return tuple(_of_fix(path) if path.stem in fixes else _of_topic(path) for path in paths)
+    return tuple(_of_fix(path) if name in fixes else _of_topic(path) for name, path in sorted(pages().items()))
 
 
 def _of_fix(path: Path) -> Page:
@@ -174,11 +187,23 @@ def search(text: str) -> list[Answer]:
     by_error = [(*match, each) for each in known() if (match := _matched(each, lines, raw))]
     if by_error:
         by_error.sort(key=lambda found: (-round(found[0], 6), _place(found[2], found[1])))
-        return [Answer(each.name, each.errors[error], each.name) for _, error, each in by_error[:MOST]]
+        return [
+            Answer(each.name, each.errors[error], each.name, f"error text: {error}")
+            for _, error, each in by_error[:MOST]
+        ]
     asked = _asked(text)
     scores = [(score, each) for each in known() if (score := _score(each, asked, text))]
-    scores.sort(key=lambda found: (not (found[1].is_topic and asked <= found[1].words), -found[0]))
-    return [Answer(each.name, each.about, each.name) for _, each in scores[:MOST]]
+    scores.sort(key=lambda found: (not (found[1].is_topic and asked <= found[1].words | found[1].answered), -found[0]))
+    return [Answer(each.name, each.about, each.name, _section(each, asked)) for _, each in scores[:MOST]]
+
+
+def _section(each: Page, asked: frozenset[str]) -> str:
+    """The section of a topic, or the sentence on a fix, with most of the words; empty if its title has as many."""
+    weight = {line: _sum(asked.intersection(words(text))) for line, text in each.sections.items()}
+    best = max(weight, key=lambda line: weight[line], default="")
+    kind = "section" if each.is_topic else "text"
+    is_more = best != each.about and weight.get(best, 0) > _sum(asked.intersection(words(each.about)))
+    return shortened(f"{kind}: {best}", LONGEST_MATCH) if is_more else ""
 
 
 def _place(each: Page, error: str) -> int:

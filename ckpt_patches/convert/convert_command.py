@@ -38,7 +38,13 @@ def main(arguments: Sequence[str] | None = None, program: str = HAND_OVER) -> in
     options = made.parse_args(spelled(sys.argv[1:] if arguments is None else arguments))
     if bool(options.path) == bool(options.input_folder):
         made.error("expected one folder of a checkpoint, PATH")
-    return commands.run(program, lambda: _run(options, program, begin), interrupted=INTERRUPTED, defect=1)
+    work = partial(_run, options, program, begin)
+    return commands.run(_prefix(program), work, interrupted=INTERRUPTED, defect=1)
+
+
+def _prefix(program: str) -> str:
+    """What messages begin with: as those of all commands, the program's name without that of the command."""
+    return program.partition(" ")[0]
 
 
 def take_over(upstream: Any, module: str) -> bool:
@@ -80,7 +86,7 @@ def take_over(upstream: Any, module: str) -> bool:
 
 
 def _run(options: argparse.Namespace, program: str, begin: float) -> int:
-    say = partial(commands.say, program)
+    say = partial(commands.say, _prefix(program))
     path = Path(options.path or options.input_folder)
     if program != HAND_OVER:
         check_parent(Path(options.output))

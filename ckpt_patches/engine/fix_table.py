@@ -6,7 +6,6 @@ from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.registry import DEEPSPEED
 
-HEADS = ("symptom", "releases", "stacks", "fix")
 SILENT = "Silent: wrong state without an error"
 VISIBLE = "Visible: an error, a hang or high memory use"
 

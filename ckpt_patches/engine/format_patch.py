@@ -15,6 +15,8 @@ from ckpt_patches.engine.series import Patch, Series
 from ckpt_patches.errors import UserError
 
 WIDTH = 72  # characters per line of a commit message
+PAGES = ("fixes", "guides", "reference")  # the folders of docs/ whose pages are installed
+INDEXES = ("symptoms",)  # pages that repeat what others have: not installed
 _SECTION = re.compile(r"^## Change: ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 CONDITION = re.compile(r"<!-- (if|unless)=(\S+) -->\n")
 _LABEL = re.compile(r"\A\*[^*\n]+\* ")
@@ -139,15 +141,20 @@ def _plain(paragraph: str) -> str:
     return "\n".join(_wrapped(" ".join(item.split())) for item in items)
 
 
+def pages() -> dict[str, Path]:
+    """The paths of the pages, by name: in the package, or in docs/ of a checkout."""
+    package = Path(os.path.realpath(__file__)).parent.parent
+    folders = [package / "pages", *(package.parent / "docs" / folder for folder in PAGES)]
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.md")) if path.stem not in INDEXES}
+
+
 def page(name: str) -> Path:
-    """The path of a page: in the package, or in docs/ of a checkout.
+    """The path of a page.
 
     Raises:
         UserError: no such file exists.
     """
-    package = Path(os.path.realpath(__file__)).parent.parent
-    places = [package / "pages" / f"{name}.md", package.parent / "docs" / f"{name}.md"]
-    for place in places:
-        if place.exists():
-            return place
-    raise UserError(f"expected the page of {name} in {' or '.join(map(str, places))}, found none")
+    found = pages().get(name)
+    if found is None:
+        raise UserError(f"expected the page {name}.md of this package, found none: is its installation complete?")
+    return found

@@ -1,8 +1,9 @@
 """What a release says about a bug. Statements hold for the releases in `registry.PACKAGES`, on which the tests ran."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ckpt_patches.engine.fix import numbers
+from ckpt_patches.engine.installed import locate, version_in
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, PACKAGES, TORCH
 from ckpt_patches.engine.source import Ranges
 from ckpt_patches.errors import UserError
@@ -61,8 +62,8 @@ def without_build(package: str, version: str) -> str:
 ALIASES = {"mcore": "megatron-core", "megatron": "megatron-core", "nvrx": "nvidia-resiliency-ext"}
 
 
-def recorded_release(requirement: str, installed: Callable[[str], str]) -> tuple[str, str]:
-    """The upstream package and the release of `PACKAGE==VERSION`, or of `PACKAGE` the one that `installed` returns.
+def recorded_release(requirement: str) -> tuple[str, str]:
+    """The upstream package and the release of `PACKAGE==VERSION`, or of `PACKAGE` the one that is installed.
 
     Raises:
         UserError: the package is unknown or not installed, or the tests never ran on that release.
@@ -74,7 +75,8 @@ def recorded_release(requirement: str, installed: Callable[[str], str]) -> tuple
         known = " or ".join(f"{one.distribution}=={one.releases[-1]}" for one in PACKAGES.values())
         raise UserError(f"expected PACKAGE==VERSION, such as {known}, found {requirement}")
     (package,) = named
-    version = without_build(package.root, version if equals else installed(package.root))
+    root = None if equals else locate(package.root)
+    version = without_build(package.root, version_in(root, package.root) if root else version)
     if not version and not equals:
         raise UserError(f"{requirement}: expected the package to be installed, found none; name a release with ==")
     if old := too_old(package.root, version):

@@ -1,4 +1,4 @@
-"""The complete list of finding kinds. `docs/audit.md` shows it; each kind has a test."""
+"""The complete list of finding kinds. `docs/guides/audit.md` shows it; each kind has a test."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -52,6 +52,14 @@ def width() -> int:
     return shutil.get_terminal_size().columns if _is_terminal() or os.environ.get("COLUMNS") else 0
 
 
+def filled(text: str) -> str:
+    """A text wrapped between words at the terminal's width; as it is if there is no terminal."""
+    if not _is_terminal():
+        return text
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(text, columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
 def paint(text: str, color: str) -> str:
     """Text in one of `COLORS`: by --color or, without it, on a terminal with colors if NO_COLOR is not set."""
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb" or not _is_terminal()

@@ -11,7 +11,7 @@ fix = Fix(
     upstream=(
         "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.2/megatron/core/optimizer/distrib_optimizer.py",
     ),
-    symptom="`'NoneType' object is not subscriptable` on one rank at a resume, others wait",
+    symptom="`'NoneType' object is not subscriptable` on one rank at a resume, others hang",
     releases=(("0.15.0", "0.19.2"),),
     stacks="dp_zero_gather_scatter, several optimizer instances",
     silent=False,

@@ -22,7 +22,7 @@ UTILS = "megatron.core.utils"
 fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/5714",),
-    symptom="rows of SwiGLU's W and V change places when another number of ranks loads",
+    symptom="the loss jumps on other ranks: rows of SwiGLU's W and V change places",
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="torch FSDP2 (`--use-torch-fsdp2`), SwiGLU or another gated MLP",
     silent=True,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/pull/5077",),
-    symptom="main parameters and moments are saved shifted into their neighbors",
+    symptom="the loss is worse after a resume: states are saved shifted",
     releases=(("0.15.0", newest("megatron-core")),),
     stacks="fully_reshardable format, several buckets",
     silent=True,

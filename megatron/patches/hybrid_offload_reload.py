@@ -22,7 +22,7 @@ fix = Fix(
         "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/4082",
         "https://github.com/NVIDIA-NeMo/RL/issues/2371",
     ),
-    symptom="the first step of a finetuning run restores random weights",
+    symptom="fine-tuning: the second loss is that of a random model, with CPU offload",
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="optimizer CPU offload",
     silent=True,

@@ -27,7 +27,7 @@ fix = Fix(
         "https://github.com/volcengine/verl/issues/4870",
         "https://github.com/NovaSky-AI/SkyRL/issues/1401",
     ),
-    symptom="training resumes with a wrong optimizer state, or fails with `KeyError`",
+    symptom="the loss jumps after a resume with optimizer CPU offload, or `KeyError`",
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="optimizer CPU offload",
     silent=True,

@@ -11,7 +11,7 @@ ZARR = "megatron.core.dist_checkpointing.strategies.zarr"
 fix = Fix(
     __name__,
     upstream=("https://github.com/NVIDIA/Megatron-LM/issues/1053",),
-    symptom="slices of the optimizer state are saved as zeros",
+    symptom="the loss jumps after a resume: slices of the state are saved as zeros",
     releases=(("0.9.0", "0.14.0"),),
     stacks="zarr format, distributed optimizer",
     silent=True,

@@ -89,7 +89,7 @@ def test_a_fix_has_its_page_and_its_test_for_upstream(name: str) -> None:
     is_for_upstream = not all(edit.ours_alone for edit in fix.edits)
     assert (tests / f"test_{name}.py").exists() is bool(fix.test) is is_for_upstream
     assert not fix.test or (tests / Path(fix.test).name).exists()
-    assert (REPOSITORY / "docs" / f"{name}.md").exists()
+    assert (REPOSITORY / "docs" / "fixes" / f"{name}.md").exists()
 
 
 @pytest.mark.parametrize("name", NAMES)

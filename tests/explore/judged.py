@@ -210,11 +210,11 @@ def _of_upstream(tried: Tried) -> dict[str, Any]:
 
 
 def _limit(case: dict[str, Any], different: list[str]) -> str:
-    """The reason that neither audit nor fingerprint can notice an element altered in the save (docs/limits.md)."""
+    """The reason that neither audit nor fingerprint can notice an element altered in the save (reference/limits.md)."""
     if {_kind(name) for name in different} != {"weight"}:
         return ""
     if case["run"].get("stage") == 0:
-        return "a weight without ZeRO, which no tool compares (docs/formats.md)"
+        return "a weight without ZeRO, which no tool compares (docs/reference/formats.md)"
     if case["package"] != "megatron":
         return ""
     if case["run"]["format"] in BUCKETS:

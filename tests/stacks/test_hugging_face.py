@@ -1,6 +1,6 @@
 """Transformers' Trainer and Accelerate with ZeRO 2 and 3: resumes, also universal ones, begin with the saved state.
 
-Each test takes one to two minutes. `hugging_face.py` is the run. docs/hugging_face.md shows the commands of its user.
+Each test takes one to two minutes. `hugging_face.py` is the run. docs/guides/hugging_face.md shows the commands.
 """
 
 import json

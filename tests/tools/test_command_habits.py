@@ -10,7 +10,7 @@ import pytest
 from ckpt_patches.cli import main
 from megatron_checkpoints import ZARR, written
 from old_checkpoints import flattened, settings
-from small_tree import command, one_line
+from small_tree import command, on_terminal, one_line
 from test_audit import copied, lose_both_moments, lose_master
 from zero_checkpoints import trained
 
@@ -90,6 +90,14 @@ def test_a_universal_one_is_converted_already(run: Path, capsys: pytest.CaptureF
     assert main(["to-universal", "universal", "--output", "again"]) == 0
     assert "universal is a universal checkpoint already" in capsys.readouterr().err
     assert not Path("again").exists()
+
+
+def test_no_word_of_a_long_headline_is_broken(run: Path) -> None:
+    path = (run / "global_step2").rename(run / " ".join(["long"] * 30))
+    shown = on_terminal("audit", str(path), str(path), columns=80, TERM="dumb")
+    lines = shown[shown.index("long") :].splitlines()
+    assert max(map(len, lines)) <= 80
+    assert path.name in " ".join(shown.split())
 
 
 def test_a_save_that_is_named_twice_is_judged_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

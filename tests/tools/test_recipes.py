@@ -1,4 +1,4 @@
-"""The recipes of docs/resume_from.md, run as they are: only the folders of a cluster are replaced by those of the test.
+"""The recipes of docs/guides/resume_from.md, run as they are; a cluster's folders are replaced by those of the test.
 
 `sbatch`, `srun` and the kubelet are stand-ins that run what they are given on this machine. `torchrun` is torch's own,
 with one process for each GPU that a recipe asks for divided by eight.
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from every_checkpoint import EVERY
 from upstream import REPOSITORY, TIMEOUT
 
-PAGE = (REPOSITORY / "docs" / "resume_from.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "guides" / "resume_from.md").read_text(encoding="utf-8")
 # What a training script does with the option: it loads the state with torch itself.
 TRAIN = """
 import argparse, json, sys

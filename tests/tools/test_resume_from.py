@@ -177,18 +177,22 @@ def test_a_universal_folder_is_for_another_kind_of_load(tmp_path: Path, resume_f
         shutil.rmtree(source, ignore_errors=True)
 
 
-def test_exported_models_are_passed_over_unless_a_run_saves_nothing_else(run: Path, resume_from: Any) -> None:
+def test_exported_models_are_passed_over(run: Path, resume_from: Any) -> None:
     for name in ("step-11", "final"):
         (run / name).mkdir()
         test_audit_safetensors.written(run / name / "model.safetensors", {"weight": torch.ones(2, 3)})
     said = resume_from(run)
     assert said[:2] == (0, f"{run / 'step-10'}\n")
-    assert f"skipped {run / 'step-11'}: an exported model" in said.err
+    assert f"skipped {run / 'step-11'}: weights without an optimizer" in said.err
     assert resume_from(run, "--max", "1")[:2] == (1, "")  # older ones can have an optimizer
     for path in run.glob("step-[0-9]"), run.glob("step-10"):
         for each in path:
             shutil.rmtree(each)
-    assert resume_from(run)[:2] == (0, f"{run / 'step-11'}\n")
+    said = resume_from(run)
+    assert said[:2] == (1, "")
+    assert f"no checkpoint in {run} can be resumed from: all have weights without an optimizer" in said.err
+    assert said.err.endswith(f"the newest is {run / 'step-11'}\n")
+    assert resume_from(run, "--allow-empty")[:2] == (1, "")  # a training that began anew could overwrite them
 
 
 def test_a_link_to_another_run_is_not_the_answer(run: Path, tmp_path: Path, resume_from: Any) -> None:
@@ -216,6 +220,7 @@ def test_a_stray_file_changes_nothing(run: Path, tmp_path: Path, name: str, resu
 def test_the_current_folder(run: Path, resume_from: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run)
     assert resume_from(".")[:2] == (0, "step-10\n")
+    assert resume_from() == resume_from(".")
     assert resume_from(".", "--format", "step")[:2] == (0, "10\n")
     monkeypatch.chdir(run / "step-4")
     assert resume_from(".", "--format", "tag")[:2] == (0, "step-4\n")

@@ -1,4 +1,4 @@
-"""Compare the states in a checkpoint's files with the fingerprints recorded at save: docs/fingerprint.md."""
+"""Compare the states in a checkpoint's files with the fingerprints recorded at save: docs/guides/fingerprint.md."""
 
 from collections.abc import Iterator
 from dataclasses import replace

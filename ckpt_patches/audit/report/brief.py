@@ -1,11 +1,12 @@
 """At most five lines on a run or a checkpoint, for a chat or the summary of a job; as a Markdown list, too."""
 
+import itertools
 import shlex
 from collections.abc import Iterable
 
-from ckpt_patches.audit.audit import TO_RESUME_FROM, Report
+from ckpt_patches.audit.audit import DAMAGED, TO_RESUME_FROM, Report
 from ckpt_patches.audit.report.rows import headline, rows, what_to_do
-from ckpt_patches.audit.report.run_report import RunReport
+from ckpt_patches.audit.report.run_report import RunReport, how_to_load
 from ckpt_patches.runtime.shown import printable, shortened
 
 MOST = 3  # checkpoints that a line names
@@ -38,6 +39,26 @@ def not_whole(own: list[Report]) -> str:
     named = ", ".join(f"{report.checkpoint.path.name} ({_kinds(report)})" for report in bad[:MOST])
     more = f", and {len(bad) - MOST} more" if len(bad) > MOST else ""
     return f"not WHOLE: {named}{more}" if bad else ""
+
+
+def next_steps(run: RunReport, own: Iterable[Report]) -> list[str]:
+    """What to do now, with the commands; `own` are the saves of the run, the newest first."""
+    newer = [*itertools.takewhile(lambda report: report is not run.newest, own)]
+    lines = []
+    if run.newest:
+        how = how_to_load(run.newest.checkpoint.path, run.newest.checkpoint.format)
+        lines += [f"Load it: {how}"] if how else []
+        lines.append(f"In a script: ckpt-patches resume-from {shlex.quote(str(run.path))} prints its path")
+    elif run.undecided:
+        lines.append(f"Read below what could not be judged in {run.undecided.checkpoint.path.name} before you load it")
+    older = f" --from {shlex.quote(str(run.newest.checkpoint.path))}" if run.newest else ""
+    if damaged := next((str(report.checkpoint.path) for report in newer if _has_remedy(report)), None):
+        lines.append(f"To repair a newer one: ckpt-patches repair {shlex.quote(damaged)} --output NEW{older}")
+    return lines or ["Take a copy of an older checkpoint: what is here has damage that cannot be repaired"]
+
+
+def _has_remedy(report: Report) -> bool:
+    return report.verdict == DAMAGED and any(own.kind.remedy.startswith("repair") for own in report.findings)
 
 
 def _of_checkpoint(report: Report) -> list[str]:

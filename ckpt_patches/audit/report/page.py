@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckpt_patches import __version__
-from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, TO_RESUME_FROM, WHOLE, Report
-from ckpt_patches.audit.report.brief import is_in, not_whole
+from ckpt_patches.audit.audit import TO_RESUME_FROM, Report
+from ckpt_patches.audit.report.brief import is_in, next_steps, not_whole
 from ckpt_patches.audit.report.rows import Row, by_severity, headline, rows, summary, what_to_do
 from ckpt_patches.audit.report.run_report import RunReport
-from ckpt_patches.audit.report.text_report import HEADS, about
+from ckpt_patches.audit.report.text_report import COLORS, HEADS, about
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.damages import NOTE
 from ckpt_patches.runtime.durable import replace_durably
@@ -18,7 +18,7 @@ from ckpt_patches.runtime.shown import printable
 
 # Blocks loading and scripts, whatever a name in a checkpoint contains.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-COLORS = {DAMAGED: "bad", INCOMPLETE: "bad", WHOLE: "good", REPAIRED: "good"}  # classes; others are "doubt"
+CLASSES = {"red": "bad", "green": "good"}  # by the color of a verdict in a terminal; others are "doubt"
 STYLE = """
 :root { color-scheme: light dark; }
 body { max-width: 70rem; margin: 0 auto; padding: 1rem; font: 16px/1.5 system-ui, sans-serif; }
@@ -90,13 +90,14 @@ def _run(run: RunReport, reports: list[Report]) -> str:
     )
     return (
         f'<div class="answer {look}"><h2>{_text(answer[0].upper() + answer[1:])}</h2><p>{_text(rest)}</p>'
-        f"<p>{_text(not_whole(own[::-1]))}</p></div>\n"
+        f"<p>{_text(not_whole(own[::-1]))}</p>"
+        f"{''.join(f'<p><code>{_text(step)}</code></p>' for step in next_steps(run, own[::-1]))}</div>\n"
         f'<ul class="strip">{"".join(boxes)}</ul>\n'
     )
 
 
 def _look(report: Report) -> str:
-    return COLORS.get(report.verdict, "doubt")
+    return CLASSES.get(COLORS.get(report.verdict, ""), "doubt")
 
 
 def _name(report: Report) -> str:

@@ -7,6 +7,7 @@ from ckpt_patches.audit import audit
 from ckpt_patches.audit.audit import Report
 from ckpt_patches.formats import damages
 from ckpt_patches.formats.damages import DAMAGE, INCOMPLETE, NOTE, SUSPICION, Finding, FindingKind
+from ckpt_patches.formats.trackers import TRACKERS
 from ckpt_patches.runtime.shown import printable
 
 VERDICTS = (audit.DAMAGED, audit.INCOMPLETE, audit.UNKNOWN, audit.REPAIRED, audit.WHOLE)
@@ -77,10 +78,17 @@ def counted(number: int, what: str) -> str:
 
 
 def headline(reports: Sequence[Report]) -> str:
-    """The number of checkpoints with each verdict, worst first."""
-    verdicts = [report.verdict for report in reports]
+    """The number of checkpoints with each verdict, worst first; a tracker that names none is counted apart."""
+    verdicts = [report.verdict for report in reports if not _is_tracker(report)]
     counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in verdicts]
-    return f"{counted(len(reports), 'checkpoint')}: {', '.join(counts)}"
+    bad = len(reports) - len(verdicts)
+    said = [f"{counted(len(verdicts), 'checkpoint')}: {', '.join(counts)}"] if counts else []
+    return "; ".join([*said, *([f"{counted(bad, 'tracker')} without a checkpoint"] if bad else [])])
+
+
+def _is_tracker(report: Report) -> bool:
+    path = report.checkpoint.path
+    return path.name in TRACKERS and not path.is_dir()
 
 
 def by_severity(found: Iterable[Row]) -> list[tuple[str, list[Row]]]:

@@ -1,6 +1,8 @@
 """Report on a run's folder: which checkpoint to resume from, and what the trackers name."""
 
 import os
+import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,9 @@ from ckpt_patches.audit.audit import TO_RESUME_FROM, UNKNOWN, Report
 from ckpt_patches.audit.run_folder import leaves
 from ckpt_patches.formats.checkpoint import ALONE
 from ckpt_patches.formats.trackers import Tracker, trackers
+from ckpt_patches.formats.universal import is_universal
+
+OF_MEGATRON, OF_TRAINER = re.compile(r"iter_\d{7,}"), re.compile(r"checkpoint-\d+")
 
 
 @dataclass(frozen=True)
@@ -21,10 +26,11 @@ class RunReport:
     undecided: Report | None  # the newest one without damage, if none is complete
     trackers: tuple[tuple[Tracker, str], ...]  # each with the verdict; empty if it names none that was audited
     elsewhere: tuple[Path, ...]  # links to complete checkpoints that can be of another run
+    has_weights_alone: bool = False  # in every checkpoint: none can be resumed from
 
     def as_text(self) -> str:
         """The report in one line."""
-        parts = [f"no checkpoint in {self.path} is WHOLE"]
+        parts = [f"no checkpoint in {self.path} {'has an optimizer' if self.has_weights_alone else 'is WHOLE'}"]
         if self.newest:
             step = self.newest.checkpoint.step
             parts = [f"{self.newest.checkpoint.path}" + (f" (step {step})" if step is not None else "")]
@@ -44,7 +50,7 @@ class RunReport:
         return f"{name} names {names.name}" + (f", which is {verdict}" if verdict else "")
 
     def as_json(self) -> dict[str, Any]:
-        """The entry in `audit --json`: docs/json.md."""
+        """The entry in `audit --json`: docs/reference/json.md."""
         return {
             "path": str(self.path),
             "resume_from": _path(self.newest),
@@ -59,6 +65,17 @@ class RunReport:
 
 def _path(report: Report | None) -> str | None:
     return None if report is None else str(report.checkpoint.path)
+
+
+def how_to_load(save: Path, checkpoint_format: str) -> str:
+    """The option of the framework that loads a save; empty if that depends on the script."""
+    if OF_MEGATRON.fullmatch(save.name):
+        return f"--load {shlex.quote(str(save.parent))} --ckpt-step {int(save.name.removeprefix('iter_'))}"
+    if OF_TRAINER.fullmatch(save.name):
+        return f"resume_from_checkpoint={str(save)!r}"
+    if is_universal(save):
+        return f'tag {save.name} in {save.parent}, with "load_universal": true'
+    return f"tag {save.name} in {save.parent}" if checkpoint_format.startswith("deepspeed") else ""
 
 
 def run_reports(path: Path, reports: Iterable[Report]) -> list[RunReport]:
@@ -76,14 +93,14 @@ def run_reports(path: Path, reports: Iterable[Report]) -> list[RunReport]:
 
 def _run_report(path: Path, own: list[Report]) -> RunReport:
     found = trackers(path)
-    to_resume = [report for report in own if not _is_alone(report)] or own
+    to_resume = [report for report in own if not _is_alone(report)]
     complete = [report for report in to_resume if report.verdict in TO_RESUME_FROM]
     paths = (report.checkpoint.path for report in complete)
     elsewhere = tuple(save for save in paths if _is_elsewhere(save, path, found))
     newest = max((own for own in complete if own.checkpoint.path not in elsewhere), key=_order, default=None)
     undecided = [own for own in to_resume if own.verdict == UNKNOWN and own.checkpoint.shards and not newest]
     verdicts = tuple((tracker, _verdict(tracker, own)) for tracker in found)
-    return RunReport(path, newest, max(undecided, key=_order, default=None), verdicts, elsewhere)
+    return RunReport(path, newest, max(undecided, key=_order, default=None), verdicts, elsewhere, not to_resume)
 
 
 def _is_alone(report: Report) -> bool:

@@ -23,7 +23,7 @@ Cells = tuple[str, str, str]  # of a row
 
 
 def as_json(reports: list[Report], runs: list[RunReport]) -> dict[str, Any]:
-    """The schema is documented in docs/json.md."""
+    """The schema is documented in docs/reference/json.md."""
     checkpoints = [checkpoint_as_json(report) for report in reports]
     return {"schema": SCHEMA, "checkpoints": checkpoints, "runs": [run.as_json() for run in runs]}
 
@@ -68,8 +68,8 @@ def as_text(report: Report, *, notes: bool) -> str:
     begin = f"{printable(str(report.checkpoint.path))}: {verdict}"
     found = rows(report, notes=notes)
     if len(found) == 1 and found[0].where == str(report.checkpoint.path):
-        return f"{begin}: {found[0].detail}; {found[0].kind.remedy}"
-    lines = [f"{begin} ({known})" if (known := about(report)) else begin]
+        return terminal.filled(f"{begin}: {found[0].detail}; {found[0].kind.remedy}")
+    lines = [terminal.filled(f"{begin} ({known})" if (known := about(report)) else begin)]
     if not found:
         return lines[0]
     lines += [f"  {counts}"] if (counts := summary(report)) else []
@@ -86,7 +86,7 @@ def last_lines(reports: list[Report], runs: list[RunReport], *, notes: bool) -> 
     hidden = 0 if notes else sum(finding.kind.severity == NOTE for own in reports for finding in own.findings)
     counts = [headline(reports), *([f"{counted(hidden, 'note')} (--notes)"] if hidden else [])]
     lines = ["; ".join(counts)] if len(reports) > 1 or hidden else []
-    return [*lines, *(printable(run.as_text()) for run in runs)]
+    return [*lines, *(terminal.filled(printable(run.as_text())) for run in runs)]
 
 
 def about(report: Report) -> str:
