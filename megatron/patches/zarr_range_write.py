@@ -40,7 +40,6 @@ fix = Fix(
     releases=(("0.12.0", "0.15.3"),),
     stacks="zarr format, distributed optimizer",
     silent=True,
-    test="tests/unit_tests/dist_checkpointing/test_zarr_range_write.py",
 )
 
 

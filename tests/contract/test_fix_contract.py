@@ -83,13 +83,14 @@ def test_a_fix_is_found_by_its_name_and_edits_one_package(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fix_has_its_page_and_its_test_for_upstream(name: str) -> None:
-    """What is ours alone is in no patch, and has no test for upstream."""
+    """What the newest release does not need, or is ours alone, is not sent: no test, and no commit message."""
     fix = fixes.load(name)
     tests = Path(folder(fix.package)) / "upstream_tests"
-    is_for_upstream = not all(edit.ours_alone for edit in fix.edits)
-    assert (tests / f"test_{name}.py").exists() is bool(fix.test) is is_for_upstream
+    is_sent = fix.affects(PACKAGES[fix.package].releases[-1]) and not all(edit.ours_alone for edit in fix.edits)
+    assert (tests / f"test_{name}.py").exists() is bool(fix.test) is is_sent
     assert not fix.test or (tests / Path(fix.test).name).exists()
-    assert (REPOSITORY / "docs" / f"{name}.md").exists()
+    page = (REPOSITORY / "docs" / f"{name}.md").read_text()
+    assert ("\n## Change: " in page) is is_sent
 
 
 @pytest.mark.parametrize("name", NAMES)
