@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-import zygotes
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine import registry
 from ckpt_patches.engine.diffs import upstream_test
@@ -23,7 +22,7 @@ from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import plan_tree
 from ckpt_patches.engine.registry import APEX, DEEPSPEED
-from upstream import MAIN, main_branch, newest, run_pytest, tree
+from upstream import CORE_ALONE, MAIN, ZERO, main_branch, newest, run_pytest, tree
 
 pytestmark = pytest.mark.slow
 
@@ -206,7 +205,7 @@ def outcomes(checkout: Path, names: Sequence[str], *options: str) -> dict[str, s
             ),
             env={"LOCAL_SIZE": "4", "DS_UNITTEST_TIMEOUT": "300"},  # DeepSpeed harness: ranks, seconds per test
             timeout=1800,
-            imports=zygotes.DEEPSPEED if is_deepspeed else zygotes.CORE,
+            imports=ZERO if is_deepspeed else CORE_ALONE,
         )
     except subprocess.TimeoutExpired:
         if "--exitfirst" not in options:  # without the patch, a failing rank can leave another rank waiting forever

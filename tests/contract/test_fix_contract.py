@@ -253,7 +253,7 @@ def complaints(text: bytes) -> set[str]:
     return {re.sub(r"line \d+", "line", one.message % one.message_args) for one in messages}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "version"), FORMS)
 def test_a_fork_with_a_part_of_a_fix_is_completed_or_left_alone(name: str, version: str, tmp_path: Path) -> None:
     """A tree that lacks one edit of a fix is completed or is a mismatch, never taken for a fixed release."""

@@ -13,20 +13,19 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-import zygotes
-from upstream import all_releases, run, run_json, shown, shown_on, tree, with_fix, without_fix
+from upstream import ZARR_WRITES, all_releases, run, run_json, shown, shown_on, tree, with_fix, without_fix
 
 RELEASES = shown_on("zarr_range_write")
 
 
 @without_fix(RELEASES)
 def test_slices_are_lost(version: str, delivery: str) -> None:
-    assert "slices lost, and no error" in shown(__file__, version, delivery, imports=zygotes.ZARR)
+    assert "slices lost, and no error" in shown(__file__, version, delivery, imports=ZARR_WRITES)
 
 
 @with_fix(RELEASES)
 def test_every_slice_is_written(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery, imports=zygotes.ZARR) == ""
+    assert shown(__file__, version, delivery, imports=ZARR_WRITES) == ""
 
 
 # Further cases
@@ -144,7 +143,7 @@ def test_a_rank_that_dies_leaves_a_hole_and_no_short_file(tmp_path: Path) -> Non
 def test_what_cannot_be_written_as_bytes_takes_the_locks_and_leaves_none(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(FALLBACK)
-    done = run(program, tmp_path / "out", tree=tree("megatron-core", "0.14.0"), delivery="hook", imports=zygotes.ZARR)
+    done = run(program, tmp_path / "out", tree=tree("megatron-core", "0.14.0"), delivery="hook", imports=ZARR_WRITES)
     assert json.loads(done.stdout.splitlines()[-1]) == {"equal": True, "left": ["even", "uneven"]}
     assert (
         "uneven: written under locks, which is slow: its shape (10,) is no multiple of its chunks (3,)" in done.stderr
