@@ -6,37 +6,25 @@ DOCS_SITE ?= build/site
 PY := $(VENV)/bin/python
 CHECKED := ckpt_patches megatron/patches deepspeed_patches nvrx_patches apex_patches torch_patches tests
 SPELLED := *.md docs/*.md docs/*/*.md ckpt_patches megatron deepspeed_patches nvrx_patches apex_patches torch_patches
-# Three for two cores: some wait. Each begins with a third of the tests, in order: what a file shares is made for one.
-# With bytecode, as pytest compiles all test files in each process.
+# Three for two cores: some wait. With bytecode, as pytest compiles all test files in each process.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n 3 --dist worksteal
+SLOW := $(PYTEST) -m "slow and not exhaustive"
 
-.PHONY: test fixes rest older quick test-all lint check bench stacks demo prove explore docs clean
+.PHONY: test test-all quick lint bench stacks demo prove explore docs clean
 
-# Formatting, lint, types, and the tests of the engine, the hook, the formats and the tools.
-test: lint check
+# Formatting, lint, types, the tests of the engine, the hook, the formats and the tools, and the proofs of a dozen fixes.
+test: lint
+	$(PYTEST) -m "not slow and not exhaustive"
 
-# Each fix on the newest release with its bug: the contract of all fixes, and its own tests, without and with it.
-fixes: $(VENV)/ready
-	CKPT_PATCHES_TEST_FIXES=1 $(PYTEST)
+# What CI runs besides: all proofs, on the oldest and the newest release with the bug, the patches for upstream, and what
+# takes long of the rest. In two parts: together they need more memory than CI has.
+test-all: $(VENV)/ready
+	$(SLOW) tests/fixes tests/contract
+	$(SLOW) --ignore=tests/fixes --ignore=tests/contract
 
-# What else takes long on the newest releases.
-rest: $(VENV)/ready
-	CKPT_PATCHES_TEST_REST=1 $(PYTEST)
-
-# Older releases, combinations, the patches for upstream, some fixes in place. All four together are what CI runs.
-older: $(VENV)/ready
-	CKPT_PATCHES_TEST_OLDER=1 $(PYTEST)
-
-# The tests of the engine, the hook, formats and planners: less than a minute.
+# The tests that run no upstream package: less than a minute.
 quick: $(VENV)/ready
 	$(PYTEST) -m quick
-
-# The tests on every upstream release.
-test-all: lint
-	CKPT_PATCHES_TEST_ALL=1 $(PYTEST)
-
-check: $(VENV)/ready
-	$(PYTEST)
 
 lint: $(VENV)/ready
 	$(PY) -m ruff format --check .

@@ -17,7 +17,6 @@ fix = Fix(
     releases=(("0.18.9", "0.19.5"),),
     stacks="universal checkpoints, AutoTP with `shape: [3, -1]` or fused biases",
     silent=True,
-    test="tests/unit/checkpoint/test_autotp_fused_widths.py",
 )
 
 CUT = "sub_param_shape is not None and partition_dim is not None"

@@ -15,7 +15,6 @@ fix = Fix(
     releases=(("0.17.6", "0.18.5"),),
     stacks="bf16 without ZeRO",
     silent=True,
-    test="tests/unit/checkpoint/test_bf16_stage0_gradients.py",
 )
 
 CLEARS_WITH_ZERO = 'self.zero_optimization() and hasattr(self.optimizer, "zero_grad")'

@@ -16,7 +16,6 @@ fix = Fix(
     releases=(("0.17.6", "0.18.4"),),
     stacks="bf16 with `grad_accum_dtype: fp32` or pipeline parallelism",
     silent=True,
-    test="tests/unit/runtime/test_bf16_wrapper_name.py",
 )
 
 NAME = "DDP_BFLOAT16"

@@ -19,7 +19,6 @@ fix = Fix(
     releases=(("0.18.3", "0.19.6"),),
     stacks="Muon, ZeRO 1 and 2, bf16 or fp16",
     silent=False,
-    test="tests/unit/ops/muon/test_muon_momentum_dtype.py",
 )
 
 MUON_GROUP = "getattr(tensor_list[0], 'use_muon', False) and 'muon' in self.optimizer.__class__.__name__.lower()"

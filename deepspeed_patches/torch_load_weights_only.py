@@ -35,7 +35,6 @@ fix = Fix(
     releases=(("0.15.0", "0.15.4"),),
     stacks="ZeRO, torch 2.6 or later",
     silent=False,
-    test="tests/unit/checkpoint/test_torch_load_weights_only.py",
 )
 
 

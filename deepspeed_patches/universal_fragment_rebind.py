@@ -13,7 +13,6 @@ fix = Fix(
     releases=(("0.15.0", "0.19.6"),),
     stacks="universal load, ZeRO 1 and 2",
     silent=True,
-    test="tests/unit/checkpoint/test_universal_fragment_rebind.py",
 )
 
 FLATTEN = "map_to_flat_opt_states"

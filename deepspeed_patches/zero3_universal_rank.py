@@ -16,7 +16,6 @@ fix = Fix(
     releases=(("0.15.0", "0.17.6"),),
     stacks="universal load, ZeRO 3, several nodes",
     silent=True,
-    test="tests/unit/checkpoint/test_zero3_universal_rank.py",
 )
 
 LOCAL, RANK = "local_rank", "rank"

@@ -22,7 +22,6 @@ fix = Fix(
     stacks="universal load, ZeRO 3",
     silent=True,
     depends_on=("universal_weights_alone",),
-    test="tests/unit/checkpoint/test_zero3_universal_weights_alone.py",
 )
 
 OWNER = "DeepSpeedZeroOptimizer_Stage3"

@@ -45,8 +45,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Adapt a page: its links, the words behind the language of a fence; no comments."""
-    if "\n## Change: " in markdown:
-        markdown += _tests(posixpath.basename(page.file.src_uri).removesuffix(".md"))
+    from ckpt_patches.engine.fix import every_fix
+
+    if (fix := posixpath.basename(page.file.src_uri).removesuffix(".md")) in every_fix():
+        markdown += _tests(fix)
     markdown = re.sub(r"^<!--.*?-->\n", "", markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^```(\w+) .*$", r"```\1", markdown, flags=re.MULTILINE)
     uri = page.file.src_uri
@@ -63,8 +65,9 @@ def _tests(fix: str) -> str:
     tests = [
         f"`tests/fixes/test_{fix}.py` shows the bug without the fix, and that it is gone with it.",
         "`tests/contract/` tests it, as every fix.",
-        f"`ckpt-patches diff --with-test {fix}` adds a test to the patch: `{load(fix).test}`.",
     ]
+    if test := load(fix).test:
+        tests.append(f"`ckpt-patches diff --with-test {fix}` adds a test to the patch: `{test}`.")
     return "\n## Test\n\n" + "".join(f"- {test}\n" for test in tests)
 
 

@@ -1,57 +1,58 @@
-"""Shared pytest setup: markers, the selection of tests by target, and a check that the hook is active."""
+"""Shared pytest setup: marks, and a check that the hook is active."""
 
+import atexit
 import gc
-import os
+import shutil
 import signal
 import sys
-from collections.abc import Generator
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 
-from demo import SHOWN
+from demo import MAIN, SHOWN, parameters_of, release_of
 from registered import EVERYTHING
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).with_name("fixes"))]
 
-# The default run draws the same cases every time, so that failures are reproducible. `make test-all` draws others.
-# No deadline: a case's time depends on the load of the machine.
-hypothesis.settings.register_profile(
-    "tests",
-    derandomize=os.environ.get("CKPT_PATCHES_TEST_ALL") != "1",
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("tests")
-
-MAIN = "main"  # as in upstream.py, which needs this setup
+# A dozen fixes whose proofs are in `make test`.
+PROVEN = (*SHOWN, "bf16_stage0_gradients", "dcp_touched_state", "scheduler_steps", "zero3_module_only")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--no-forks", action="store_true", help="run each program in an interpreter of its own")
+    parser.addoption("--every-release", action="store_true", help="on each upstream release, with other drawn cases")
     parser.addoption("--site", metavar="PATH", help="prove the fixes that are active in this site-packages")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--no-forks"):
-        import zygotes
-
-        zygotes.forks = False
+    # The same cases in each run, so that failures are reproducible. No deadline: time depends on the machine's load.
+    hypothesis.settings.register_profile(
+        "tests",
+        derandomize=not config.getoption("--every-release"),
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("tests")
     if site := config.getoption("--site"):
         sys.path.append(site)  # with torch and NumPy, if this Python has none
-        import upstream
+    import upstream
 
-        upstream.site = Path(site).resolve()
+    upstream.every_release = config.getoption("--every-release")
+    upstream.site = Path(site).resolve() if site else None
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background jobs like this, and every program under test would ignore SIGINT as well.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line("markers", "gpu: needs a GPU and a torch that can use it")
-    config.addinivalue_line("markers", "quick: runs no upstream package; put on all tests of the files in QUICK")
-    config.addinivalue_line("markers", "long: not part of `make test`: `make rest` runs it, or `make fixes`")
-    config.addinivalue_line("markers", "slow: only `make older` runs it")
-    config.addinivalue_line("markers", "exhaustive: only `make test-all` runs it")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of pytest-xdist: remove what its processes share when this one, which started them, ends."""
+    folder = Path(tempfile.gettempdir(), f"ckpt-patches-{node.workerinput['testrunuid']}")
+    if not folder.exists():
+        folder.mkdir(mode=0o700)
+        atexit.register(shutil.rmtree, folder)
 
 
 def pytest_report_header() -> list[str]:
@@ -62,11 +63,8 @@ def pytest_report_header() -> list[str]:
 # Test files that `make quick` runs: the engine, the hook, in-place files, file formats, and planning.
 QUICK = """
     audit_blocks checksum convert_new_file convert_plan convert_writer durable hook in_place plan
-    processes rooms shared source stored_zip torch_file unfinished
+    processes rooms source stored_zip torch_file unfinished
 """
-
-# Files whose tests take longest.
-LONGEST = ("test_removals", "test_explore", "test_patches")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -84,21 +82,22 @@ def _hook_is_active(pytestconfig: pytest.Config) -> None:
         )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select the target's tests, mark quick ones, and skip GPU tests without a GPU."""
+    """Mark tests by the time that they take, and skip GPU tests without a GPU."""
     if config.getoption("--site"):
         select(config, items, set(proofs_of_site(items)))
-    elif os.environ.get("CKPT_PATCHES_TEST_ALL") != "1":
-        asked = (part for part in (OLDER, REST, RUNS) if os.environ.get(f"CKPT_PATCHES_TEST_{part.upper()}") == "1")
-        wanted = next(asked, TEST)
-        select(config, items, {item for item, part in parts(items).items() if part == wanted})
-        items[:] = longest_first(items, _processes(config))
     quick = {f"test_{name}" for name in QUICK.split()}
+    releases: dict[str, set[tuple[int, ...]]] = {}
+    for item in items:
+        releases.setdefault(_case(item), set()).add(release_of(item))
     for item in items:
         if item.path.stem in quick:
             item.add_marker(pytest.mark.quick)
         if item.get_closest_marker("gpu") and (reason := _no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))
+        if mark := _mark(item, releases[_case(item)]):
+            item.add_marker(mark)
 
 
 def select(config: pytest.Config, items: list[pytest.Item], chosen: set[pytest.Item]) -> None:
@@ -128,7 +127,7 @@ def proofs_of_site(items: list[pytest.Item]) -> list[pytest.Item]:
 
     def proves(item: pytest.Item) -> bool:
         on = {"version": active.get(_fix_of(item)), "delivery": "hook"}
-        return item.path.parent.name == "fixes" and on.items() <= _parameters(item).items()
+        return item.path.parent.name == "fixes" and on.items() <= parameters_of(item).items()
 
     chosen = [item for item in items if proves(item)]
     if left := active.keys() - {_fix_of(item) for item in chosen}:
@@ -142,53 +141,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# The targets `make test`, `make fixes`, `make rest` and `make older`. Each test is in one of them, or only in `make
-# test-all`.
-TEST, RUNS, REST, OLDER = "test", "fixes", "rest", "older"
+def _mark(item: pytest.Item, releases: set[tuple[int, ...]]) -> str:
+    """The mark of a test beside its own, from its parameters: "slow", "exhaustive", or none.
 
-
-def parts(items: list[pytest.Item]) -> dict[pytest.Item, str]:
-    """The target of each test; "" if only `make test-all` runs it.
-
-    older: the oldest release of a case, and tests marked slow. fixes: the contract of the fixes, and their own tests,
-    also those of the switched ones. rest: others marked long. test: all others. Releases between, tests marked
-    exhaustive, and in-place tests of a release that are not marked slow, and not of `make demo`, are only in test-all:
-    test_fix_contract.py checks that in-place files equal the hook's text on each release that is a fix's newest.
+    slow: the oldest release of a case, the contract of the fixes, and all proofs but a dozen. exhaustive: releases
+    between, and in-place tests of a release that are not of `make demo`: test_fix_contract.py checks that in-place
+    files equal the hook's text on each release that is a fix's newest.
     """
-    releases: dict[str, set[tuple[int, ...]]] = {}
-    for item in items:
-        releases.setdefault(_case(item), set()).add(_release(item))
-    return {item: _part(item, releases[_case(item)]) for item in items}
-
-
-def longest_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
-    """The tests with the longest ones at the start of each process's part: at the end, they would leave others idle."""
-    longest = [item for item in items if item.path.stem in LONGEST]
-    others = [item for item in items if item.path.stem not in LONGEST]
-    ends = [len(others) * number // processes for number in range(processes + 1)]
-    return [item for n in range(processes) for item in (*longest[n::processes], *others[ends[n] : ends[n + 1]])]
-
-
-def _processes(config: pytest.Config) -> int:
-    """The processes of pytest-xdist, each of which begins with a part of the tests, in order."""
-    count: int = getattr(config, "workerinput", {}).get("workercount", 1)
-    return count
-
-
-def _part(item: pytest.Item, releases: set[tuple[int, ...]]) -> str:
-    delivery = _parameters(item).get("delivery")
-    if item.get_closest_marker("exhaustive"):
+    if item.get_closest_marker("slow") or item.get_closest_marker("exhaustive"):
         return ""
-    if item.get_closest_marker("slow"):
-        return OLDER
-    if delivery == "in place" and _parameters(item).get("version") != MAIN:
-        is_shown = _fix_of(item) in SHOWN and _release(item) == max(releases)
-        return OLDER if is_shown or not _release(item) else ""
-    if _release(item) != max(releases):
-        return OLDER if _release(item) == min(releases) else ""
-    if _is_of_a_fix(item):
-        return RUNS
-    return REST if item.get_closest_marker("long") else TEST
+    release, is_shown = release_of(item), _fix_of(item) in SHOWN
+    if parameters_of(item).get("delivery") == "in place" and parameters_of(item).get("version") != MAIN:
+        return "slow" if (is_shown and release == max(releases)) or not release else "exhaustive"
+    if release != max(releases):
+        return "slow" if release == min(releases) else "exhaustive"
+    return "slow" if _is_of_a_fix(item) and _fix_of(item) not in PROVEN else ""
 
 
 def _is_of_a_fix(item: pytest.Item) -> bool:
@@ -204,37 +171,13 @@ def _fix_of(item: pytest.Item) -> str:
 
 def _case(item: pytest.Item) -> str:
     """The test's ID without the release."""
-    return item.nodeid.replace(str(_parameters(item).get("version", "")), "")
-
-
-def _release(item: pytest.Item) -> tuple[int, ...]:
-    version = str(_parameters(item).get("version", ""))
-    if version == MAIN:
-        return (sys.maxsize,)
-    return tuple(int(part) for part in version.split(".") if part.isdecimal())
+    return item.nodeid.replace(str(parameters_of(item).get("version", "")), "")
 
 
 def _no_gpu() -> str:
     import torch
 
     return "" if torch.cuda.is_available() else "needs a GPU; torch.cuda.is_available() is false here"
-
-
-def _parameters(item: pytest.Item) -> dict[str, Any]:
-    callspec = getattr(item, "callspec", None)
-    return callspec.params if callspec else {}
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the command of its last program to the report of a failed test."""
-    report = yield
-    if by_hand := sys.modules.get("by_hand"):
-        if report.failed and by_hand.ran:
-            report.sections.append(("the last program of this test, from the repository root", by_hand.ran[-1]))
-        if report.when == "teardown":
-            by_hand.ran.clear()
-    return report
 
 
 def _version(distribution: str) -> str:

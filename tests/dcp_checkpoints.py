@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import shared
-from upstream import newest, run, tree
+from upstream import newest, once, run, tree
 
 # How each case differs from training with FSDP2 and AdamW, saved as in torch's documentation.
 CASES: dict[str, Mapping[str, Any]] = {
@@ -69,13 +68,13 @@ OPTIONS = ("frozen", "unused", "tied", "zeros", "groups")
 
 def saved() -> Path:
     """A folder with a checkpoint of each case; read-only."""
-    return shared.once("dcp", partial(_write, cases=CASES))
+    return once("dcp", partial(_write, cases=CASES))
 
 
 def saved_by_ranks(ranks: int) -> Path:
     """A folder with checkpoints of one file per rank, for two or four ranks."""
     cases = {name: {**case, "save": "ranks"} for name, case in (OF_FOUR_RANKS if ranks == 4 else OF_RANKS).items()}
-    return shared.once(f"ranks-{ranks}", partial(_write, cases=cases, ranks=ranks))
+    return once(f"ranks-{ranks}", partial(_write, cases=cases, ranks=ranks))
 
 
 def generated() -> dict[str, Mapping[str, Any]]:
@@ -85,7 +84,7 @@ def generated() -> dict[str, Mapping[str, Any]]:
 
 
 def saved_generated() -> Path:
-    return shared.once("dcp-generated", partial(_write, cases=generated()))
+    return once("dcp-generated", partial(_write, cases=generated()))
 
 
 def _drawn(draw: random.Random) -> dict[str, Any]:

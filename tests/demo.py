@@ -7,7 +7,6 @@ import hook off and on. The exit status is 0 only if every bug shows without the
 """
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -28,6 +27,7 @@ SHOWN = (
     "hybrid_offload_resume",
 )
 WITHOUT = {"none": True, "hook": False}
+MAIN = "main"  # as in upstream.py, whose imports nobody waits for before the first line
 OPTIONS = (
     "-p",
     "no:terminal",
@@ -49,6 +49,19 @@ Next: `pip install .` in your environment, and `ckpt-patches status` there; `ckp
 `make prove SITE=/path/to/site-packages` shows that the fixes work on the packages of an environment."""
 
 
+def parameters_of(item: pytest.Item) -> dict[str, Any]:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params if callspec else {}
+
+
+def release_of(item: pytest.Item) -> tuple[int, ...]:
+    """The release that a test is for, to compare; () if it is for none."""
+    version = str(parameters_of(item).get("version", ""))
+    if version == MAIN:
+        return (sys.maxsize,)
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
+
+
 class Shown:
     """Runs of each proof the first test without and with the fix, and prints a line as each ends."""
 
@@ -59,8 +72,8 @@ class Shown:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         first: dict[tuple[Path, Any], pytest.Item] = {}
-        for item in items:
-            delivery = item.callspec.params.get("delivery") if hasattr(item, "callspec") else None
+        for item in sorted(items, key=release_of, reverse=True):  # the newest with the bug
+            delivery = parameters_of(item).get("delivery")
             if delivery in WITHOUT:
                 first.setdefault((item.path, delivery), item)
         items[:] = first.values()
@@ -90,7 +103,6 @@ def main() -> int:
     if unknown := [fix for fix, file in zip(fixes, files, strict=True) if not file.exists()]:
         parser.error(f"expected fixes, found {', '.join(unknown)}")
     print(BEFORE.format(count=len(fixes)), flush=True)
-    os.environ["CKPT_PATCHES_TEST_FIXES"] = "1"  # the newest release with each bug
     start, shown = time.monotonic(), Shown()
     pytest.main([*OPTIONS, *map(str, files)], plugins=[shown])
     print(f"\n{shown.passed} of {2 * len(fixes)} as they should be ({time.monotonic() - start:.0f} s).\n{AFTER}")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import shared
 import universal
 from ckpt_patches.formats import stored_zip, torch_dist, torch_file
 from ckpt_patches.formats.checkpoint import Extent
@@ -20,7 +19,7 @@ from ckpt_patches.formats.ranged import RangedFiles
 from megatron_checkpoints import ZARR, Configuration, written
 from test_audit import TORCH, TORCH_DIST
 from test_audit_coverage import experts
-from upstream import newest
+from upstream import newest, once
 from zero_checkpoints import trained
 
 MODEL_SPACE, BUCKETS = "fully_sharded_model_space", "fully_sharded_bucket_space"
@@ -33,7 +32,7 @@ class Kind:
     """A checkpoint that is written on first use."""
 
     write: Callable[[], Path]
-    default: bool = False  # in the default run; the others with CKPT_PATCHES_TEST_ALL=1 only
+    default: bool = False  # in the default run; the others with --every-release only
 
     @property
     def path(self) -> Path:
@@ -56,7 +55,7 @@ def parallel(case: str, *, default: bool = False) -> Kind:
 
 @functools.cache
 def _converted(source: Path, name: str) -> Path:
-    return shared.once(f"universal-{name}", lambda out: universal.ours(source, out))
+    return once(f"universal-{name}", lambda out: universal.ours(source, out))
 
 
 def converted(kind: Kind, name: str, *, default: bool = False) -> Kind:

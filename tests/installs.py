@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import shared
-from upstream import REPOSITORY
+from upstream import REPOSITORY, once
 
 SHOW_HOOK = "import sys; print([type(finder).__name__ for finder in sys.meta_path])"
 PTH = "training_checkpoint_patches.pth"
@@ -133,7 +132,7 @@ def copy_working_tree(folder: Path) -> Path:
 
 def wheel() -> Path:
     """The wheel of the working tree, built once per test run in an empty folder."""
-    (built,) = shared.once("wheel", _build_wheel).glob("*.whl")
+    (built,) = once("wheel", _build_wheel).glob("*.whl")
     return built
 
 
@@ -146,4 +145,4 @@ def _build_wheel(folder: Path) -> None:
 
 def installed() -> Environment:
     """An environment with the wheel, created once per test run; read-only."""
-    return Environment(shared.once("installed", lambda folder: Environment.make(folder).install(str(wheel()))))
+    return Environment(once("installed", lambda folder: Environment.make(folder).install(str(wheel()))))

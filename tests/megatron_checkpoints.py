@@ -5,8 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import shared
-from upstream import run_json, tree
+from upstream import once, run_json, tree
 
 Ranges = dict[str, list[tuple[int, int]]]
 
@@ -71,7 +70,7 @@ def written(configuration: Configuration) -> Written:
         (out / "lost.json").write_text(json.dumps(lost))
 
     name = f"megatron-{configuration}-{configuration.iterations}-{configuration.races}"
-    out = shared.once(name, write)
+    out = once(name, write)
     raced = {
         out / race: {
             what: {array: [(begin, end) for begin, end in ranges] for array, ranges in by_array.items()}

@@ -16,7 +16,7 @@ HYBRID = [
 # Two optimizers that round differently share the parameters; the split depends on the data-parallel size.
 SPLIT_DIFFERS = ("fused", "hybrid-0.5", 4)
 ROUNDING = 1e-6
-# In the default run; `make test-all` runs all.
+# In the default run; `pytest --every-release` runs all.
 SOME_HYBRID = ["hybrid-0.0", "hybrid-0.5", "hybrid-0.5-precision-aware-overlap", "hybrid-1.0-precision-aware"]
 
 

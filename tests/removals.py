@@ -15,7 +15,6 @@ from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.torch_file import Instance, TensorHeader
 from crafted_files import with_other_value
 from every_checkpoint import Place, put
-from shared import remove
 from torch_dist_indexes import INDEX, changed_index
 
 DELETED, NEIGHBOR, NEXT_STEP = "deleted", "from its neighbor", "from the next step"
@@ -220,6 +219,13 @@ def _same(path: Path, one: Any, other_path: Path, other: Any) -> bool:
     if isinstance(one, TensorHeader):
         return one.shape == other.shape and torch_file.data_of(path, one) == torch_file.data_of(other_path, other)
     return bool(one == other)
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def make(change: Change, folder: Path, later: Path) -> None:

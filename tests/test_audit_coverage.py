@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import shared
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats import zero as zero_files
 from megatron_checkpoints import Configuration, written
 from test_audit import check_that_a_nan_is_found, copied, names
-from upstream import newest, run, tree
+from upstream import newest, once, run, tree
 from zero_checkpoints import trained
 
 WRITER = "0.16.2"
@@ -106,7 +105,7 @@ def test_the_gathered_state_in_an_object_is_judged(configuration: Configuration)
 def experts(stage: int) -> Path:
     """A real checkpoint in which expert-parallel ranks 0 and 1 have different experts with the same names."""
     release = tree("deepspeed", newest("deepspeed"))
-    return shared.once(f"experts-{stage}", lambda out: run("experts", out, str(stage), tree=release)) / "global_step8"
+    return once(f"experts-{stage}", lambda out: run("experts", out, str(stage), tree=release)) / "global_step8"
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-import shared
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, Report, audit
 from ckpt_patches.cli import main
 from ckpt_patches.formats import damages
@@ -21,7 +20,7 @@ from ckpt_patches.formats.dcp import Optimizer, untiled
 from ckpt_patches.formats.dcp import optimizers as names_of
 from ckpt_patches.formats.torch_dist import INDEX, Tensor
 from dcp_checkpoints import generated, saved, saved_generated
-from upstream import newest, run, tree
+from upstream import newest, once, run, tree
 
 SOUND = [
     *("fsdp", "step-9", "hsdp", "fsdp_tp", "tp", "ddp", "one_rank", "bf16", "raw", "weights", "folders", "async"),
@@ -72,7 +71,7 @@ def test_damage_in_what_was_saved_is_found(name: str) -> None:
     assert (report.verdict, names(report)) == (DAMAGED, {WRONG[name]})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_sound_one_is_damaged_whatever_the_options() -> None:
     """Generated checkpoints are WHOLE, or UNKNOWN if a param group has a parameter without a gradient."""
     for name, case in generated().items():
@@ -289,7 +288,7 @@ def by_megatron() -> Path:
     """A Megatron-FSDP checkpoint of Megatron-LM in `fsdp_dtensor`. Tests must not change it."""
     release = tree("megatron-core", newest("megatron-core"))
     write = partial(run, "megatron_fsdp_saving", tree=release)
-    return shared.once("megatron-fsdp", write) / "iter_0000001"
+    return once("megatron-fsdp", write) / "iter_0000001"
 
 
 def test_megatron_fsdps_weights_are_found(by_megatron: Path) -> None:

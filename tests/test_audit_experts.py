@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import shared
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
 from ckpt_patches.formats.damages import (
     ELEMENT_COUNT,
@@ -25,6 +24,7 @@ from test_audit import check_that_a_nan_is_found, copied, names
 from test_audit_coverage import experts
 from test_convert_experts import NEIGHBOURS, autoep
 from universal import load, ours, save
+from upstream import once
 
 SHARED = {
     (1, NEIGHBOURS): {"expert-parallel rank 0", "expert-parallel rank 1"},
@@ -38,7 +38,7 @@ INJECT = "--inject_missing_state"
 @functools.cache
 def universal(kind: str) -> Path:
     source = {"AutoEP": lambda: autoep(3), "classic": lambda: experts(1)}[kind]()
-    return shared.once(f"universal-experts-{kind}", lambda out: ours(source, out / "universal", INJECT)) / "universal"
+    return once(f"universal-experts-{kind}", lambda out: ours(source, out / "universal", INJECT)) / "universal"
 
 
 @pytest.mark.slow

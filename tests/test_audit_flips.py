@@ -14,13 +14,12 @@ from types import FrameType
 
 import pytest
 
-import shared
 from ckpt_patches.audit.audit import EXIT_STATUS, audit
 from every_checkpoint import EVERY, tensors
 from test_audit_fp8 import masters, saved
-from upstream import all_releases
+from upstream import all_releases, once
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 SECONDS = 10  # for an audit that takes 0.01 s
 FLIPS = None if all_releases() else 60  # per small checkpoint; None: all
@@ -92,7 +91,7 @@ def bits(folder: Path) -> list[tuple[Path, int, int]]:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_turned_bit_in_any_header_or_metadata_comes_to_a_verdict(name: str, tmp_path: Path) -> None:
-    whole = shared.once(f"small-{name}", SMALL[name])
+    whole = once(f"small-{name}", SMALL[name])
     folder = Path(shutil.copytree(whole, tmp_path / "checkpoint"))
     assert defect_of(folder) == ""
     every = bits(folder)

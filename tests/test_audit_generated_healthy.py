@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
-import shared
 from ckpt_patches.audit.audit import UNKNOWN, WHOLE, audit
 from ckpt_patches.convert.convert import Options, planned
 from ckpt_patches.engine import fix as fix_files
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.zero import look
-from upstream import newest, run_json, tree
+from upstream import newest, once, run_json, tree
 from zero_checkpoints import convert
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 # Reasons for UNKNOWN.
 REASONS = {"unusual", "not_read", "no_optimizer_state"}
@@ -35,7 +34,7 @@ def written(ranks: int, count: int) -> Path:
         options = ("--seed", str(ranks), "--ranks", str(ranks), "--count", str(count))
         run_json("zero_healthy", out, *options, tree=tree("deepspeed", newest("deepspeed")))
 
-    return shared.once(f"healthy-{ranks}-{count}", write)
+    return once(f"healthy-{ranks}-{count}", write)
 
 
 def written_by_megatron(version: str, count: int) -> Path:
@@ -45,7 +44,7 @@ def written_by_megatron(version: str, count: int) -> Path:
         done = run_json("megatron_healthy", out, "--count", str(count), tree=tree("megatron-core", version), **whole)
         assert done["refused"] == []
 
-    return shared.once(f"healthy-megatron-{version}-{count}", write)
+    return once(f"healthy-megatron-{version}-{count}", write)
 
 
 def verdicts(runs: Path) -> Counter[str]:

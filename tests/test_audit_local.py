@@ -6,19 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-import shared
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.formats.files_reader import LOCAL
 from every_checkpoint import in_torch_file, put
 from test_audit_safetensors import names
-from upstream import newest, run, tree
+from upstream import newest, once, run, tree
 
 FILE = "iter_0000010_1_local.pt"
 
 
 def saved() -> Path:
     release = tree("nvidia-resiliency-ext", newest("nvidia-resiliency-ext"))
-    return shared.once("nvrx-local", lambda out: run("nvrx_local", out, tree=release)) / "session"
+    return once("nvrx-local", lambda out: run("nvrx_local", out, tree=release)) / "session"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from ckpt_patches.formats.zero_pipeline import Place, places
 from crafted_files import with_other_value
 from test_convert_tied_stages import trained
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 TIED, LINEAR, NORM = (f"layer_{number:02d}-model_states.pt" for number in range(3))
 

@@ -40,7 +40,7 @@ from test_audit_many import Arrays, arrays
 from test_audit_many import written as written_by_hand
 from upstream import all_releases
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 HYBRID = Configuration(ranks=2, backend="torch_dist", iterations="0,1", reload="hybrid")
 
@@ -190,7 +190,7 @@ def test_masters_that_no_reload_reached_are_refused(tmp_path: Path, capsys: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not all_releases(), reason="a training more: with CKPT_PATCHES_TEST_ALL=1")
+@pytest.mark.skipif(not all_releases(), reason="a training more: with --every-release")
 def test_the_hybrid_optimizer_without_a_load_is_no_damage() -> None:
     assert [audit(path).verdict for path in written(replace(HYBRID, reload="none")).whole] == [WHOLE, WHOLE]
 

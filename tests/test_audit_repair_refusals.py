@@ -41,7 +41,7 @@ from test_audit import copied, lose_first_moment, lose_master, lose_square, stat
 from test_audit_repair import contents, listed
 from test_same_run import of_seed
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 
 def change(folder: Path, role: str, begin: int, end: int, value: float, files: str = "") -> None:

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-import shared
 from ckpt_patches.formats.zero_experts import local_experts
 from test_audit_coverage import experts
 from universal import both, changed, check_refused, load, ours, save
-from upstream import all_releases, newest, run, tree
+from upstream import all_releases, newest, once, run, tree
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 NEWEST = newest("deepspeed")
 NEIGHBOURS = "neighbours"  # ranks 0 and 1 share experts, instead of 0 and 2
@@ -30,9 +29,7 @@ if all_releases():
 def autoep(stage: int, *options: str) -> Path:
     """A real AutoEP checkpoint of 4 ranks: two layers of four experts, on two expert-parallel ranks."""
     release, name = tree("deepspeed", NEWEST), "-".join(("autoep", str(stage), *options))
-    return (
-        shared.once(name, lambda out: run("autoep_training", out, str(stage), *options, tree=release)) / "global_step3"
-    )
+    return once(name, lambda out: run("autoep_training", out, str(stage), *options, tree=release)) / "global_step3"
 
 
 CLASSIC = [1] + ([2] if all_releases() else [])

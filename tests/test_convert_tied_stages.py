@@ -9,15 +9,14 @@ import pytest
 import torch
 
 import removals
-import shared
 from ckpt_patches.audit.audit import WHOLE, audit
 from ckpt_patches.convert.convert import Options, convert
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
 from removals import DELETED, Change
-from upstream import newest, run_json, tree
+from upstream import newest, once, run_json, tree
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 NEWEST = newest("deepspeed")
 TIED = "tied_modules.embedding.weight"
@@ -31,7 +30,7 @@ def trained() -> Path:
         out.mkdir()
         run_json("tied_stages", "train", out, str(RANKS), tree=tree("deepspeed", NEWEST), delivery="hook")
 
-    return shared.once("tied-stages", write)
+    return once("tied-stages", write)
 
 
 def test_it_converts_and_loads_on_another_number_of_ranks(tmp_path: Path) -> None:

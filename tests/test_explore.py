@@ -25,7 +25,7 @@ from upstream import newest, newest_affected
 
 Case = dict[str, Any]
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 CORPUS = kept()
 NEWEST = {package: Stack(package, newest(space.distribution)) for package, space in SPACES.items()}

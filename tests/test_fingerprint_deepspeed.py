@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import shared
 from changed_elements import change_elements
 from ckpt_patches.cli import command_line
 from ckpt_patches.formats import zero_reader
 from ckpt_patches.formats.checkpoint import EXP_AVG
 from deepspeed_patches import ds_to_universal
-from upstream import all_releases, newest, newest_by_default, releases, run, tree
+from upstream import all_releases, newest, newest_by_default, once, releases, run, tree
 from zero_checkpoints import convert
 from zero_resumes import KINDS, PROGRAM, exact
 
@@ -48,7 +47,7 @@ def trained(version: str, ranks: int = 2) -> Path:
             if not errors[case]:
                 (folder / "converted" / case).rename(folder / case / "universal")
 
-    return shared.once(f"recorded-{version}-{ranks}-{len(CASES)}", train)
+    return once(f"recorded-{version}-{ranks}-{len(CASES)}", train)
 
 
 def to_universal(source: Path, output: Path) -> list[str]:

@@ -15,7 +15,7 @@ from upstream import newest, run, tree
 from zero_checkpoints import convert
 from zero_resumes import PROGRAM
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 CAUGHT = "FingerprintError: resume differs: "
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import shared
 from changed_elements import Bits, change_elements
 from ckpt_patches.audit.audit import audit
 from ckpt_patches.cli import command_line
@@ -22,9 +21,9 @@ from ckpt_patches.migrate import migrate
 from ckpt_patches.migrate.output import OutputFile
 from ckpt_patches.runtime.processes import in_order
 from every_checkpoint import EVERY
-from upstream import all_releases, checkpoint_formats, newest, releases, run, tree
+from upstream import all_releases, checkpoint_formats, newest, once, releases, run, tree
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
 NEWEST = newest("megatron-core")
@@ -79,7 +78,7 @@ def saved(gpt: Gpt) -> Path:
         run("gpt_resume", "save", folder, *gpt.arguments, tree=root, delivery="hook", env=ON)
 
     name = f"recorded-{gpt.version}-{gpt.format}-{gpt.options}"
-    return shared.once(name.replace(" ", ""), save) / "checkpoint"
+    return once(name.replace(" ", ""), save) / "checkpoint"
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

@@ -8,7 +8,7 @@ import pytest
 from megatron_resumes import INNER_OPTIMIZERS, exact, refused_by_upstream, resumes
 from upstream import all_releases, newest_by_default, releases
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 ON = {"CKPT_PATCHES_FINGERPRINT": "1"}
 

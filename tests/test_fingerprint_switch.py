@@ -10,7 +10,7 @@ from ckpt_patches.cli import command_line
 from ckpt_patches.engine.source import Source
 from upstream import checkpoint_formats, newest, run, tree
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 NEWEST = newest("megatron-core")
 

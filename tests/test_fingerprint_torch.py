@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import shared
 from ckpt_patches import fingerprint
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
 from ckpt_patches.cli import main
@@ -26,7 +25,7 @@ from ckpt_patches.fingerprint.live_state import sums
 from ckpt_patches.fingerprint.shards import indices, runs
 from ckpt_patches.fingerprint.states import OF_BUFFER
 from ckpt_patches.formats.recorded import from_text
-from upstream import newest, run_json, tree
+from upstream import newest, once, run_json, tree
 
 FROZEN = {"frozen": True, "tied": True}
 # How a run saves and how another one loads; programs/dcp_saving.py defines the meshes.
@@ -78,7 +77,7 @@ def loaded() -> Path:
         found = run_json("dcp_loading", folder, cases, "2", tree=tree("deepspeed", newest("deepspeed")))
         (folder / "said.json").write_text(json.dumps(found))
 
-    return shared.once("dcp_loaded", write)
+    return once("dcp_loaded", write)
 
 
 def said_of(number: int) -> list[str]:

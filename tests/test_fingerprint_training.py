@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-import shared
-from upstream import newest, newest_affected, run, tree
+from upstream import newest, newest_affected, once, run, tree
 
 NEWEST = newest("megatron-core")
 BEFORE_EXPERTS = newest_affected("expert_rng")[1]
@@ -31,7 +30,7 @@ def saved(*options: object, version: str = NEWEST) -> Path:
     def save(folder: Path) -> None:
         assert '{"error": ""}' in program("save", folder, *options, version=version)
 
-    return shared.once(f"run-proof-{version}-{''.join(map(str, options))}", save)
+    return once(f"run-proof-{version}-{''.join(map(str, options))}", save)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_a_scheduler_that_is_saved_and_not_loaded_is_named() -> None:
     assert "learning-rate scheduler: the checkpoint has its state, and the run has not loaded it" in said
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rng_states_of_experts_that_are_of_another_rank_are_an_error(tmp_path: Path) -> None:
     """Another rank's RNG states are an error: without the fix `expert_rng`, each rank loads the first one's."""
     options: tuple[Any, ...] = ("--ranks", 2, "--ep", 2)
@@ -83,7 +82,7 @@ def test_rng_states_of_experts_that_are_of_another_rank_are_an_error(tmp_path: P
         assert ('{"error": ""}' in said) == (not skipped)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rng_states_that_are_not_loaded_are_not_verified() -> None:
     folder = saved("--ranks", 4, "--tp", 2)
     said = program("load", folder, "--ranks", 4, "--tp", 2, "--no-rng")

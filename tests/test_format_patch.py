@@ -1,12 +1,13 @@
 """The messages of patches for upstream, for a reviewer of one release."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from ckpt_patches.cli import command_line
-from ckpt_patches.engine.fix import load
+from ckpt_patches.engine.fix import load, sentence
 from ckpt_patches.engine.format_patch import Author, files_of, message_of, page, trailers
 from ckpt_patches.engine.registry import PACKAGES
 from ckpt_patches.engine.series import Patch, Series
@@ -72,10 +73,22 @@ def test_a_message_ends_with_the_releases_a_test_and_every_link(name: str) -> No
     fix = load(name)
     last = trailers(fix)
     assert last[0].startswith(f"Affected: {PACKAGES[fix.package].distribution} {fix.releases[0][0]}")
-    assert f"Fails without this change: pytest {fix.test}" in last
+    assert (f"Fails without this change: pytest {fix.test}" in last) is bool(fix.test)
     links = [line.partition(": ") for line in last if line.startswith(("Fixes: ", "See: "))]
     assert {link for _, _, link in links} == {*fix.upstream}
     assert all("/issues/" in link for word, _, link in links if word == "Fixes")
+
+
+@pytest.mark.parametrize("name", [name for name in FIXES if not load(name).test])
+def test_what_the_newest_release_does_not_need_is_a_patch_with_the_sentence_of_the_fix(name: str) -> None:
+    (data,) = files_of(Series((Patch(name, (), b"diff", b""),), ()), NOBODY).values()
+    head, _, body = data.decode().partition("\n\n")
+    (subject,) = re.findall(r"^Subject: \[PATCH 1/1\] (.+)$", head, re.MULTILINE)
+    assert len(subject) <= 72
+    message, _, change = body.partition("\n---\n")
+    assert " ".join(message.partition("\n\nAffected: ")[0].split()) == sentence(name)
+    assert "Fails without" not in message
+    assert change == "diff"
 
 
 @pytest.mark.parametrize("name", FIXES)

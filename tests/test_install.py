@@ -17,7 +17,7 @@ from installs import SHOW_HOOK, Environment, copy_working_tree, without_roots_ri
 from registered import FIXES, SWITCHED
 from small_tree import make_two
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 # Imports all that can be imported without torch, so that bytecode is written before an uninstall.
 IMPORT_US = """

@@ -28,7 +28,7 @@ from universal import command, distinct, environment, files, ours, parallel, sum
 from upstream import PROGRAMS, all_releases
 from zero_checkpoints import dp768
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 LAYERS: dict[str, tuple[int, ...]] = {f"layer{number}.weight": (8, 6) for number in range(6)}
 BEHIND_THE_END = 1000  # file-system changes

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-import shared
 from ckpt_patches.audit.audit import WHOLE, audit
 from ckpt_patches.cli import command_line
 from torch_dist_indexes import changed_index
-from upstream import newest, run, run_json, tree
+from upstream import newest, once, run, run_json, tree
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 NEWEST = newest("megatron-core")
 OLDEST = "0.16.1"
@@ -24,7 +23,7 @@ def saved(version: str, *options: str, delivery: str = "none") -> Path:
     def save(out: Path) -> None:
         run("layer_wise", "save", out, *options, tree=tree("megatron-core", version), delivery=delivery, env=RECORDED)
 
-    return shared.once(f"layer-wise-{version}-{delivery}-{''.join(options)}", save)
+    return once(f"layer-wise-{version}-{delivery}-{''.join(options)}", save)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

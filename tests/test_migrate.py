@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import shared
 from ckpt_patches.cli import command_line
 from ckpt_patches.formats import torch_dist
 from every_checkpoint import in_torch_dist
-from upstream import MAIN, all_releases, main_branch, newest, run_lines, tree
+from upstream import MAIN, all_releases, main_branch, newest, once, run_lines, tree
 
 MODEL_SPACE, BUCKETS = "fully_sharded_model_space", "fully_sharded_bucket_space"
 GATHERED = "dp_zero_gather_scatter"
@@ -70,7 +69,7 @@ def saved(own: Run) -> Path:
         options = ("--formats", own.format, "--optimizers", own.optimizer, "--inner", own.inner, "--only", "save")
         lines("exact_resume", own.version, folder, *options, delivery=delivery(own))
 
-    return shared.once(f"to-migrate-{own.version}-{own.format}-{own.optimizer}-{own.inner}", save) / own.optimizer
+    return once(f"to-migrate-{own.version}-{own.format}-{own.optimizer}-{own.inner}", save) / own.optimizer
 
 
 def delivery(own: Run) -> str:
@@ -121,7 +120,7 @@ def trained(own: Gpt) -> Path:
     """The folder of a run: its checkpoint, and each rank's state then and two steps later."""
     options = (*own.layout.split(), *own.kind.split(), "--backend", own.backend)
     name = "-".join([own.version, *options]).replace(" ", "")
-    return shared.once(f"gpt-{name}", lambda folder: lines("gpt_resume", own.version, "save", folder, *options))
+    return once(f"gpt-{name}", lambda folder: lines("gpt_resume", own.version, "save", folder, *options))
 
 
 @pytest.mark.exhaustive
@@ -194,7 +193,7 @@ def test_weights_and_an_optimizer_that_is_not_distributed(own: Whole, version: s
     def save(out: Path) -> None:
         lines("gpt_resume", own.version, "save", out, "--backend", "zarr", *options)
 
-    folder = shared.once(f"{own.optimizer}-{own.version}", save)
+    folder = once(f"{own.optimizer}-{own.version}", save)
     saved, _ = torch.load(folder / "tp2-pp1-ep1-0-0-0.pt")
     assert any(name.endswith("exp_avg_sq") for name in saved) == (own.optimizer == "whole")
     new = migrated(folder / "checkpoint", tmp_path / "new")

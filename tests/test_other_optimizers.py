@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import shared
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
 from ckpt_patches.convert import zero_fingerprints
 from ckpt_patches.convert.convert import Options, planned
@@ -17,9 +16,9 @@ from ckpt_patches.fingerprint import contents
 from ckpt_patches.fingerprint.files import opened
 from ckpt_patches.formats import torch_file
 from universal import load, save
-from upstream import newest, run, run_json, tree
+from upstream import newest, once, run, run_json, tree
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 NEWEST = newest("deepspeed")
 FLAT = ["Lion-1", "SGD-2", "momentum-2", "AMSGrad-1", "Muon-1", "Muon-2"]  # stage 1 and 2
@@ -36,7 +35,7 @@ def trained() -> tuple[Path, dict[str, Any]]:
         found = run_json("other_optimizers", out, *CASES, tree=tree("deepspeed", NEWEST), delivery="hook")
         (out / "results.json").write_text(json.dumps(found))
 
-    folder = shared.once("other-optimizers", write)
+    folder = once("other-optimizers", write)
     return folder, json.loads((folder / "results.json").read_text())
 
 

@@ -1,7 +1,6 @@
 """The patches for upstream as shipped: `diff --split`, `git am` on a clean tree, and their tests there.
 
-No hook is active: these tests check the text of the patches. They use the releases that contributors work on. A fix
-that applies to none of them is tested on its newest affected release.
+No hook is active: these tests check the text of the patches, on the newest release that contributors work on.
 """
 
 import os
@@ -10,32 +9,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import zygotes
 from ckpt_patches.engine import fix as fixes
+from ckpt_patches.engine import registry
 from ckpt_patches.engine.diffs import upstream_test
 from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import plan_tree
 from ckpt_patches.engine.registry import APEX, DEEPSPEED
-from registered import FIXES
-from upstream import MAIN, all_releases, main_branch, newest, newest_affected, numbers, run_pytest, runnable, tree
+from upstream import CORE_ALONE, MAIN, ZERO, main_branch, newest, run_pytest, tree
 
 pytestmark = pytest.mark.slow
 
-# The releases that contributors work on. The last of each is in the default run.
-PINNED = {
-    "megatron-core": ("0.16.1", newest("megatron-core")),
-    "deepspeed": ("0.16.9", newest("deepspeed")),
-    "nvidia-resiliency-ext": ("0.4.1", newest("nvidia-resiliency-ext")),
-    "apex": (newest("apex"),),
-    "torch": (newest("torch"),),
-}
 PACKAGES = {distribution: package for package, distribution in DISTRIBUTIONS.items()}
 FOREIGN = re.compile(
     r"\b(some|all|later|newer|older|earlier) releases\b|\b(since|until|up to) \d+\.\d+|import hook|ckpt.patches"
@@ -58,51 +48,23 @@ def as_installed(checkout: Path) -> None:
     (checkout / "deepspeed" / "git_version_info_installed.py").write_text("\n".join([*lines, ""]))
 
 
-def fixes_of(distribution: str) -> list[str]:
-    return [name for name in FIXES if DISTRIBUTIONS[fixes.package_of(name)] == distribution]
-
-
 def chosen_releases() -> list[Any]:
-    """Parameters: a distribution, a release, and the fixes to test there; no fixes means all that apply."""
-    found: list[tuple[str, str, tuple[str, ...]]] = [
-        (distribution, version, ()) for distribution, pinned in PINNED.items() for version in pinned
-    ]
-    for distribution, pinned in PINNED.items():
-        others = [name for name in fixes_of(distribution) if not any(map(load(name).affects, pinned))]
-        newest = {name: newest_affected(name)[1] for name in others}
-        for version in sorted(set(newest.values()), key=numbers):
-            found.append((distribution, version, tuple(name for name in others if newest[name] == version)))
-        if all_releases():
-            there = [version for _, version, _ in found]
-            found += [(distribution, version, ()) for version in runnable(distribution) if version not in there]
-        if main_branch(distribution):
-            found.append((distribution, MAIN, ()))
-    return [pytest.param(*one, id="-".join((*one[:2], *one[2])), marks=_marks(one[1])) for one in found]
+    """Parameters: a distribution, and its newest release or its main branch."""
+    distributions = [DISTRIBUTIONS[package] for package in registry.PACKAGES]
+    mains = [(distribution, MAIN) for distribution in distributions if main_branch(distribution)]
+    chosen = [*((distribution, newest(distribution)) for distribution in distributions), *mains]
+    return [pytest.param(*one, id="-".join(one)) for one in chosen]
 
 
-def _marks(version: str) -> list[pytest.MarkDecorator]:
-    newest = any(version == pinned[-1] for pinned in PINNED.values()) or version == MAIN
-    return [] if newest else [pytest.mark.exhaustive]
-
-
-@pytest.mark.parametrize(("distribution", "version", "only"), chosen_releases())
-def test_each_patch_alone_and_all_as_a_series(
-    distribution: str, version: str, only: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Each test fails before its patch and passes after it, with only the patch's dependencies applied as well.
-
-    On the older pinned releases, all tests run with the full series, and only fixes that the newest release does not
-    need are also tested alone. With CKPT_PATCHES_TEST_ALL=1 every fix is tested alone.
-    """
+@pytest.mark.parametrize(("distribution", "version"), chosen_releases())
+def test_each_patch_alone_and_all_as_a_series(distribution: str, version: str, tmp_path: Path) -> None:
+    """Each test fails before its patch and passes after it, with only the patch's dependencies applied as well."""
     clean = checkout_of(distribution, version, tmp_path / "clean")
-    patches = split(clean, tmp_path / "patches", only)
+    patches = split(clean, tmp_path / "patches")
     assert {name: found for name, patch in patches.items() if (found := foreign_lines(patch))} == {}
-    names = list(only or patches)
-    if not only and version not in (newest(distribution), MAIN) and not all_releases():
-        names = [name for name in names if not load(name).affects(newest(distribution))]
     before: dict[str, set[str]] = {}
     after: dict[str, set[str]] = {}
-    for name in names:
+    for name in patches:
         needed = dependencies(patches, name)
         base = copy_of(clean, tmp_path / name / "before")
         am(base, [patches[other] for other in needed])
@@ -117,14 +79,28 @@ def test_each_patch_alone_and_all_as_a_series(
     together = outcomes(clean, list(patches))
 
     assert {name: "FAILED" in found and "ERROR" not in found for name, found in before.items()} == dict.fromkeys(
-        names, True
+        patches, True
     )
-    assert after == {name: {"PASSED"} for name in names}
-    assert together == {name: {"PASSED"} for name in patches}
-    planned = plan_tree(str(tree(distribution, version)), PACKAGES[distribution], patches, for_upstream=True)
+    assert after == together == {name: {"PASSED"} for name in patches}
+    assert_planned(clean, distribution, version, patches)
+
+
+@pytest.mark.parametrize(("distribution", "version"), [("megatron-core", "0.14.0"), ("deepspeed", "0.16.9")])
+def test_the_series_for_an_older_tree(distribution: str, version: str, tmp_path: Path) -> None:
+    """With fixes that the newest release does not need, which have no test for upstream."""
+    clean = checkout_of(distribution, version, tmp_path / "clean")
+    patches = split(clean, tmp_path / "patches")
+    assert {bool(load(name).test) for name in patches} == {True, False}
+    am(clean, list(patches.values()))
+    assert_planned(clean, distribution, version, patches)
+
+
+def assert_planned(checkout: Path, distribution: str, version: str, names: Iterable[str]) -> None:
+    """The files of a checkout have the text that is planned for a diff with these fixes."""
+    planned = plan_tree(str(tree(distribution, version)), PACKAGES[distribution], names, for_upstream=True)
     assert planned.files
     for file in planned.files.values():
-        assert (clean / os.path.relpath(file.path, planned.root)).read_bytes() == file.patched
+        assert (checkout / os.path.relpath(file.path, planned.root)).read_bytes() == file.patched
 
 
 def foreign_lines(patch: Path) -> list[str]:
@@ -157,9 +133,9 @@ def copy_of(checkout: Path, folder: Path) -> Path:
     return shutil.copytree(checkout, folder / checkout.name, symlinks=True)
 
 
-def split(checkout: Path, folder: Path, names: Sequence[str] = ()) -> dict[str, Path]:
+def split(checkout: Path, folder: Path) -> dict[str, Path]:
     """The patches that `ckpt-patches diff --split` writes, by fix and in their order."""
-    command = [sys.executable, "-m", "ckpt_patches", "diff", *names, "--split", str(folder), "--tree", str(checkout)]
+    command = [sys.executable, "-m", "ckpt_patches", "diff", "--split", str(folder), "--tree", str(checkout)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **IDENTITY})
     return {re.sub(r"^\d{4}-", "", path.stem): path for path in sorted(folder.iterdir())}
 
@@ -229,7 +205,7 @@ def outcomes(checkout: Path, names: Sequence[str], *options: str) -> dict[str, s
             ),
             env={"LOCAL_SIZE": "4", "DS_UNITTEST_TIMEOUT": "300"},  # DeepSpeed harness: ranks, seconds per test
             timeout=1800,
-            imports=zygotes.DEEPSPEED if is_deepspeed else zygotes.CORE,
+            imports=ZERO if is_deepspeed else CORE_ALONE,
         )
     except subprocess.TimeoutExpired:
         if "--exitfirst" not in options:  # without the patch, a failing rank can leave another rank waiting forever

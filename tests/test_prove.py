@@ -9,7 +9,7 @@ import pytest
 
 from upstream import REPOSITORY, TIMEOUT, needed, newest, tree
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 FIX = "fully_reshardable_shift"
 # Removes the import hook from the processes that import an environment's packages.
@@ -49,7 +49,7 @@ def test_a_fix_that_works_is_proven(tmp_path: Path) -> None:
 def test_one_that_is_active_by_its_text_and_does_not_work_is_not(tmp_path: Path) -> None:
     site = environment(tmp_path / "site")
     (site / "sitecustomize.py").write_text(WITHOUT_HOOK)
-    returncode, lines = prove(site, "-k", FIX, "--no-forks")
+    returncode, lines = prove(site, "-k", FIX)
     assert returncode == 1
     assert [line.split()[1] for line in lines if f"test_{FIX}.py::" in line and "%" in line] == ["FAILED"]
     assert any("AssertionError: assert {" in line for line in lines), lines  # elements, by state

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-import shared
 import upstream
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import module_path
@@ -23,9 +22,9 @@ from ckpt_patches.engine.registry import PACKAGES
 from installs import RUNNING, Environment, find_python, wheel
 from registered import TARGETS
 from small_tree import MODULE, make
-from upstream import newest
+from upstream import newest, once
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 VERSIONS = ["3.10", "3.11", "3.12", "3.13"]
 SHOWS_EDITED = {version: version == "3.13" for version in VERSIONS}  # in a traceback that the interpreter itself prints
@@ -108,7 +107,7 @@ def expected() -> dict[str, Any]:
         done = subprocess.run([sys.executable, str(program), *copies(folder)], capture_output=True, text=True)
         (folder / "found").write_text(check_succeeded(done))
 
-    folder = shared.once("trees-edited-from-the-checkout", edit)
+    folder = once("trees-edited-from-the-checkout", edit)
     found: dict[str, Any] = without_paths((folder / "found").read_text(), folder)
     return found
 
@@ -179,7 +178,7 @@ def torch_for(installed: Installed) -> Path:
     if installed.version == RUNNING:
         return Path(sysconfig.get_path("purelib"))
     if not upstream.all_releases():
-        pytest.skip(f"with torch on Python {installed.version} (5 GB): with CKPT_PATCHES_TEST_ALL=1")
+        pytest.skip(f"with torch on Python {installed.version} (5 GB): with --every-release")
     try:
         upstream.install_torch(installed.version, installed.python)
     except RuntimeError as error:

@@ -15,18 +15,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import shared
 import universal
 from ckpt_patches.audit.audit import WHOLE, audit
 from megatron_checkpoints import Configuration
 from megatron_checkpoints import written as written_by_megatron
 from removals import DELETED, Change, changes, make
-from upstream import newest, run, run_json, tree
+from upstream import newest, once, run, run_json, tree
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 NEWEST = newest("megatron-core")
-# Most kinds take minutes: only `make test-all` has them.
+# Most kinds take minutes: only `pytest -m exhaustive` has them.
 OF_ZERO = (
     *("stage2", "stage0", "stage0_fp16", "stage1", "stage1_fp16", "bf16_optimizer", "stage2_round_robin", "stage3"),
     *("stage3_fp16", "stage3_frozen", "stage3_groups", "pipeline", "pipeline, tensor parallel", "autotp"),
@@ -56,7 +55,7 @@ def written(kind: str, recorded: str) -> Path:
         release = tree("deepspeed", newest("deepspeed"))
         run("zero_removals", "write", out, kind, tree=release, delivery="hook" if recorded == "1" else "none", env=env)
 
-    return shared.once(f"removals-{kind.replace(', ', '-').replace(' ', '-')}-{recorded}", write)
+    return once(f"removals-{kind.replace(', ', '-').replace(' ', '-')}-{recorded}", write)
 
 
 Loads = Callable[[Path], Any]  # from a file that lists folders, to the live state of each folder, or {"error": "..."}
@@ -104,7 +103,7 @@ def of_universal(kind: str, tmp_path: Path) -> Found:
         for name in ("global_step2", "global_step4"):
             universal.ours(written(kind, "0") / name, out / name, "--inject_missing_state")
 
-    folder = shared.once(f"removals-universal-{kind}", convert)
+    folder = once(f"removals-universal-{kind}", convert)
     release = tree("deepspeed", newest("deepspeed"))
 
     def loads(cases: Path) -> Any:
@@ -198,7 +197,7 @@ def test_nothing_of_megatron_is_missed_but_a_value_that_could_be(case: str, tmp_
 def test_nothing_of_experts_of_megatron_is_missed_but_a_value_that_could_be(tmp_path: Path) -> None:
     """Megatron's experts on two expert-parallel ranks: only replacements with a plausible value are missed."""
     release = tree("megatron-core", NEWEST)
-    out = shared.once("removals-gpt-experts", lambda out: run("gpt_removals", "write", out, tree=release))
+    out = once("removals-gpt-experts", lambda out: run("gpt_removals", "write", out, tree=release))
     found = judged(
         out / "iter_0000001",
         out / "iter_0000003",

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import shared
 from ckpt_patches.audit.audit import REPAIRED, audit
 from ckpt_patches.audit.repair.same_run import BOUND, distance
 from ckpt_patches.audit.repair_list import NAME
@@ -19,10 +18,10 @@ from ckpt_patches.formats.checkpoint import Checkpoint
 from ckpt_patches.formats.reading import reader_of
 from crafted_files import with_other_value
 from every_checkpoint import put, tensors
-from upstream import newest, run, tree
+from upstream import newest, once, run, tree
 from zero_checkpoints import trained
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 STEPS = (2, 10, 50)
 
@@ -34,7 +33,7 @@ def of_seed(seed: int, stage: int = 1, rate: float = 1e-2, steps: tuple[int, ...
         arguments = [f"--{name}={value}" for name, value in options.items()]
         run("run_of_seed", out, *arguments, tree=tree("deepspeed", newest("deepspeed")))
 
-    return shared.once(f"run-{seed}-{stage}-{rate}-{max(steps)}", write)
+    return once(f"run-{seed}-{stage}-{rate}-{max(steps)}", write)
 
 
 def read(path: Path) -> Checkpoint:

@@ -114,7 +114,7 @@ def test_a_tensor_of_more_than_4_gib_and_one_behind_it(tmp_path: Path) -> None:
     assert second.equal(last)
 
 
-@pytest.mark.skipif(not all_releases(), reason="half a minute, and 5 GB on the disk: with CKPT_PATCHES_TEST_ALL=1")
+@pytest.mark.skipif(not all_releases(), reason="half a minute, and 5 GB on the disk: with --every-release")
 def test_a_file_of_torch_with_a_tensor_of_more_than_4_gib(tmp_path: Path) -> None:
     torch.save([torch.zeros(5 << 30, dtype=torch.uint8), torch.ones(3)], tmp_path / "torch.pt")
     with opened(tmp_path / "torch.pt") as archive:

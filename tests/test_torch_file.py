@@ -533,7 +533,7 @@ def test_a_flipped_byte_is_told_or_harmless(path: Path) -> None:
 
 
 def test_every_flipped_bit_is_refused_or_read_as_torch_does(path: Path) -> None:
-    """Where torch.load fails or returns other values, nothing is read. All 12,000 bits with CKPT_PATCHES_TEST_ALL=1."""
+    """Where torch.load fails or returns other values, nothing is read. All 12,000 bits with --every-release."""
     expected = {"w": torch.arange(4.0), "n": 3}
     header = saved(expected, path)["w"]
     whole, read = path.read_bytes(), 0

@@ -28,14 +28,14 @@ def no_main_branch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_default_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CKPT_PATCHES_TEST_ALL", raising=False)
+    monkeypatch.setattr(upstream, "every_release", False)
     assert versions(upstream.releases("megatron-core")) == ["0.12.0", NEWEST]
     assert versions(upstream.releases("megatron-core", newest="0.14.0")) == ["0.12.0", "0.14.0"]
     assert versions(upstream.releases("deepspeed", newest="0.16.2")) == ["0.15.0", "0.16.2"]
 
 
 def test_all_releases_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPT_PATCHES_TEST_ALL", "1")
+    monkeypatch.setattr(upstream, "every_release", True)
     found = upstream.releases("torch", oldest="2.12.0", newest=upstream.INSTALLED_TORCH)
     assert versions(found) == ["2.12.0", upstream.INSTALLED_TORCH]
     reasons = {parameter.id: [mark.kwargs["reason"] for mark in parameter.marks] for parameter in found}
@@ -43,7 +43,7 @@ def test_all_releases_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_the_fixes_for_an_unsupported_release_are_tested_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CKPT_PATCHES_TEST_ALL", raising=False)
+    monkeypatch.setattr(upstream, "every_release", False)
     assert versions(upstream.affected("zarr_create_synchronizer"))[0] == upstream.OLDEST_REPORTED
     assert versions(upstream.affected("torch_adam_step"))[0] == "0.12.0"
 
@@ -62,7 +62,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_main_branch_is_the_last_of_a_range_without_end(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CKPT_PATCHES_TEST_ALL", raising=False)
+    monkeypatch.setattr(upstream, "every_release", False)
     assert versions(upstream.releases("megatron-core")) == ["0.12.0", NEWEST, "main"]
     assert versions(upstream.releases("megatron-core", oldest=NEWEST)) == [NEWEST, "main"]
     assert versions(upstream.releases("megatron-core", newest="0.14.0")) == ["0.12.0", "0.14.0"]

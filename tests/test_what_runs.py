@@ -15,7 +15,7 @@ from registered import FIXES
 from small_tree import MODULE, SECOND, make, make_two, python
 from upstream import all_releases, in_place, newest, newest_affected, run_json, tree
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 DISTRIB_OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
 STRICT = {"CKPT_PATCHES": "strict"}

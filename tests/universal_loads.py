@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import shared
-from upstream import numbers, releases, run, run_json, tree
+from upstream import numbers, once, releases, run, run_json, tree
 from zero_checkpoints import PERMISSIVE
 
 PROGRAM = "universal_loading"
@@ -44,7 +43,7 @@ def checkpoints(version: str, delivery: str = "none", *, small: bool = False) ->
         assert optimizers.get("bf16_optimizer", "BF16_Optimizer") == "BF16_Optimizer", optimizers
         assert optimizers["stage1"] == "DeepSpeedZeroOptimizer", optimizers
 
-    return shared.once(name, write)
+    return once(name, write)
 
 
 def resumed(

@@ -2,7 +2,7 @@
 
 Each release is installed into its own folder (a tree); a program runs in a process with that tree first on its path.
 Trees are in `.trees/` or in the folder `CKPT_PATCHES_TREES`, and are installed on first use.
-`CKPT_PATCHES_TEST_ALL=1` runs every release of the table instead of the default ones.
+`--every-release` runs every release of the table instead of the default ones.
 
 `CKPT_PATCHES_TEST_MEGATRON_MAIN` and `CKPT_PATCHES_TEST_DEEPSPEED_MAIN` each name a checkout of the main branch of an
 upstream repository. It counts as one more release, `main`, newer than those of the table.
@@ -14,12 +14,14 @@ Of torch, only the installed release runs. Its tree has links to its files, but 
 copies. The trees of other releases have only these files, and the fixes are planned on them; `make stacks` runs them.
 """
 
+import atexit
 import fcntl
 import functools
 import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -35,9 +37,7 @@ from typing import Any
 
 import pytest
 
-import by_hand
-import shared
-import zygotes
+import forks
 from ckpt_patches.engine import fix as fix_files
 from ckpt_patches.engine.installed import DISTRIBUTIONS, version_in
 from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, PACKAGES, TORCH
@@ -54,6 +54,37 @@ OWN_FOLDERS = (PROGRAMS, PROGRAMS.parent, PROGRAMS.with_name("fixes"))
 
 # Where proofs find the packages of an environment: `pytest --site` sets it.
 site: Path | None = None
+every_release = False  # `pytest --every-release` sets it
+
+# What programs have imported before they run, by what they are for; others have an interpreter of their own.
+MEGATRON = (
+    "trainers.megatron_training",  # first: the GPU stub must exist before Megatron's import
+    "megatron.core.dist_checkpointing",
+    "megatron.core.optimizer",
+    "trainers.stub_fused_adam",
+    "torch._dynamo",
+)
+CORE_ALONE = ("megatron.core.dist_checkpointing", "megatron.core.optimizer", "torch._dynamo")  # without stubs
+ZARR_WRITES = ("trainers.zarr_saving", "megatron.core.dist_checkpointing.strategies.zarr")
+ZERO = ("deepspeed.checkpoint.ds_to_universal", "trainers.deepspeed_training")
+IMPORTED = {CORE: MEGATRON, DEEPSPEED: ZERO, TORCH: ("torch",)}  # by proofs, by the package of the fix
+# The programs of programs/ by these modules.
+_PROGRAMS = {
+    MEGATRON: """
+        async_saving empty_state exact_resume explore_megatron fsdp2_rows expert_rng gpt_resume hybrid_old_step
+        hybrid_reload layer_wise layer_wise_torch megatron_fsdp_saving megatron_healthy megatron_saving mixed_groups
+        param_remainders proof padded_saving param_groups run_proof shifted_saving
+    """,
+    ("bridge_imports", "megatron.core.optimizer", "torch._dynamo"): "bridge_finetune",
+    CORE_ALONE: "strip_shapes",
+    ("torch",): "damaged_zero dcp_loading dcp_saving load_distcp",
+    ZARR_WRITES: "zarr_failures zarr_race zarr_ranges",
+    ZERO: """
+        convert foreign_files own_files same_universal autoep_training experts stage_settings universal_loading
+        explore_deepspeed zero3_slices zero_resuming zero_training write_parallel_checkpoint
+    """,
+}
+IMPORTS = {program: modules for modules, programs in _PROGRAMS.items() for program in programs.split()}
 
 # How a fix reaches a program: by the import hook, or written into the files of the tree.
 DELIVERIES = ("hook", "in place")
@@ -69,7 +100,7 @@ class Release:
 
     distribution: str
     version: str
-    default: bool  # in the default run; the others with CKPT_PATCHES_TEST_ALL=1 only
+    default: bool  # in the default run; the others with --every-release only
     note: str = ""  # why it cannot be run here; empty if it can
 
 
@@ -162,13 +193,13 @@ def _named(variable: str) -> Path | None:
 
 def all_releases() -> bool:
     """Whether this test run covers every release of the table."""
-    return os.environ.get("CKPT_PATCHES_TEST_ALL") == "1"
+    return every_release
 
 
 def releases(distribution: str, *, oldest: str | None = None, newest: str | None = None) -> list[Any]:
     """Pytest parameters, one per version, of a distribution's releases in an inclusive range.
 
-    Only the oldest and the newest default release, unless `CKPT_PATCHES_TEST_ALL=1`. A release that cannot run here is
+    Only the oldest and the newest default release, unless `--every-release`. A release that cannot run here is
     skipped with its reason. A checkout of the main branch, if one is named, is the last of an open-ended range.
     """
 
@@ -310,6 +341,34 @@ def in_site(distribution: str) -> str:
     return release[0] if release else ""
 
 
+@functools.cache
+def shared_folder() -> Path:
+    """A folder that all processes of a test run share; its first process removes it at the end (conftest.py)."""
+    run, own = os.environ.get("PYTEST_XDIST_TESTRUNUID"), os.getpid()
+    folder = Path(tempfile.gettempdir(), f"ckpt-patches-{run or own}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if run is None:
+        atexit.register(_remove, folder, own)
+    return folder
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # and not a fork
+        shutil.rmtree(folder)
+
+
+def once(name: str, make: Callable[[Path], object]) -> Path:
+    """The test run's file or folder of that name, which `make` writes on the first use; read-only afterwards."""
+    path, done = shared_folder() / name, shared_folder() / f".{name}.done"
+    with open(shared_folder() / f".{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(path, ignore_errors=True)  # of one that failed
+            make(path)
+            done.touch()
+    return path
+
+
 def _linked_torch() -> Path:
     """The folder with a tree of the installed torch; created once per session."""
 
@@ -327,7 +386,7 @@ def _linked_torch() -> Path:
                     (beside / part / path.name).symlink_to(path)
         shutil.copytree(installed / own, beside / own, dirs_exist_ok=True)
 
-    return shared.once("torch", make)
+    return once("torch", make)
 
 
 def tree_name(distribution: str, version: str, python: str = "") -> str:
@@ -435,7 +494,7 @@ def _in_place(tree: Path, fixes: tuple[str, ...]) -> Path:
         assert done.returncode == 0, f"{' '.join(command)}: exit status {done.returncode}\n{_tail(done.stdout)}"
 
     what = hashlib.sha256(" ".join([str(tree), *fixes]).encode()).hexdigest()
-    return shared.once(f"in-place-{what[:16]}", make) / tree.name
+    return once(f"in-place-{what[:16]}", make) / tree.name
 
 
 def run(
@@ -454,7 +513,8 @@ def run(
 
     `delivery` is "none" (upstream as it is), "hook" (in strict mode) or "in place" (an edited copy, no hook), with
     all fixes or those in `fixes`. Modules in `imports`, or the known ones of a program in `tests/programs/`, are
-    imported once for many runs (zygotes.py); with none it has an interpreter of its own.
+    imported once for many runs (forks.py); with none it has an interpreter of its own. The command is printed: pytest
+    shows it where a test fails.
 
     Raises:
         AssertionError: the program's exit status is not 0 (unless `check` is false); its last lines are in the message.
@@ -471,9 +531,14 @@ def run(
         environment["CKPT_PATCHES_SKIP"] = ",".join(FIXES.keys() - set(fixes))
     environment.update(env or {})
     if imports is None:
-        imports = zygotes.IMPORTS.get(file.stem, ()) if file.parent == PROGRAMS else ()
-    by_hand.note([file, *args], environment)
-    done = zygotes.run(file, [*map(str, args)], environment=environment, timeout=timeout, imports=imports)
+        imports = IMPORTS.get(file.stem, ()) if file.parent == PROGRAMS else ()
+    argv = [str(file), *map(str, args)]
+    changed = [f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value]
+    print("$", shlex.join(["env", *changed, sys.executable, *argv]))
+    done = forks.run(argv, environment, timeout, imports) if imports else None
+    if done is None:
+        command = [sys.executable, *argv]
+        done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=timeout)
     if check and done.returncode != 0:
         raise AssertionError(
             f"{' '.join(done.args)} on {root} ({delivery}): exit status {done.returncode}\n"
@@ -515,10 +580,6 @@ def shown_on(fix: str) -> list[Any]:
     """Pytest parameters for a fix's proof: as from `affected`, and at last the newest release with the bug."""
     last = newest_affected(fix)[1]
     return [*(one for one in affected(fix) if one.values != (last,)), pytest.param(last, id=last)]
-
-
-# What a proof's program imports, by the package of the fix. Others have an interpreter of their own.
-IMPORTED = {CORE: zygotes.MEGATRON, DEEPSPEED: zygotes.DEEPSPEED, TORCH: zygotes.NO_PACKAGE}
 
 
 def shown(file: str, version: str, delivery: str, function: str = "bug", **keywords: Any) -> str:

@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import shared
-from upstream import run, run_json, tree
+from upstream import once, run, run_json, tree
 from zero_checkpoints import PERMISSIVE, convert
 
 
@@ -25,7 +24,7 @@ def _saved(version: str, kind: str, ranks: int) -> Path:
         assert converted == {kind: ""}
         (out / "converted" / kind).rename(out / kind / "universal")
 
-    return shared.once(f"zero3-of-{version}-{kind}-{ranks}", train)
+    return once(f"zero3-of-{version}-{kind}-{ranks}", train)
 
 
 def resumed(version: str, kind: str, ranks: int, delivery: str, *options: str, **keywords: Any) -> dict[str, Any]:
@@ -62,4 +61,4 @@ def continued(version: str, kind: str, ranks: int, delivery: str) -> Path:
         run("zero_training", "write", out, kind, *options, tree=tree("deepspeed", version), delivery=delivery, env=env)
         (out / kind / "global_step2").rename(out / kind / "global_step4")  # the run's actual step
 
-    return shared.once(f"zero3-on-of-{version}-{kind}-{ranks}-{delivery}", train) / kind
+    return once(f"zero3-on-of-{version}-{kind}-{ranks}-{delivery}", train) / kind

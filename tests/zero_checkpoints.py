@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-import shared
-from upstream import newest, run, run_json, tree
+from upstream import newest, once, run, run_json, shared_folder, tree
 
 # Up to 0.15 DeepSpeed calls torch.load without weights_only and fails on torch 2.6 and later before it reaches the bug.
 # To show the bug without any fix, this variable makes torch load as it used to; see torch_load_weights_only.
@@ -20,7 +19,7 @@ KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 
 def session_folder() -> Path:
     """The folder that all processes of a session share."""
-    return shared.folder()
+    return shared_folder()
 
 
 def trained(version: str, *kinds: str) -> dict[str, Path]:
@@ -33,7 +32,7 @@ def _trained(version: str, kind: str) -> Path:
     def train(out: Path) -> None:
         run("zero_training", "write", out, kind, tree=tree("deepspeed", version))
 
-    return shared.once(f"trained-by-{version}-{kind}", train)
+    return once(f"trained-by-{version}-{kind}", train)
 
 
 def dp768() -> dict[str, Path]:
@@ -53,7 +52,7 @@ def crafted(case: str) -> Path:
     def write(out: Path) -> None:
         run("write_parallel_checkpoint", out, case, tree=tree("deepspeed", newest("deepspeed")))
 
-    return shared.once(f"crafted-{case}", write) / case / "global_step7"
+    return once(f"crafted-{case}", write) / case / "global_step7"
 
 
 def convert(

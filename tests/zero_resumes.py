@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import shared
-from upstream import run, tree
+from upstream import once, run, tree
 from zero_checkpoints import PERMISSIVE
 
 PROGRAM = "zero_resuming"
@@ -25,7 +24,7 @@ def trained(version: str, delivery: str, *cases: str, ranks: int = 2, nodes: int
         found = _json(output)
         (folder / "trained.json").write_text(json.dumps(found))
 
-    return shared.once(name, train)
+    return once(name, train)
 
 
 def optimizers(folder: Path) -> dict[str, str]:

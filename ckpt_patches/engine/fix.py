@@ -42,7 +42,7 @@ class Fix:
 
     module_name: str  # its last part is the fix's name
     upstream: tuple[str, ...] = ()  # issues and pull requests
-    test: str = ""  # where the upstream-style regression test goes in an upstream checkout
+    test: str = ""  # where its test for upstream goes in a checkout; empty if the newest release does not need the fix
     depends_on: tuple[str, ...] = ()  # fixes that this one, or its test, needs
     symptom: str = ""  # what a user sees, a phrase of at most 80 characters
     releases: Ranges = ()  # with the bug: where its code is absent in them, the fix does not match

@@ -1,4 +1,8 @@
-"""A fix in the format of `git format-patch`: a commit with its test, and the message from the fix's page."""
+"""A fix in the format of `git format-patch`: a commit with its test, and the message from the fix's page.
+
+A fix that the newest release does not need is a patch for older trees alone: it has no test, and its message is the
+first line of its file.
+"""
 
 import os
 import re
@@ -9,7 +13,7 @@ from email.header import Header
 from email.utils import formatdate
 from pathlib import Path
 
-from ckpt_patches.engine.fix import Fix, load
+from ckpt_patches.engine.fix import Fix, load, sentence
 from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, PACKAGES, TORCH
 from ckpt_patches.engine.series import Patch, Series
 from ckpt_patches.errors import UserError
@@ -66,7 +70,7 @@ def author_of(root: str) -> Author:
 
 def files_of(series: Series, author: Author) -> dict[str, bytes]:
     """The patches of a series by file name, numbered in order for `git am`."""
-    messages = {patch.name: message_of(page(patch.name).read_text(encoding="utf-8"), patch) for patch in series.patches}
+    messages = {patch.name: _message(patch) for patch in series.patches}
     count = len(series.patches)
     return {
         f"{number:04}-{patch.name}.patch": _file(patch, messages, author, f"{number}/{count}")
@@ -92,15 +96,22 @@ def _file(patch: Patch, messages: dict[str, Message], author: Author, place: str
     return text.encode() + patch.change + patch.test
 
 
+def _message(patch: Patch) -> Message:
+    if load(patch.name).test:
+        return message_of(page(patch.name).read_text(encoding="utf-8"), patch)
+    line = sentence(patch.name)
+    return Message(textwrap.shorten(line.removesuffix("."), WIDTH, placeholder=" …"), _wrapped(line))
+
+
 def trailers(fix: Fix) -> list[str]:
-    """The last lines of a message: the releases with the bug, a test that shows it, the reports, and other links."""
+    """The last lines of a message: the releases with the bug, any test that shows it, the reports, and other links."""
     package = PACKAGES[fix.package].distribution
     ranges = (first if first == last else f"{first} to {last}" for first, last in fix.releases)
     issue = re.compile(rf"https://github.com/{REPOSITORIES[fix.package]}/issues/\d+")
     reports = sorted(fix.upstream, key=lambda link: not issue.fullmatch(link))
     return [
         _wrapped(f"Affected: {package} {', '.join(ranges)}"),
-        f"Fails without this change: pytest {fix.test}",
+        *([f"Fails without this change: pytest {fix.test}"] if fix.test else []),
         *(f"{'Fixes' if issue.fullmatch(link) else 'See'}: {link}" for link in reports),
     ]
 

@@ -20,7 +20,7 @@ class Patch:
     name: str  # of the fix
     depends_on: tuple[str, ...]  # fixes that come earlier in the series
     change: bytes  # unified diff of the edited files
-    test: bytes  # unified diff that adds the regression test
+    test: bytes  # unified diff that adds the regression test; empty if there is none
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ fix = Fix(
     releases=(("0.14.0", "0.17.1"),),
     stacks="experts, `--load-main-params-from-ckpt`",
     silent=True,
-    test="tests/unit_tests/test_expert_main_params.py",
 )
 
 

@@ -13,7 +13,6 @@ fix = Fix(
     releases=(("0.12.0", "0.15.3"),),
     stacks="NumPy 2",
     silent=False,
-    test="tests/unit_tests/dist_checkpointing/test_numpy2_product.py",
 )
 
 

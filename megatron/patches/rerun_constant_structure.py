@@ -15,7 +15,6 @@ fix = Fix(
     symptom="`Missing key … rerun_state_machine_state` when a suspicious step is resumed",
     releases=(("0.14.0", "0.17.1"),),
     stacks="`--rerun-mode`, `--ckpt-assume-constant-structure`",
-    test="tests/unit_tests/test_rerun_constant_structure.py",
 )
 
 IDLE = "self.state == RerunState.NOT_RUNNING_YET"

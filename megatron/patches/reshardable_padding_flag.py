@@ -16,7 +16,6 @@ fix = Fix(
     releases=(("0.12.0", "0.16.1"),),
     stacks="dp_reshardable format, precision-aware optimizer",
     silent=False,
-    test="tests/unit_tests/dist_checkpointing/test_reshardable_padding_flag.py",
 )
 
 LOADS = ("load_parameter_state_from_fs_bucket_space", "load_parameter_state_from_dp_reshardable")

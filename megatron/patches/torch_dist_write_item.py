@@ -22,7 +22,6 @@ fix = Fix(
     symptom="`_write_item() missing … 'serialization_format'` in a save",
     releases=(("0.12.0", "0.12.3"),),
     stacks="torch_dist format, torch 2.7 or later",
-    test="tests/unit_tests/dist_checkpointing/test_torch_dist_write_item.py",
 )
 
 

@@ -15,7 +15,6 @@ fix = Fix(
     releases=(("0.9.0", "0.14.0"),),
     stacks="zarr format, distributed optimizer",
     silent=True,
-    test="tests/unit_tests/dist_checkpointing/test_zarr_create_synchronizer.py",
 )
 
 

@@ -8,6 +8,7 @@ import torch
 from upstream import shown, shown_on, with_fix, without_fix
 
 RELEASES = shown_on("autotp_fused_widths")
+REFUSED = "the checkpoint does not state how qkv.bias is cut, though qkv.weight is fused"
 
 
 @without_fix(RELEASES)
@@ -19,6 +20,12 @@ def test_parts_of_the_fused_layer_are_exchanged_or_the_conversion_fails(version:
 @with_fix(RELEASES)
 def test_it_is_converted_and_loaded_bit_for_bit(version: str, delivery: str) -> None:
     assert shown(__file__, version, delivery) == ""
+
+
+@with_fix(RELEASES)
+def test_a_fused_bias_that_the_checkpoint_does_not_describe_is_refused(version: str, delivery: str) -> None:
+    refused = shown(__file__, version, delivery, "undescribed_bias")
+    assert refused == f"ValueError: {REFUSED}; resume on the same ranks and convert what that run saves"
 
 
 # What the ranks run
@@ -60,6 +67,20 @@ def saved_and_loaded(folder: Path, stage: int) -> str:
         return f"converted: {wrong}"
     different = dt.results(load, RANKS, folder, stage)[0]
     return f"loaded: {different} states differ, and no error" if different else ""
+
+
+def undescribed_bias(folder: Path) -> str:
+    from trainers import deepspeed_training as dt
+
+    dt.allow_pickles()
+    dt.results(save, RANKS, folder, 1)
+    for path in (folder / dt.TAG).glob("mp_rank_*"):
+        state = torch.load(path)
+        info = state["universal_checkpoint_info"]
+        described = info["parameter_with_sub_params"]
+        info["parameter_with_sub_params"] = [one for one in described if "weight" in one["patterns"][0]]
+        torch.save(state, path)
+    return dt.converted(folder)
 
 
 def save(rank: int, folder: Path, stage: int) -> None:

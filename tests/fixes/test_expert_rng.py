@@ -86,7 +86,7 @@ def test_in_another_layout_states_are_ignored(ep: int, ranks: int, form: tuple[s
     assert IGNORED in said
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_expert_tensor_parallel_ranks_of_their_own(ep: int, tmp_path: Path) -> None:
     """States are lost only with EP 4, where, at TP 2 and ETP 1, data-parallel ranks have different experts."""
@@ -100,7 +100,7 @@ def test_expert_tensor_parallel_ranks_of_their_own(ep: int, tmp_path: Path) -> N
     assert load("hook", tmp_path / "hook", *options, ranks=4) == ([0, 1, 2, 3], True, "")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_with_tensor_parallel_ranks_too(tmp_path: Path) -> None:
     save("none", tmp_path, "--tp", 2, ranks=4)
     experts, model, said = load("hook", tmp_path, "--tp", 2, ranks=4)

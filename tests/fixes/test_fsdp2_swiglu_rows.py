@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import shared
 from ckpt_patches.audit.audit import audit
 from ckpt_patches.cli import command_line
-from upstream import newest, run, run_json, shown, shown_on, tree, with_fix, without_fix
+from upstream import newest, once, run, run_json, shown, shown_on, tree, with_fix, without_fix
 
 RELEASES = shown_on("fsdp2_swiglu_rows")
 
@@ -44,7 +43,7 @@ def saved(ranks: Sequence[str], delivery: str = "hook", version: str = SAVED_BY)
         folder.mkdir()
         run("fsdp2_rows", "save", folder, *ranks, tree=tree("megatron-core", version), delivery=delivery)
 
-    return shared.once(f"fsdp2-rows-{version}-{delivery}-{'-'.join(ranks)}", save)
+    return once(f"fsdp2-rows-{version}-{delivery}-{'-'.join(ranks)}", save)
 
 
 def mixed_by_audit(folder: Path) -> set[str]:
@@ -65,7 +64,7 @@ def migrated(ranks: Sequence[str], delivery: str = "hook") -> Path:
             else:
                 new.symlink_to(old)
 
-    return shared.once(f"fsdp2-rows-migrated-{delivery}-{'-'.join(ranks)}", migrate)
+    return once(f"fsdp2-rows-migrated-{delivery}-{'-'.join(ranks)}", migrate)
 
 
 def other_rows(folder: Path, ranks: Sequence[str], version: str, delivery: str) -> dict[str, int | str]:
@@ -89,7 +88,7 @@ def test_mixed_rows_of_three_ranks_load_on_as_many_and_are_refused_on_others(ran
     assert other_rows(saved(THREE), ranks, SAVED_BY, "hook") == {IN_PLACE: 0, MIXED: mixed}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_release_saves_mixed_rows_and_the_newest_one_loads_them_with_the_fix() -> None:
     """Rows are right with the fix, and silently wrong without. On three ranks, 0.18 neither saves nor loads."""
     folder = saved(TWO, "none")
@@ -100,7 +99,7 @@ def test_a_release_saves_mixed_rows_and_the_newest_one_loads_them_with_the_fix()
         assert other_rows(folder, TWO, NEWEST, "hook")[form] == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [TWO, THREE, FOUR, ALONE], ids=" ".join)
 def test_tensor_parallel_ranks(ranks: Sequence[str]) -> None:
     mixed = 0 if ranks == FOUR else REFUSED
@@ -116,7 +115,7 @@ def test_the_audit_tells_which_rows_are_mixed() -> None:
     assert mixed_by_audit(folder / f"saved{IN_PLACE}") == set()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_audit_finds_none_in_what_the_newest_release_saves() -> None:
     assert mixed_by_audit(saved(TWO, "none") / f"saved{IN_PLACE}")
     assert mixed_by_audit(saved(TWO, "none", NEWEST) / f"saved{IN_PLACE}") == set()
@@ -127,7 +126,7 @@ def test_the_newest_release_loads_what_was_migrated(loading: Sequence[str]) -> N
     assert other_rows(migrated(THREE), loading, NEWEST, "none") == {IN_PLACE: 0, MIXED: 0}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("loading", [TWO, FOUR, ALONE], ids=" ".join)
 @pytest.mark.parametrize("saving", [TWO, FOUR], ids=" ".join)
 def test_the_newest_release_loads_what_a_release_without_the_fix_saved_and_was_migrated(
@@ -137,7 +136,7 @@ def test_the_newest_release_loads_what_a_release_without_the_fix_saved_and_was_m
         assert other_rows(migrated(saving, "none"), loading, NEWEST, delivery) == {IN_PLACE: 0, MIXED: 0}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_release_with_the_fix_loads_what_was_migrated() -> None:
     """The release loads all rows right; without the fix, it mixes rows that are in place."""
     folder = migrated(TWO, "none")

@@ -59,7 +59,7 @@ def test_a_save_that_would_write_over_them_is_refused_before_it_writes(tmp_path:
     assert refused["files"] == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_file_is_of_its_own_tensor_and_expert_parallel_rank(tmp_path: Path) -> None:
     options = ("--ranks", 6, "--tp", 2, "--ep", 3)
     assert len(line("none", "save", tmp_path / "none", *options)["files"]) == 3

@@ -35,7 +35,7 @@ def line(delivery: str, what: str, folder: Path, kind: str, *options: str, ranks
     return found
 
 
-@pytest.mark.parametrize("kind", ["fully_reshardable", pytest.param("torch", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["fully_reshardable", pytest.param("torch", marks=pytest.mark.slow)])
 def test_they_load_on_other_ranks_with_remainders_and_without(kind: str, tmp_path: Path) -> None:
     assert line("none", "save", tmp_path, kind, "--remainders") == {"differ": [], "error": ""}
     ranks = 1 if kind == "fully_reshardable" else 2
@@ -44,7 +44,7 @@ def test_they_load_on_other_ranks_with_remainders_and_without(kind: str, tmp_pat
     assert len(line("none", "load", tmp_path, kind, ranks=ranks)["differ"]) == 4  # type: ignore[arg-type]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_dp_reshardable_keeps_their_type_and_loads_without_remainders(tmp_path: Path) -> None:
     line("none", "save", tmp_path, "dp_reshardable", "--remainders")
     for options in (("--remainders",), ()):

@@ -23,6 +23,8 @@ def test_the_step_to_run_again_is_known_after_a_load(version: str, delivery: str
 
 # What the ranks run
 
+NAMES = ("ordinary", "suspicious")
+
 
 def resume(rank: int, folder: Path) -> str:
     """Save at an ordinary step and at a suspicious one, and load the second checkpoint."""
@@ -34,13 +36,17 @@ def resume(rank: int, folder: Path) -> str:
 
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
     machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
-    for name in ("ordinary", "suspicious"):
+    for name in NAMES:
         mt.make_folder(folder / name)
         if name == "suspicious":
             machine.state, machine.current_iteration = RerunState.WILL_RERUN_FROM_CHECKPOINT, 5
         dist_checkpointing.save(state(machine), str(folder / name), strategy)
-    saved = dist_checkpointing.load_common_state_dict(str(folder / "suspicious"))
+    ordinary, saved = (dist_checkpointing.load_common_state_dict(str(folder / name)) for name in NAMES)
     resumed = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
+    if resumed.validate_state_dict(ordinary.get("rerun_state_machine")):
+        return "the ordinary step is taken for one to run again"
+    if RerunStateMachine(mode=RerunMode.DISABLED).state_dict(None, "torch_dist"):
+        return "a machine that is disabled has a state"
     if not resumed.validate_state_dict(saved.get("rerun_state_machine")):
         return "the step to run again is not in the checkpoint"
     try:

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 import edits
-import shared
 from ckpt_patches.engine.plan import Outcome
 from ckpt_patches.engine.source import Source
 from upstream import (
     DELIVERIES,
+    ZERO,
     all_releases,
     environment_for,
     newest,
+    once,
     releases,
     run,
     run_json,
@@ -28,7 +29,6 @@ from upstream import (
     without_fix,
 )
 from zero_checkpoints import PERMISSIVE, converted
-from zygotes import DEEPSPEED as DEEPSPEED_MODULES
 
 FIX = "torch_load_weights_only"
 
@@ -58,7 +58,7 @@ def written(version: str, delivery: str = "none") -> Path:
             "zero_training", "write", folder, *KINDS, "--ranks", "2", tree=tree("deepspeed", version), delivery=delivery
         )
 
-    return shared.once(f"own-files-{version}-{delivery}", train)
+    return once(f"own-files-{version}-{delivery}", train)
 
 
 @with_and_without_fix(AFFECTED)
@@ -115,7 +115,7 @@ def test_zero_to_fp32_as_a_module(tmp_path: Path) -> None:
 def test_the_copied_script_needs_no_patched_deepspeed(reader: str, tmp_path: Path) -> None:
     """The script works with upstream's package: DeepSpeed copies it into the folder, which outlives the install."""
     folder = written(NEWEST, "in place") / "stage2"
-    run(folder / SCRIPT, folder, tmp_path, tree=tree("deepspeed", reader), imports=DEEPSPEED_MODULES)
+    run(folder / SCRIPT, folder, tmp_path, tree=tree("deepspeed", reader), imports=ZERO)
     check_fp32(tmp_path, folder)
 
 
@@ -123,7 +123,7 @@ def test_the_copied_script_of_upstream_dies(tmp_path: Path) -> None:
     """The copied script fails with the hook, too: DeepSpeed copies the file on disk, which is unchanged."""
     folder = written(NEWEST) / "stage2"
     root = tree("deepspeed", NEWEST)
-    on: dict[str, Any] = {"tree": root, "delivery": "hook", "imports": DEEPSPEED_MODULES}
+    on: dict[str, Any] = {"tree": root, "delivery": "hook", "imports": ZERO}
     done = run(folder / SCRIPT, folder, tmp_path, **on, check=False)
     assert "GLOBAL deepspeed." in done.stderr
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import shared
 from test_audit_coverage import experts
 from test_convert_experts import states
 from universal import ours
@@ -18,6 +17,7 @@ from upstream import (
     newest_affected,
     newest_by_default,
     numbers,
+    once,
     run,
     tree,
     with_fix,
@@ -35,7 +35,7 @@ SAVES_SHAPES = "0.19.3"
 BF16_OPTIMIZER = 0  # in place of a stage
 EXPERT_PARALLEL = (2, 4, 1)  # the checkpoint was saved on 2
 
-more = pytest.mark.skipif(not all_releases(), reason="trainings more: with CKPT_PATCHES_TEST_ALL=1")
+more = pytest.mark.skipif(not all_releases(), reason="trainings more: with --every-release")
 
 
 def saves_shapes(version: str) -> bool:
@@ -54,14 +54,14 @@ def trained(version: str, stage: int, *options: str) -> Path:
         return experts(1)
     name = "-".join(("experts", version, str(stage), *options))
     root = tree("deepspeed", version)
-    return shared.once(name, lambda out: run("experts", out, str(stage), *options, tree=root)) / "global_step8"
+    return once(name, lambda out: run("experts", out, str(stage), *options, tree=root)) / "global_step8"
 
 
 @functools.cache
 def converted(version: str, stage: int, *options: str) -> Path:
     source = trained(version, stage, *options)
     name = "-".join(("universal-experts", version, str(stage), *options))
-    return shared.once(name, lambda out: ours(source, out / "universal", "--inject_missing_state")) / "universal"
+    return once(name, lambda out: ours(source, out / "universal", "--inject_missing_state")) / "universal"
 
 
 def resumed(out: Path, version: str, stage: int, *options: str, saved: tuple[str, ...] = (), **keywords: Any) -> None:

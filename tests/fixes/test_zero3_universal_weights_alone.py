@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from test_zero3_universal_sizes import larger
 from upstream import shown, shown_on, with_fix, without_fix
 
 RELEASES = shown_on("zero3_universal_weights_alone")
@@ -17,10 +18,35 @@ def test_the_weights_are_loaded_and_nothing_else(version: str, delivery: str) ->
     assert shown(__file__, version, delivery) == ""
 
 
+@with_fix(RELEASES)
+def test_weights_of_another_size_are_refused(version: str, delivery: str) -> None:
+    expected = "ValueError: scale has another size: 1 elements per rank, not 5"
+    assert shown(__file__, version, delivery, "other_size") == expected
+
+
 # What the ranks run
+
+CASE, RANKS = "stage3-1", 2
 
 
 def bug(folder: Path) -> str:
     from trainers import deepspeed_training as dt
 
-    return dt.universal_weights_alone(folder, "stage3-1")
+    return dt.universal_weights_alone(folder, CASE)
+
+
+def other_size(folder: Path) -> str:
+    from trainers import deepspeed_training as dt
+
+    return str(dt.results(load_into_other_size, RANKS, folder)[0])
+
+
+def load_into_other_size(rank: int, folder: Path) -> str:
+    from trainers import deepspeed_training as dt
+
+    dt.train_and_save(rank, folder, CASE, RANKS)
+    dt.convert(folder)
+    dt.Tiny = larger(dt.Tiny)  # type: ignore[misc]
+    resumed = dt.engine_of(CASE, RANKS, universal=True, seed=1)
+    resumed.load_checkpoint(str(folder), tag=dt.UNIVERSAL, load_optimizer_states=False)
+    return "no error"

@@ -41,9 +41,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
-import shared  # noqa: E402
 from ckpt_patches.cli.command_line import main as command  # noqa: E402
 from every_checkpoint import EVERY  # noqa: E402
+from upstream import once  # noqa: E402
 
 SECONDS, MEMORY, RESIDENT = 20, 3 << 30, 600 << 20
 LONGEST_JSON = 4 << 20  # characters
@@ -119,7 +119,7 @@ def source(name: str) -> Path:
         from dcp_checkpoints import saved_by_ranks
 
         return saved_by_ranks(2) / "fsdp2"
-    return shared.once("plain", plain) / name
+    return once("plain", plain) / name
 
 
 # Running

@@ -188,7 +188,7 @@ done.set()
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_process_that_must_not_be_forked_does_the_work_itself(zero: Path, tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     for kind in ("alone", "thread", "group", "device"):
@@ -212,7 +212,7 @@ print(processes._has_device())
     assert printed(program).split() == ["False", "True", "True"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_type_checker_knows_the_results(tmp_path: Path) -> None:
     """As a user runs it, in strict mode."""
     pytest.importorskip("mypy", reason="mypy is not installed here")

@@ -9,7 +9,7 @@ import pytest
 PROGRAM = Path(__file__).with_name("hostile_input.py")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "only", "audits"),
     [("mutations", "trainer", "20 audit"), ("values", "dcp", "audit"), ("pipes", "dcp", "audit")],

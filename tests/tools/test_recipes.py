@@ -100,7 +100,7 @@ def spoil(run: Path) -> None:
 # Shells
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sbatch(cluster: Path) -> None:
     run = cluster / "checkpoints of a team"
     script = cluster / "job.sh"
@@ -118,7 +118,7 @@ def test_sbatch(cluster: Path) -> None:
     assert "is proven good" in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_torchrun(cluster: Path) -> None:
     run, script = cluster / "a run", cluster / "resume.sh"
     script.write_text(recipe("torchrun"))
@@ -146,7 +146,7 @@ def kubelet(cluster: Path, text: str) -> "subprocess.CompletedProcess[str]":
     return done
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_kubernetes(cluster: Path) -> None:
     run = cluster / "checkpoints" / "run1"
     (cluster / "resume").mkdir()

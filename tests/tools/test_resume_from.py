@@ -392,7 +392,7 @@ def test_a_closed_pipe_is_no_success(run: Path) -> None:
 # Structure alone
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, kind in EVERY.items() if kind.default])
 def test_structure_tells_complete_saves_from_those_with_cut_or_missing_files(name: str, tmp_path: Path) -> None:
     kind = EVERY[name]

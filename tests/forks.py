@@ -1,0 +1,78 @@
+"""Run programs in multiprocessing's fork server: importing torch and a package takes seconds, most of their time.
+
+`python forks.py MODULE...` imports the modules, and runs the programs that its standard input names, a line each.
+"""
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+
+# Variables that programs read at run time, and no import reads.
+PER_RUN = ("MASTER_PORT", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+
+
+def run(
+    argv: Sequence[str], environment: Mapping[str, str], timeout: float, modules: Sequence[str]
+) -> "subprocess.CompletedProcess[str] | None":
+    """Run a program like `subprocess.run`, with modules imported. Returns None if their import fails."""
+    server = _server(tuple(modules), tuple(sorted((k, v) for k, v in environment.items() if k not in PER_RUN)))
+    variables = {name: environment[name] for name in PER_RUN if name in environment}
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        with contextlib.suppress(BrokenPipeError):
+            request = [timeout, argv, os.getcwd(), variables, out.name, err.name]
+            print(json.dumps(request), file=server.stdin, flush=True)
+        answer = server.stdout.readline() if server.stdout else ""
+        if answer == "null\n":
+            raise subprocess.TimeoutExpired(argv, timeout, out.read(), err.read())
+        return subprocess.CompletedProcess([*argv], int(answer), out.read(), err.read()) if answer else None
+
+
+@functools.lru_cache(maxsize=4)  # of each test process; one that is dropped ends, with its standard input
+def _server(modules: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> "subprocess.Popen[str]":
+    command, pipe = [sys.executable, __file__, *modules], subprocess.PIPE
+    unseen = subprocess.DEVNULL  # of imports: where they fail, they run again in an interpreter of their own
+    return subprocess.Popen(command, env=dict(environment), cwd="/", text=True, stdin=pipe, stdout=pipe, stderr=unseen)
+
+
+def serve(modules: Sequence[str]) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    del sys.path[0]
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([*modules])
+    for line in sys.stdin:
+        timeout, *request = json.loads(line)
+        process = server.Process(target=become, args=request)
+        process.start()
+        process.join(timeout)
+        code = process.exitcode
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+        print(json.dumps(code), file=answers, flush=True)
+
+
+def become(argv: list[str], folder: str, variables: Mapping[str, str], *files: str) -> None:
+    """Run a program in this process."""
+    os.setsid()
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    os.chdir(folder)
+    for name in PER_RUN:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    sys.argv = argv
+    sys.path.insert(0, os.path.dirname(argv[0]))
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])
