@@ -15,7 +15,8 @@ import pytest
 from demo import MAIN, SHOWN, parameters_of, release_of
 from registered import EVERYTHING
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).with_name("fixes"))]
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS), *(str(TESTS / room) for room in ("fixes", "fork", "tools"))]
 
 # A dozen fixes whose proofs are in `make test`.
 PROVEN = (*SHOWN, "bf16_stage0_gradients", "dcp_touched_state", "scheduler_steps", "zero3_module_only")

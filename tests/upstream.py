@@ -48,9 +48,11 @@ from trainers import gpu
 from trainers.ranks import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PROGRAMS = REPOSITORY / "tests" / "programs"
+TESTS = REPOSITORY / "tests"
+# Programs that tests run: those of several rooms, and those of one.
+PROGRAMS = (TESTS / "programs", *sorted(TESTS.glob("*/programs")))
 # What a program imports besides upstream: other programs, trainers, and the proofs of fixes.
-OWN_FOLDERS = (PROGRAMS, PROGRAMS.parent, PROGRAMS.with_name("fixes"))
+OWN_FOLDERS = (*PROGRAMS, TESTS, TESTS / "fixes")
 
 # Where proofs find the packages of an environment: `pytest --site` sets it.
 site: Path | None = None
@@ -68,7 +70,7 @@ CORE_ALONE = ("megatron.core.dist_checkpointing", "megatron.core.optimizer", "to
 ZARR_WRITES = ("trainers.zarr_saving", "megatron.core.dist_checkpointing.strategies.zarr")
 ZERO = ("deepspeed.checkpoint.ds_to_universal", "trainers.deepspeed_training")
 IMPORTED = {CORE: MEGATRON, DEEPSPEED: ZERO, TORCH: ("torch",)}  # by proofs, by the package of the fix
-# The programs of programs/ by these modules.
+# The programs by these modules.
 _PROGRAMS = {
     MEGATRON: """
         async_saving empty_state exact_resume explore_megatron fsdp2_rows expert_rng gpt_resume hybrid_old_step
@@ -77,7 +79,7 @@ _PROGRAMS = {
     """,
     ("bridge_imports", "megatron.core.optimizer", "torch._dynamo"): "bridge_finetune",
     CORE_ALONE: "strip_shapes",
-    ("torch",): "damaged_zero dcp_loading dcp_saving load_distcp",
+    ("torch",): "damaged_zero dcp_loading dcp_saving",
     ZARR_WRITES: "zarr_failures zarr_race zarr_ranges",
     ZERO: """
         convert foreign_files own_files same_universal autoep_training experts stage_settings universal_loading
@@ -497,6 +499,11 @@ def _in_place(tree: Path, fixes: tuple[str, ...]) -> Path:
     return once(f"in-place-{what[:16]}", make) / tree.name
 
 
+def program_file(name: str) -> Path:
+    """The file of a program in `PROGRAMS`."""
+    return next(path for folder in PROGRAMS if (path := folder / f"{name}.py").exists())
+
+
 def run(
     program: str | Path,
     *args: str | Path,
@@ -509,10 +516,10 @@ def run(
     check: bool = True,
     imports: Sequence[str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program on a tree: a file in `tests/programs/` (its name without .py) or any path.
+    """Run a program on a tree: a file in `PROGRAMS` (its name without .py) or any path.
 
     `delivery` is "none" (upstream as it is), "hook" (in strict mode) or "in place" (an edited copy, no hook), with
-    all fixes or those in `fixes`. Modules in `imports`, or the known ones of a program in `tests/programs/`, are
+    all fixes or those in `fixes`. Modules in `imports`, or the known ones of a program in `PROGRAMS`, are
     imported once for many runs (forks.py); with none it has an interpreter of its own. The command is printed: pytest
     shows it where a test fails.
 
@@ -525,13 +532,13 @@ def run(
     if fixes and lacks_product(tree, path):
         fixes = [*fixes, PRODUCT]
     root = in_place(tree, fixes) if delivery == "in place" else tree
-    file = program if isinstance(program, Path) else PROGRAMS / f"{program}.py"
+    file = program if isinstance(program, Path) else program_file(program)
     environment = environment_for(root, delivery, path)
     if fixes:
         environment["CKPT_PATCHES_SKIP"] = ",".join(FIXES.keys() - set(fixes))
     environment.update(env or {})
     if imports is None:
-        imports = IMPORTS.get(file.stem, ()) if file.parent == PROGRAMS else ()
+        imports = IMPORTS.get(file.stem, ()) if file.parent in PROGRAMS else ()
     argv = [str(file), *map(str, args)]
     changed = [f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value]
     print("$", shlex.join(["env", *changed, sys.executable, *argv]))
@@ -607,7 +614,7 @@ def environment_for(root: Path, delivery: str, path: Sequence[str | Path] = ()) 
     """The environment of a program under test; a copy, free to change."""
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     apex = checkout("apex")
-    stubs = [PROGRAMS / "stub_apex_kernels"] if apex and root.name == apex.name else []
+    stubs = [TESTS / "fork" / "programs" / "stub_apex_kernels"] if apex and root.name == apex.name else []
     folders = [root, *path, *stubs, *needed(root), *OWN_FOLDERS]
     product_alone = delivery == "none" and lacks_product(root, path)
     return {

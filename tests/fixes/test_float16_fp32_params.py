@@ -10,7 +10,7 @@ import torch
 
 from ckpt_patches.audit.audit import WHOLE, audit
 from explore.spaces import plainer
-from test_explore import SMALL
+from explore.test_explore import SMALL
 from upstream import newest_affected, run_json, shown, shown_on, tree, with_fix, without_fix
 
 RELEASES = shown_on("float16_fp32_params")

@@ -6,7 +6,7 @@ import pytest
 
 from explore.judged import RIGHT, SILENT, Stack, outcome
 from explore.spaces import plainer
-from test_explore import SMALL
+from explore.test_explore import SMALL
 from upstream import newest_affected, shown, shown_on, with_fix, without_fix
 
 RELEASES = shown_on("scheduler_steps")

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "programs"), str(TESTS.parent)]
+sys.path[:0] = [*map(str, (TESTS, TESTS / "programs", TESTS / "tools" / "programs", TESTS.parent))]
 
 import damage_kinds  # noqa: E402
-from healthy_kinds import Job, kinds  # noqa: E402
-
 from ckpt_patches.audit.audit import Report, audit  # noqa: E402
+from healthy_kinds import Job, kinds  # noqa: E402
 
 AT_ONCE = 50  # checkpoints that one run of a program writes: it has a limit of time
 Table = dict[str, tuple[Counter[str], set[str]]]  # verdicts, and the names of the findings, by kind

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ckpt_patches.convert.convert import Options, convert
 from token_model import EXPERTS, VOCABULARY, WIDTH, Model, loss_of
-from upstream import PROGRAMS, REPOSITORY, newest, run_json, tree
+from upstream import OWN_FOLDERS, REPOSITORY, newest, program_file, run_json, tree
 
 Options_ = Mapping[str, Any]
 
@@ -596,13 +596,13 @@ def write_of_accelerate(jobs: Sequence[tuple[Job, Any]]) -> list[str]:
 def _of_trainer(jobs: Sequence[tuple[Job, Any]], ranks: str) -> list[str]:
     """With the newest DeepSpeed on the path, which only some kinds use."""
     cases = [{**options, **_asdict(job)} for job, options in jobs]
-    path = [REPOSITORY, REPOSITORY / "tests", PROGRAMS]
+    path = [REPOSITORY, *OWN_FOLDERS]
     path += [tree("deepspeed", newest("deepspeed"))] if any("deepspeed" in case for case in cases) else []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "CKPT_PATCHES": "off"}
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary, "cases.json")
         file.write_text(json.dumps(cases))
-        program = [sys.executable, str(PROGRAMS / "trainer_kinds.py"), str(file), "--ranks", ranks]
+        program = [sys.executable, str(program_file("trainer_kinds")), str(file), "--ranks", ranks]
         done = subprocess.run(program, env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])

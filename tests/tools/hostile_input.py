@@ -35,7 +35,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "programs"), str(TESTS.parent)]
+sys.path[:0] = [*map(str, (TESTS, TESTS / "programs", TESTS / "tools" / "programs", TESTS.parent))]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

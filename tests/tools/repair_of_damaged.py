@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "programs"), str(TESTS.parent)]
+sys.path[:0] = [*map(str, (TESTS, TESTS / "programs", TESTS / "tools" / "programs", TESTS.parent))]
 
 import numpy as np  # noqa: E402
-from healthy_and_damaged import checkpoint_in, damaged, write  # noqa: E402
-from healthy_kinds import Job, kinds  # noqa: E402
 
 from ckpt_patches.audit.audit import REPAIRED, audit  # noqa: E402
 from ckpt_patches.audit.repair_list import NAME  # noqa: E402
 from ckpt_patches.cli import main as command  # noqa: E402
 from ckpt_patches.formats.elements import read_elements, read_values  # noqa: E402
+from healthy_and_damaged import checkpoint_in, damaged, write  # noqa: E402
+from healthy_kinds import Job, kinds  # noqa: E402
 
 Values = dict[tuple[str, str], Any]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from plain_runs import save
 from torch import nn
 
 from ckpt_patches import api, fingerprint
 from ckpt_patches.cli import main
 from megatron_checkpoints import ZARR, written
 from old_checkpoints import flattened, settings
+from plain_runs import save
 from test_audit import copied, lose_first_moment
 from zero_checkpoints import trained
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 import yaml  # type: ignore[import-untyped]
-from plain_runs import save
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from every_checkpoint import EVERY
+from plain_runs import save
 from upstream import REPOSITORY, TIMEOUT
 
 PAGE = (REPOSITORY / "docs" / "guides" / "resume_from.md").read_text(encoding="utf-8")

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from plain_runs import NOT_FINITE, save
 from torch.distributed import checkpoint
 
 import test_audit_safetensors
@@ -20,6 +19,7 @@ from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit_
 from ckpt_patches.cli import main
 from every_checkpoint import EVERY, UNIVERSAL
 from megatron_checkpoints import ZARR, written
+from plain_runs import NOT_FINITE, save
 from zero_checkpoints import trained
 
 ZERO = "global_step2"

@@ -20,8 +20,8 @@ from ckpt_patches.formats.elements import Block, as_float32, read_elements
 from ckpt_patches.runtime.shown import shown
 
 # Limit of the median of ||source - own|| / ||own||: at least 1 without correlation, 1.4 if both norms are equal.
-# Measured with DeepSpeed 0.19.8, AdamW, steps 2 to 400 (tests/test_same_run.py). Learning rate 1e-3: up to 0.34 within
-# a run, 1.29 to 1.49 between seeds; 1e-2: up to 0.75, 1.27 to 1.48.
+# Measured with DeepSpeed 0.19.8, AdamW, steps 2 to 400 (tests/tools/test_same_run.py). Learning rate 1e-3: up to 0.34
+# within a run, 1.29 to 1.49 between seeds; 1e-2: up to 0.75, 1.27 to 1.48.
 BOUND = 1.0
 SAMPLE = 1 << 16  # elements of each shard, from its middle
 LEAST = 16  # elements needed to compare two shards

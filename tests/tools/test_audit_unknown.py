@@ -11,10 +11,10 @@ from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
 from ckpt_patches.audit.run_folder import saves
 from every_checkpoint import EVERY, Place, put, tensors
 from explore.spaces import plainer
+from explore.test_explore import SMALL
 from test_audit import names
 from test_audit_coverage import MODEL, change
 from test_audit_fp8 import found_in, masters, saved
-from test_explore import SMALL
 from upstream import newest, run_json, tree
 
 NAN = torch.tensor([float("nan")]).numpy().tobytes()

@@ -13,7 +13,7 @@ import torch
 from ckpt_patches.formats import stored_zip, torch_file, torch_writer
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader, storages_in
 from ckpt_patches.runtime.progress import Progress, line
-from upstream import PROGRAMS
+from upstream import TESTS
 
 BASE = torch.arange(24, dtype=torch.float32)
 
@@ -51,7 +51,7 @@ def rewritten(value: Any, folder: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(PROGRAMS))
+    monkeypatch.syspath_prepend(str(TESTS / "programs"))
 
 
 def same(one: Any, other: Any) -> bool:

@@ -17,7 +17,7 @@ from program_arguments import parsed
 from trainers import megatron_training as mt
 from trainers.stub_fused_adam import joined
 
-FIXES = Path(__file__).resolve().parents[1] / "fixes"
+FIXES = Path(__file__).resolve().parents[1]
 PROOF = runpy.run_path(str(FIXES / "test_param_remainders.py"))
 
 

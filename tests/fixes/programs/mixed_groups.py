@@ -18,7 +18,7 @@ from live_states import print_differences
 from program_arguments import parsed
 from trainers import megatron_training as mt
 
-FIXES = Path(__file__).resolve().parents[1] / "fixes"
+FIXES = Path(__file__).resolve().parents[1]
 PROOF = runpy.run_path(str(FIXES / "test_mixed_dtype_group_order.py"))
 
 

@@ -25,7 +25,7 @@ from ckpt_patches.migrate import migrate
 from ckpt_patches.runtime.unfinished import UnfinishedFolder
 from old_checkpoints import flattened, settings
 from universal import command, distinct, environment, files, ours, parallel, summary
-from upstream import PROGRAMS, all_releases
+from upstream import all_releases, program_file
 from zero_checkpoints import dp768
 
 pytestmark = pytest.mark.slow
@@ -93,7 +93,7 @@ def source(sources: dict[str, Path]) -> Path:
 
 
 def killed(name: str, source: Path, output: Path, point: int) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, *map(str, (PROGRAMS / "killed_in_time.py", name, source, output, point))]
+    arguments = [sys.executable, *map(str, (program_file("killed_in_time"), name, source, output, point))]
     return subprocess.run(arguments, env=environment(), capture_output=True, text=True, check=False)
 
 
@@ -267,7 +267,7 @@ FAILING = [
 
 
 def failing(error: str, point: int, name: str, source: Path, output: Path) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, *map(str, (PROGRAMS / "failing_disk.py", error, point, name, source, output))]
+    arguments = [sys.executable, *map(str, (program_file("failing_disk"), error, point, name, source, output))]
     return subprocess.run(arguments, env=environment(), capture_output=True, text=True, check=False)
 
 

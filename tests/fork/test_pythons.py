@@ -103,7 +103,7 @@ def expected() -> dict[str, Any]:
     """The results of the Python that runs the tests, on the trees, from the checkout."""
 
     def edit(folder: Path) -> None:
-        program = upstream.PROGRAMS / "own_fixes.py"
+        program = upstream.program_file("own_fixes")
         done = subprocess.run([sys.executable, str(program), *copies(folder)], capture_output=True, text=True)
         (folder / "found").write_text(check_succeeded(done))
 
@@ -124,7 +124,7 @@ def test_every_module_of_ours_compiles_without_a_warning(installed: Installed) -
 
 def test_the_trees_are_edited_alike(installed: Installed, expected: dict[str, Any], tmp_path: Path) -> None:
     """The edited trees and the messages are equal, without warnings, and revert restores the originals."""
-    program = str(upstream.PROGRAMS / "own_fixes.py")
+    program = str(upstream.program_file("own_fixes"))
     done = installed.environment.python("-W", "error", program, *copies(tmp_path))
     assert done.stderr == ""
     found = without_paths(check_succeeded(done), tmp_path)
@@ -204,7 +204,7 @@ def runs(installed: Installed) -> dict[str, Run]:
 
 
 def what_runs(installed: Installed, path: str, mode: str) -> Run:
-    program = str(upstream.PROGRAMS / "what_runs.py")
+    program = str(upstream.program_file("what_runs"))
     done = installed.environment.python(
         program,
         PYTHONPATH=path,

@@ -15,7 +15,7 @@ from typing import Any
 from program_arguments import parsed
 from trainers import megatron_training as mt
 
-FIXES = Path(__file__).resolve().parents[1] / "fixes"
+FIXES = Path(__file__).resolve().parents[1]
 PROOF = runpy.run_path(str(FIXES / "test_fsdp2_swiglu_rows.py"))
 TRUTH = "truth.json"
 
