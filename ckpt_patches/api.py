@@ -48,7 +48,7 @@ __all__ = [
 
 
 class NoGoodCheckpointError(UserError):
-    """A run has checkpoints, and none is proven good. A training that began anew could overwrite them."""
+    """A run has checkpoints, and none is verified as good. A training that began anew could overwrite them."""
 
 
 class Result:
@@ -126,7 +126,7 @@ def resume_from(run: "AnyPath", *, quick: bool = False, workers: int | None = No
         quick: look at structure alone, in seconds. Damaged elements are not found.
 
     Raises:
-        NoGoodCheckpointError: it has checkpoints, and none is proven good or of a known format.
+        NoGoodCheckpointError: it has checkpoints, and none is verified as good or of a known format.
         UserError: it has several runs.
     """
     folder = _folder(run)

@@ -14,7 +14,9 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOT_PAGES = {name: name.lower() for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
+ROOT_PAGES = {name: name.lower() for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
+ROOT_PAGES["README.md"] = "index.md"  # the site's home; the index of docs/ is a page beside it
+INDEX = "documentation.md"
 BUGS = "Bugs"
 BAR = "\\|"  # in a table; MkDocs shows the backslash of one in code
 CODE_WITH_BAR = re.compile(r"(?<!`)`([^`\n]*\\\|[^`\n]*)`(?!`)")
@@ -36,7 +38,10 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of the repository's root."""
+    """Add the pages of the repository's root, and give the index of docs/ a name of its own."""
+    index = files.get_file_from_path("README.md")
+    files.remove(index)
+    files.append(File.generated(config, INDEX, content=index.content_string))
     for name, in_site in ROOT_PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         files.append(File.generated(config, in_site, content=text))
@@ -83,8 +88,7 @@ def _adapted(link: "re.Match[str]", folder: str, pages: set[str]) -> str:
     """
     picture, text, target, anchor = link[1], link[2], link[3], link[4] or ""
     path = posixpath.normpath(posixpath.join(folder, target))
-    path = "docs/README.md" if path == "docs" else path
-    in_site = ROOT_PAGES.get(path) or path.removeprefix("docs/")
+    in_site = ROOT_PAGES.get(path) or (INDEX if path in ("docs", "docs/README.md") else path.removeprefix("docs/"))
     if in_site in pages:
         here = folder.removeprefix("docs").removeprefix("/") or "."
         return f"{picture}[{text}]({posixpath.relpath(in_site, here)}{anchor})"

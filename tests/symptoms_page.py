@@ -23,12 +23,15 @@ def text() -> str:
     """The error texts that tools answer, those of fixes, then every visible effect, each with its pages."""
     topics = [page for page in symptoms.known() if page.is_topic]
     fixes = [page for page in symptoms.known() if not page.is_topic]
-    answers = [(error, answer, page.name) for page in topics for error, answer in page.errors.items()]
+    answers: dict[tuple[str, str], list[str]] = {}
+    for page in topics:
+        for error, answer in page.errors.items():
+            answers.setdefault((answer, page.name), []).append(_code(error))
     by_error: dict[str, list[str]] = {}
     for symptom in fixes:
         for error in _longest(tuple(symptom.errors)):
             by_error.setdefault(error, []).append(symptom.name)
-    answered = ((_code(error), answer, _linked(name)) for error, answer, name in answers)
+    answered = (("<br>".join(own), answer, _linked(name)) for (answer, name), own in answers.items())
     errors = ((_code(error), ", ".join(map(_linked, by_error[error]))) for error in sorted(by_error, key=_letters))
     effects = [load(one.name) for one in fixes if not one.errors or load(one.name).silent]
     rows = ((*row(fix)[:3], _linked(fix.name)) for fix in sorted(effects, key=lambda f: _letters(f.symptom)))

@@ -32,8 +32,8 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
             "ckpt-patches resume-from /checkpoints/run1 --quick",
             'path=$(ckpt-patches resume-from run1) && torchrun train.py "$path"',
             "ckpt-patches explain resume_from",
-            after="exit status: 0 found, 1 no checkpoint is there, or none is proven good, 2 wrong usage, or several "
-            "runs in RUN",
+            after="exit status: 0 found, 1 no checkpoint is there, or none is verified as good, 2 wrong usage, or "
+            "several runs in RUN",
         ),
     )
     command.add_argument(
@@ -161,12 +161,12 @@ def _lines_of_none(answer: "Answer", *, quick: bool) -> list[str]:
         return [*said, f"no checkpoint in {answer.run} can be resumed from: {why}{limit}; the newest is {newest}"]
     if answer.undecided is None:
         all_of = ", all are damaged or incomplete" if all(own.verdict for own in answer.skipped) else ""
-        return [*said, f"no checkpoint in {answer.run} is proven good{all_of}{limit}"]
+        return [*said, f"no checkpoint in {answer.run} is verified as good{all_of}{limit}"]
     path, _, reason = answer.undecided.path, answer.undecided.verdict, answer.undecided.reason
     what = "without damage in its structure" if quick else "without damage"
     return [
         *said,
-        f"no checkpoint in {answer.run} is proven good{limit}; the newest {what} is {path}, "
+        f"no checkpoint in {answer.run} is verified as good{limit}; the newest {what} is {path}, "
         f"which is {answer.undecided.verdict}: {reason}",
     ]
 

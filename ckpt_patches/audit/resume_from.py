@@ -97,7 +97,7 @@ class Answer:
 
     @property
     def undecided(self) -> Skipped | None:
-        """The newest save without damage that is not proven to be good, if none is good."""
+        """The newest save without damage that is not verified as good, if none is good."""
         return None if self.save else next((own for own in self.skipped if own.verdict == UNKNOWN), None)
 
 

@@ -19,7 +19,7 @@ from ckpt_patches.engine.fix import every_fix, load
 from ckpt_patches.engine.format_patch import pages
 from ckpt_patches.runtime.shown import shortened
 
-CONTAINED = 0.8  # minimum share, by weight, of an error text's words in a pasted line
+CONTAINED = 0.85  # minimum share, by weight, of an error text's words in a pasted line
 SHARED = 0.6  # minimum share, by weight, of the words of an effect or a question in a page
 IN_TEXT = 0.4  # weight of a word that a topic's page has, and neither its title nor its headings
 FEW = 4  # words of an error text; a pasted line must contain a shorter one without gaps
@@ -33,7 +33,7 @@ NOT_HERE = "not by this package"  # begins the answer to an error text that no f
 COMMON = re.compile(
     r"a|about|after|all|also|an|and|any|are|as|at|be|been|but|by|can|cannot|could|did|do|does|for|from|get|gets|got|had|"
     r"has|have|how|i|if|in|into|is|it|its|just|me|my|new|no|not|now|of|on|one|only|or|other|our|out|own|so|some|that|"
-    r"the|their|them|then|there|these|they|this|those|to|too|under|up|was|we|were|what|mean|when|where|which|while|who|whose|"
+    r"the|their|them|then|there|these|they|this|those|to|too|under|up|use|used|using|was|we|were|what|mean|when|where|which|while|who|whose|"
     r"why|will|with|without|would|you|your"
 )
 # An error, a warning or a log line, as opposed to a name, an option or a call.
@@ -46,16 +46,18 @@ BLOCK = re.compile(r"^```.*\n(?:(?!```).*\n)*```$|^ {4}.*(?:\n {4}.*)*", re.MULT
 
 # Words of users, and what the pages call them.
 SYNONYMS = {
-    "jump": "spike diverge explode",
+    "jump": "spike diverge explode went rise rose increase",
     "hang": "stuck deadlock freeze",
     "memory": "oom",
-    "container": "docker dockerfile kubernetes",
+    "container": "docker dockerfile",
     "overhead": "cost slow",
     "untrusted": "security malicious",
     "switch": "disable turn",
     "patch": "send submit contribute",
     "rank": "gpu",
     "gradient": "grad",
+    "damage": "corrupt broken truncated",
+    "compatibility": "compatible covered supported",
 }
 
 
@@ -216,7 +218,7 @@ def _finding(name: str) -> Answer | None:
     from ckpt_patches.formats.damages import KINDS
 
     kind = KINDS.get(name)
-    return kind and Answer(name, f"{kind.severity}: {kind.meaning}; {kind.remedy}", "audit")
+    return kind and Answer(name, f"{kind.severity}: {kind.meaning}; {kind.remedy}", "findings")
 
 
 @cache

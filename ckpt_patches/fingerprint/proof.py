@@ -89,7 +89,7 @@ def prove_besides(ranks: Sequence[Besides]) -> None:
 def _conclude(lines: Sequence[str], *, is_error: bool, is_odd: bool) -> None:
     """Raise an error unless the switch is set to `warn`; else log the lines, if any, on the first rank."""
     if is_error and os.environ.get(SWITCH) != "warn":
-        raise FingerprintError("\n".join([*lines, f"  {SWITCH}=warn goes on all the same"]))
+        raise FingerprintError("\n".join([*lines, f"  To continue anyway: {SWITCH}=warn"]))
     if lines and is_rank_zero(os.environ):
         _log(logging.WARNING if is_odd else logging.INFO, "\n".join(lines))
 

@@ -1,4 +1,4 @@
-"""The complete list of finding kinds. `docs/guides/audit.md` shows it; each kind has a test."""
+"""The complete list of finding kinds. `docs/reference/findings.md` shows it; each kind has a test."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -90,7 +90,7 @@ MIXED_ROWS = _kind(
     "FSDP2: runs of these releases alone, with as many ranks, load them right",
     "`ckpt-patches migrate` puts them in place; with the fix fsdp2_swiglu_rows they load right on as many ranks",
 )
-NOT_FINITE = _kind("not_finite", DAMAGE, "NaN or infinity", "repair as for zeros where it can")
+NOT_FINITE = _kind("not_finite", DAMAGE, "NaN or infinity", "`repair` fills it as a lost range, where it can")
 ODD_IN_BUCKET = _kind(
     "odd_in_bucket",
     SUSPICION,
@@ -100,9 +100,11 @@ NEGATIVE_SQUARE = _kind("negative_square", DAMAGE, "negative elements in exp_avg
 NO_GRADIENT = _kind(
     "no_gradient", NOTE, "whole rows whose moments are zero: unseen tokens, padding, unused units", NO_HARM
 )
-MISSING_CHUNK = _kind("missing_chunk", DAMAGE, "a chunk's file is missing", "repair as for zeros where it can")
+MISSING_CHUNK = _kind(
+    "missing_chunk", DAMAGE, "a chunk's file is missing", "`repair` fills it as a lost range, where it can"
+)
 SHORT_CHUNK = _kind(
-    "short_chunk", DAMAGE, "a chunk's file is shorter than the chunk", "repair as for zeros where it can"
+    "short_chunk", DAMAGE, "a chunk's file is shorter than the chunk", "`repair` fills it as a lost range, where it can"
 )
 LONG_CHUNK = _kind("long_chunk", DAMAGE, "a chunk's file is longer than the chunk: it may be another array's")
 STRAY_FILE = _kind("stray_file", SUSPICION, "files of chunks that the array's metadata does not know of")
@@ -196,7 +198,7 @@ NOT_READ = _kind(
     "not_read",
     SUSPICION,
     "a file in a format, or elements of a type, that is not read here; it may be sound",
-    "load it with what wrote it",
+    "load it with the framework that saved it",
 )
 UNREADABLE = _kind(
     "unreadable",
@@ -208,7 +210,7 @@ NOT_JUDGED = _kind(
     "not_judged",
     SUSPICION,
     "a tensor, or a part of one, that the files hold and the audit did not judge",
-    "look at it with what wrote it",
+    "check it with the framework that saved it",
 )
 BAD_FILE = _kind("bad_file", DAMAGE, "a file is missing, truncated, or fails its checksums")
 

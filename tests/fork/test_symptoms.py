@@ -130,6 +130,15 @@ NO_STATE = "RuntimeError: Missing key in checkpoint state_dict: optimizer.state.
         ("grad norm spikes", "incident"),
         ("grad norm spikes after resume", "incident"),
         ("diverge", "incident"),
+        ("is my checkpoint corrupted?", "audit"),
+        ("checkpoint is truncated after a crash", "incident"),
+        ("loss went up after resuming", "incident"),
+        ("how do I resume on fewer GPUs", "other_ranks"),
+        ("PytorchStreamReader", "audit"),
+        ("how do I verify a resume", "fingerprint"),
+        ("is my stack covered", "compatibility"),
+        ("run it on Kubernetes", "launchers"),
+        ("old Megatron checkpoint", "migrate"),
         ("lost_moment", "lost_moment"),
         ("unusual", "unusual"),
     ],
@@ -179,10 +188,19 @@ def test_a_tool_comes_first_and_what_nothing_answers_last() -> None:
     assert found(of_torch) == ["limits", "universal_empty_group"]
 
 
+def test_an_answer_has_what_matches() -> None:
+    (first, *_) = symptoms.search("[rank0]: KeyError: 'exp_avg'")
+    assert first.matched == "error text: KeyError: 'exp_avg'"
+    (first, *_) = symptoms.search("turn one fix off")
+    assert (first.name, first.matched) == ("install", "section: Switching off")
+    (first, *_) = symptoms.search(load("hybrid_offload_resume").symptom)
+    assert first.matched == ""  # its symptom is shown
+
+
 def test_each_kind_of_finding_is_explained() -> None:
     for kind in damages.KINDS.values():
         (answer,) = symptoms.search(kind.name)
-        assert (answer.name, answer.page) == (kind.name, "audit")
+        assert (answer.name, answer.page) == (kind.name, "findings")
         assert answer.why == f"{kind.severity}: {kind.meaning}; {kind.remedy}"
 
 

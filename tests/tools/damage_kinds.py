@@ -41,7 +41,7 @@ class Damage(NamedTuple):
     change: Change
 
 
-# Kinds that no rule can find, with the reason: docs/guides/audit.md has the same table.
+# Kinds that no rule can find, with the reason: docs/reference/findings.md has the same table.
 UNDETECTABLE = {
     "*: whole rows of both moments": "an unseen token, a dead unit or an unused expert has the same",
     "*: a parameter without moments": "an unused expert or branch has the same",

@@ -85,7 +85,7 @@ def test_the_checkpoint_to_resume_from(tmp_path: Path, caplog: pytest.LogCapture
     run.mkdir()
     assert api.resume_from(run) is None
     newest = save(run, 6, damaged=True)
-    with pytest.raises(api.NoGoodCheckpointError, match="is proven good, all are damaged or incomplete"):
+    with pytest.raises(api.NoGoodCheckpointError, match="is verified as good, all are damaged or incomplete"):
         api.resume_from(run)
     older = save(run, 4)
     caplog.clear()

@@ -137,7 +137,7 @@ class Checkpoint:
             begin += each
 
     def must_be_told(self, change: Change) -> bool:
-        """Whether the audit must find a change, by docs/guides/audit.md."""
+        """Whether the audit must find a change, by docs/reference/findings.md."""
         place, (before, after) = change.place, self.before_and_after(change)
         ranges, role = self.meant(place), role_of(place)
         is_meant = np.zeros(place.numel, np.bool_)

@@ -222,7 +222,7 @@ def test_a_record_that_cannot_be_read_is_an_error(
     monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", "1")
     with pytest.raises(FingerprintError, match=f"^{re.escape(NOTHING + why)}") as raised:
         prove(live(some()), plain)
-    assert str(raised.value).endswith("\n  CKPT_PATCHES_FINGERPRINT=warn goes on all the same")
+    assert str(raised.value).endswith("\n  To continue anyway: CKPT_PATCHES_FINGERPRINT=warn")
     monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", "warn")
     prove(live(some()), plain)
     (said,) = caplog.messages

@@ -115,7 +115,7 @@ def test_sbatch(cluster: Path) -> None:
     spoil(run)
     done = started(cluster, "sbatch", script)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "is proven good" in done.stderr
+    assert "is verified as good" in done.stderr
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_kubernetes(cluster: Path) -> None:
     spoil(run)
     done = kubelet(cluster, text)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "is proven good" in done.stderr
+    assert "is verified as good" in done.stderr
 
 
 # Python

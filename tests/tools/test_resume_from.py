@@ -128,7 +128,7 @@ def test_an_unproven_newest_is_skipped_and_named_if_none_is_good(zero_run: Path,
     assert said[:2] == (1, "")
     *_, last = said.err.splitlines()
     assert last.startswith(
-        f"ckpt-patches: no checkpoint in {zero_run} is proven good; the newest without damage is {newest}, "
+        f"ckpt-patches: no checkpoint in {zero_run} is verified as good; the newest without damage is {newest}, "
         "which is UNKNOWN: unusual "
     )
     assert last == f"{last.partition(': unusual ')[0]}{said.err.splitlines()[0].partition('UNKNOWN')[2]}"
@@ -141,14 +141,14 @@ def test_all_are_damaged(run: Path, resume_from: Any) -> None:
         said = resume_from(run, *options)
         assert said[:2] == (1, "")
         *_, last = said.err.splitlines()
-        assert last == f"ckpt-patches: no checkpoint in {run} is proven good, all are damaged or incomplete"
+        assert last == f"ckpt-patches: no checkpoint in {run} is verified as good, all are damaged or incomplete"
 
 
 def test_the_number_of_saves_that_are_read_can_be_limited(run: Path, resume_from: Any) -> None:
     next((run / "step-10").glob("*.distcp")).unlink()
     said = resume_from(run, "--max", "1")
     assert said[:2] == (1, "")
-    assert said.err.endswith("is proven good, all are damaged or incomplete; 2 older ones were not read (--max)\n")
+    assert said.err.endswith("is verified as good, all are damaged or incomplete; 2 older ones were not read (--max)\n")
     assert resume_from(run, "--max", "2")[:2] == (0, f"{run / 'step-4'}\n")
 
 
@@ -166,7 +166,7 @@ def test_a_universal_folder_is_for_another_kind_of_load(tmp_path: Path, resume_f
     next(source.glob("*optim_states.pt")).unlink()
     said = resume_from(tmp_path / "run")
     assert said[:2] == (1, "")
-    assert said.err.endswith(f"no checkpoint in {tmp_path / 'run'} is proven good\n")  # the universal one may be
+    assert said.err.endswith(f"no checkpoint in {tmp_path / 'run'} is verified as good\n")  # the universal one may be
     universal.rename(universal.with_name("universal"))
     (tmp_path / "run" / "latest").write_text("global_step8")
     for path in (tmp_path / "run" / "universal", tmp_path / "run"):
