@@ -210,7 +210,9 @@ def test_zeros_over_zeros_repair_nothing(zero: Path, tmp_path: Path, capsys: pyt
     for role in MOMENTS:
         change(zero, role, 5, 35, 0.0)
     assert "zeros over zeros repair nothing" in refused(capsys, zero, tmp_path / "new", "--reset-moments")
+    assert "zero already, so that --reset-moments repairs nothing" in refused(capsys, zero, tmp_path / "new")
     change(zero, EXP_AVG, 50, 60, np.nan)
+    assert "or with --reset-moments, which sets both" in refused(capsys, zero, tmp_path / "new")
     assert main(["repair", str(zero), "--output", str(tmp_path / "new"), "--reset-moments"]) == 1
     assert {found.kind.name for found in audit(tmp_path / "new").findings if found.kind.severity != "note"} == {
         "lost_moment"

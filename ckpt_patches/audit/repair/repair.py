@@ -79,14 +79,25 @@ def repair(
             raise UserError("\n".join([f"{path} cannot be repaired, and nothing was written:", *lines]))
         reset = next((fill for fill in made.fills if fill.source == RESET), None)
         if reset and not reset_moments:
+            resetting = "or with --reset-moments, which sets both moments of these elements to zero"
+            if not any(map(_resets_any, made.fills)):
+                resetting = "as these moments are zero already, so that --reset-moments repairs nothing"
             raise UserError(
                 f"{path}: expected a source of lost moments, as of {shown(reset.stream.array)}, found none, and "
                 f"nothing was written: repeat with --from {_neighbor(found, workers) or 'OLDER'}, a whole checkpoint "
-                "of the run, or with --reset-moments, which sets both moments of these elements to zero"
+                f"of the run, {resetting}"
             )
         copy_checkpoint(path, copy, output, say)
         written = Result(source, made, _change(found, made, source, copy))
         return _finish(report, written, audit(copy, workers), output)
+
+
+def _resets_any(fill: Fill) -> bool:
+    """Whether a reset changes an element, or writes one that is absent."""
+    if fill.source != RESET or fill.role in fill.shard.lost:
+        return fill.source == RESET
+    pieces = ((n, min(n + AT_A_TIME, end)) for begin, end in fill.ranges for n in range(begin, end, AT_A_TIME))
+    return any(read_elements(fill.stream, *piece).view(np.uint8).any() for piece in pieces)
 
 
 def _neighbor(found: Checkpoint, workers: int) -> Path | None:
