@@ -11,7 +11,7 @@ ENGINE = "deepspeed.runtime.engine"
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/7839",),
-    symptom="each step uses the gradients of all steps before; a resume goes on without",
+    symptom="each step uses the gradients of all steps before; a resume continues without",
     releases=(("0.17.6", "0.18.5"),),
     stacks="bf16 without ZeRO",
     silent=True,

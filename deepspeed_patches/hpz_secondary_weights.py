@@ -16,7 +16,7 @@ STAGE3 = "deepspeed.runtime.zero.stage3"
 fix = Fix(
     __name__,
     upstream=("https://github.com/deepspeedai/DeepSpeed/pull/7130",),
-    symptom="training goes on with the frozen weights that the new run began with",
+    symptom="training continues with the frozen weights that the new run began with",
     releases=(("0.15.0", newest("deepspeed")),),
     stacks="ZeRO 3 with `zero_hpz_partition_size`, frozen parameters (LoRA)",
     silent=True,

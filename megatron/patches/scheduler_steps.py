@@ -12,7 +12,7 @@ fix = Fix(
     upstream=(
         "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.2/megatron/core/optimizer_param_scheduler.py",
     ),
-    symptom="a run that rolls back to a checkpoint goes on at a wrong learning rate",
+    symptom="a run that rolls back to a checkpoint continues at a wrong learning rate",
     releases=(("0.12.0", newest("megatron-core")),),
     stacks="a load into a scheduler that has stepped: a rollback, a second load",
     silent=True,

@@ -108,10 +108,10 @@ def test_notes_are_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert notes > 1
     main(["audit", str(tmp_path)])
     out = capsys.readouterr().out
-    assert out.count("(--notes)") == 1
-    assert f"2 WHOLE; {notes} notes (--notes)\n" in out
+    assert out.count("hidden (show: --notes)") == 1
+    assert f"2 WHOLE; {notes} notes hidden (show: --notes)\n" in out
     main(["audit", "--notes", str(tmp_path)])
-    assert "(--notes)" not in capsys.readouterr().out
+    assert "--notes" not in capsys.readouterr().out
 
 
 def test_a_rank_beyond_those_of_the_save_is_named(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def as_text(report: Report, *, notes: bool) -> str:
 def last_lines(reports: list[Report], runs: list[RunReport], *, notes: bool) -> list[str]:
     """The lines that follow the last checkpoint: a count of the verdicts and hidden notes, and a line for each run."""
     hidden = 0 if notes else sum(finding.kind.severity == NOTE for own in reports for finding in own.findings)
-    counts = [headline(reports), *([f"{counted(hidden, 'note')} (--notes)"] if hidden else [])]
+    counts = [headline(reports), *([f"{counted(hidden, 'note')} hidden (show: --notes)"] if hidden else [])]
     lines = ["; ".join(counts)] if len(reports) > 1 or hidden else []
     return [*lines, *(terminal.filled(printable(run.as_text())) for run in runs)]
 
