@@ -24,10 +24,9 @@ def run(
 ) -> "subprocess.CompletedProcess[str] | None":
     """Run a program like `subprocess.run`, with modules imported. Returns None if their import fails."""
     server = _server(tuple(modules), tuple(sorted((k, v) for k, v in environment.items() if k not in PER_RUN)))
-    variables = {name: environment[name] for name in PER_RUN if name in environment}
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         with contextlib.suppress(BrokenPipeError):
-            request = [timeout, argv, os.getcwd(), variables, out.name, err.name]
+            request = [timeout, argv, os.getcwd(), dict(environment), out.name, err.name]
             print(json.dumps(request), file=server.stdin, flush=True)
         answer = server.stdout.readline() if server.stdout else ""
         if answer == "null\n":
@@ -60,15 +59,14 @@ def serve(modules: Sequence[str]) -> None:
         print(json.dumps(code), file=answers, flush=True)
 
 
-def become(argv: list[str], folder: str, variables: Mapping[str, str], *files: str) -> None:
+def become(argv: list[str], folder: str, environment: Mapping[str, str], *files: str) -> None:
     """Run a program in this process."""
     os.setsid()
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.chdir(folder)
-    for name in PER_RUN:
-        os.environ.pop(name, None)
-    os.environ.update(variables)
+    os.environ.clear()
+    os.environ.update(environment)
     sys.argv = argv
     sys.path.insert(0, os.path.dirname(argv[0]))
     runpy.run_path(argv[0], run_name="__main__")

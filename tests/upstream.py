@@ -19,6 +19,7 @@ import fcntl
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import shlex
@@ -87,6 +88,9 @@ _PROGRAMS = {
     """,
 }
 IMPORTS = {program: modules for modules, programs in _PROGRAMS.items() for program in programs.split()}
+
+_ran = logging.getLogger("programs")
+_ran.setLevel(logging.INFO)
 
 # How a fix reaches a program: by the import hook, or written into the files of the tree.
 DELIVERIES = ("hook", "in place")
@@ -520,7 +524,7 @@ def run(
 
     `delivery` is "none" (upstream as it is), "hook" (in strict mode) or "in place" (an edited copy, no hook), with
     all fixes or those in `fixes`. Modules in `imports`, or the known ones of a program in `PROGRAMS`, are
-    imported once for many runs (forks.py); with none it has an interpreter of its own. The command is printed: pytest
+    imported once for many runs (forks.py); with none it has an interpreter of its own. The command is logged: pytest
     shows it where a test fails.
 
     Raises:
@@ -541,7 +545,7 @@ def run(
         imports = IMPORTS.get(file.stem, ()) if file.parent in PROGRAMS else ()
     argv = [str(file), *map(str, args)]
     changed = [f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value]
-    print("$", shlex.join(["env", *changed, sys.executable, *argv]))
+    _ran.info(shlex.join(["env", *changed, sys.executable, *argv]))
     done = forks.run(argv, environment, timeout, imports) if imports else None
     if done is None:
         command = [sys.executable, *argv]

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from test_reshardable_padding_flag import reshardable
 from upstream import affected, newest_affected, numbers, run_lines, tree, with_fix, without_fix
 
 FIX = "reshardable_padding_save"
@@ -16,6 +15,11 @@ EMPTY = ("small bucket", "gap", "rank without parameters")
 def cases(version: str) -> tuple[str, ...]:
     """The cases whose save fails. Up to 0.14 the end padding is saved as well, and no gap extends beyond it."""
     return ("shared embedding", *EMPTY) if numbers(version) >= (0, 15) else EMPTY
+
+
+def reshardable(version: str) -> str:
+    """The name of the format in a release."""
+    return "dp_reshardable" if numbers(version) >= (0, 15) else "fully_sharded_bucket_space"
 
 
 def results(
