@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import installs
-from ckpt_patches.engine.fix import load
+from ckpt_patches.engine.fix import every_fix, load
 from ckpt_patches.engine.registry import CORE as CORE_PACKAGE
 from ckpt_patches.engine.registry import DEEPSPEED, NVRX, TORCH
 from registered import FIXES
@@ -60,6 +60,14 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
+def test_the_readme_counts_the_fixes() -> None:
+    every = every_fix().values()
+    silent = sum(fix.silent for fix in every)
+    text = (REPOSITORY / "README.md").read_text()
+    assert f" {len(every)} fixes for checkpoint bugs" in text
+    assert f"\n{silent} of the {len(every)} bugs leave a wrong training state" in text
+
+
 def test_the_commands_of_the_readme_print_what_it_shows(environment: dict[str, str], tmp_path: Path) -> None:
     found = list(commands((REPOSITORY / "README.md").read_text(encoding="utf-8")))
     assert len(found) == 6
