@@ -13,15 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_patches import __version__
+from ckpt_patches import Switches, __version__
 from ckpt_patches.audit import audit_command as audit
 from ckpt_patches.audit import resume_command as resume_from
 from ckpt_patches.cli import completion
 from ckpt_patches.cli import fingerprint_command as fingerprint
 from ckpt_patches.engine.fix import every_fix, load
 from ckpt_patches.engine.installed import DISTRIBUTIONS
-from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, plan_tree
+from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, fixes_for, module_path, plan_tree
 from ckpt_patches.engine.registry import PACKAGES, package_with
+from ckpt_patches.engine.releases import distribution, recorded_release
 from ckpt_patches.engine.trees import Selection, root_of, select
 from ckpt_patches.errors import UserError, unknown
 from ckpt_patches.migrate import migrate_command as migrate
@@ -170,7 +171,7 @@ def _add_reports(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--require",
         action="append",
         default=[],
-        type=_distribution,
+        type=distribution,
         metavar="PACKAGE",
         help="exit with 1 if this package, such as megatron-core, is not installed; repeatable",
     )
@@ -333,15 +334,6 @@ def _completion(options: argparse.Namespace) -> int:
     return 0
 
 
-def _distribution(name: str) -> str:
-    """An upstream package's name in pip's spelling."""
-    found = name.lower().replace("_", "-")
-    known = [DISTRIBUTIONS[package] for package in PACKAGES]
-    if found not in known:
-        raise argparse.ArgumentTypeError(f"expected {' or '.join(known)}, found {name}")
-    return found
-
-
 def _status(options: argparse.Namespace) -> int:
     from ckpt_patches.cli import status
 
@@ -380,9 +372,6 @@ def _entry(row: "Row") -> str:
 def _listed(options: argparse.Namespace) -> tuple[list[str], list[FixResult]]:
     """The fixes to list, and for a tree the results of those that do not match it."""
     if options.release:
-        from ckpt_patches.engine.plan import fixes_for
-        from ckpt_patches.engine.releases import recorded_release
-
         package, version = recorded_release(options.release)
         fixes = {name: load(name) for name in fixes_for(package)}
         return [name for name, fix in fixes.items() if fix.affects(version) and not fix.is_for_upstream_alone], []
@@ -473,16 +462,9 @@ def _diff(options: argparse.Namespace) -> int:
     for plan in plans:
         plan.check_readable()
     for plan in plans:
-        _write(tree_diff(plan, with_test=options.with_test))
+        sys.stdout.buffer.write(tree_diff(plan, with_test=options.with_test))
     _print_missing_dependencies(plans)
     return _tell([r for plan in plans for r in plan.results if not _applies(r)], _in_place(plans))
-
-
-def _write(text: bytes) -> None:
-    """Write bytes to standard output; nothing if it is closed, as `print` does."""
-    if sys.stdout is not None:
-        sys.stdout.buffer.write(text)
-        sys.stdout.flush()
 
 
 def _print_missing_dependencies(plans: Sequence[TreePlan]) -> None:
@@ -531,9 +513,7 @@ def _write_patches(folder: Path, files: dict[str, bytes]) -> None:
 
 def _diff_of_module(options: argparse.Namespace) -> int:
     """Print what the hook changes in a module, with all fixes that are not switched off."""
-    from ckpt_patches import Switches
     from ckpt_patches.engine.diffs import file_diff
-    from ckpt_patches.engine.plan import fixes_for, module_path
 
     if options.fixes or options.with_test:
         raise UserError("expected --module alone, found names of fixes or --with-test beside it")
@@ -550,7 +530,7 @@ def _diff_of_module(options: argparse.Namespace) -> int:
     if file is None and not path.exists():
         raise UserError(f"expected {path}, found no such file: this release does not have the module")
     if file is not None:
-        _write(file_diff(plan.root, file))
+        sys.stdout.buffer.write(file_diff(plan.root, file))
     results = [one for one in plan.results if options.module in load(one.name).modules]
     return _tell([one for one in results if not _applies(one)], _in_place([plan]))
 
@@ -561,7 +541,6 @@ def _edited_modules() -> list[str]:
 
 def _apply(options: argparse.Namespace) -> int:
     """Apply the named fixes, or all, but those in CKPT_PATCHES_SKIP."""
-    from ckpt_patches import Switches
 
     skip = Switches(os.environ).skip
     selections = select(options.fixes, options.tree)

@@ -155,7 +155,8 @@ def _plain(paragraph: str) -> str:
 def pages() -> dict[str, Path]:
     """The paths of the pages, by name: in the package, or in docs/ of a checkout."""
     package = Path(os.path.realpath(__file__)).parent.parent
-    folders = [package / "pages", *(package.parent / "docs" / folder for folder in PAGES)]
+    installed = package / "pages"
+    folders = [installed] if installed.is_dir() else [package.parent / "docs" / folder for folder in PAGES]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.md")) if path.stem not in INDEXES}
 
 

@@ -62,6 +62,20 @@ def without_build(package: str, version: str) -> str:
 ALIASES = {"mcore": "megatron-core", "megatron": "megatron-core", "nvrx": "nvidia-resiliency-ext"}
 
 
+def distribution(name: str) -> str:
+    """An upstream package's name in pip's spelling; also of a short form.
+
+    Raises:
+        UserError: the package is unknown.
+    """
+    short = name.lower().replace("_", "-")
+    found = ALIASES.get(short, short)
+    known = [one.distribution for one in PACKAGES.values()]
+    if found not in known:
+        raise UserError(f"expected {' or '.join(known)}, found {name}")
+    return found
+
+
 def recorded_release(requirement: str) -> tuple[str, str]:
     """The upstream package and the release of `PACKAGE==VERSION`, or of `PACKAGE` the one that is installed.
 
@@ -69,12 +83,11 @@ def recorded_release(requirement: str) -> tuple[str, str]:
         UserError: the package is unknown or not installed, or the tests never ran on that release.
     """
     name, equals, version = (part.strip() for part in requirement.partition("=="))
-    name = name.lower().replace("_", "-")
-    named = [one for one in PACKAGES.values() if one.distribution == ALIASES.get(name, name)]
-    if not named:
-        known = " or ".join(f"{one.distribution}=={one.releases[-1]}" for one in PACKAGES.values())
-        raise UserError(f"expected PACKAGE==VERSION, such as {known}, found {requirement}")
-    (package,) = named
+    if set(name) & set("<>=!~"):
+        raise UserError(
+            f"expected PACKAGE==VERSION, such as megatron-core=={newest('megatron-core')}, found {requirement}"
+        )
+    package = next(one for one in PACKAGES.values() if one.distribution == distribution(name))
     root = None if equals else locate(package.root)
     version = without_build(package.root, version_in(root, package.root) if root else version)
     if not version and not equals:

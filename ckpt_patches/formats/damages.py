@@ -90,7 +90,7 @@ MIXED_ROWS = _kind(
     "FSDP2: runs of these releases alone, with as many ranks, load them right",
     "`ckpt-patches migrate` puts them in place; with the fix fsdp2_swiglu_rows they load right on as many ranks",
 )
-NOT_FINITE = _kind("not_finite", DAMAGE, "NaN or infinity", "`repair` fills it as a lost range, where it can")
+NOT_FINITE = _kind("not_finite", DAMAGE, "NaN or infinity", "repair fills it as a lost range, where it can")
 ODD_IN_BUCKET = _kind(
     "odd_in_bucket",
     SUSPICION,
@@ -101,10 +101,10 @@ NO_GRADIENT = _kind(
     "no_gradient", NOTE, "whole rows whose moments are zero: unseen tokens, padding, unused units", NO_HARM
 )
 MISSING_CHUNK = _kind(
-    "missing_chunk", DAMAGE, "a chunk's file is missing", "`repair` fills it as a lost range, where it can"
+    "missing_chunk", DAMAGE, "a chunk's file is missing", "repair fills it as a lost range, where it can"
 )
 SHORT_CHUNK = _kind(
-    "short_chunk", DAMAGE, "a chunk's file is shorter than the chunk", "`repair` fills it as a lost range, where it can"
+    "short_chunk", DAMAGE, "a chunk's file is shorter than the chunk", "repair fills it as a lost range, where it can"
 )
 LONG_CHUNK = _kind("long_chunk", DAMAGE, "a chunk's file is longer than the chunk: it may be another array's")
 STRAY_FILE = _kind("stray_file", SUSPICION, "files of chunks that the array's metadata does not know of")

@@ -95,11 +95,6 @@ USAGE = [
         "argument --tree: not allowed with argument --for",
         "ckpt-patches list",
     ),
-    (
-        "status --require zarr",
-        "argument --require: expected megatron-core or deepspeed or nvidia-resiliency-ext or apex or torch, found zarr",
-        "ckpt-patches status",
-    ),
     ("completion fish", "argument shell: expected bash or zsh, found fish", "ckpt-patches completion"),
     ("repair x", "the following arguments are required: --output", "ckpt-patches repair"),
     ("audit x --workers 0", "argument --workers: expected a number of processes, found '0'", "ckpt-patches audit"),
@@ -120,6 +115,12 @@ USAGE = [
 @pytest.mark.parametrize(("arguments", "error", "program"), USAGE, ids=[case[0] or "nothing" for case in USAGE])
 def test_a_usage_error_is_one_line(arguments: str, error: str, program: str) -> None:
     assert one_line(command(*arguments.split())) == f"ckpt-patches: {error} ({program} --help)"
+
+
+def test_a_package_that_is_not_patched() -> None:
+    said = "ckpt-patches: expected megatron-core or deepspeed or nvidia-resiliency-ext or apex or torch, found zarr"
+    assert one_line(command("status", "--require", "zarr")) == said
+    assert one_line(command("list", "--for", "zarr==2.18.7")) == said
 
 
 def test_an_empty_path_is_not_the_current_folder() -> None:

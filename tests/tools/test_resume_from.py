@@ -177,7 +177,7 @@ def test_a_universal_folder_is_for_another_kind_of_load(tmp_path: Path, resume_f
         shutil.rmtree(source, ignore_errors=True)
 
 
-def test_exported_models_are_passed_over(run: Path, resume_from: Any) -> None:
+def test_exported_models_are_passed_over(run: Path, resume_from: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("step-11", "final"):
         (run / name).mkdir()
         test_audit_safetensors.written(run / name / "model.safetensors", {"weight": torch.ones(2, 3)})
@@ -193,6 +193,9 @@ def test_exported_models_are_passed_over(run: Path, resume_from: Any) -> None:
     assert f"no checkpoint in {run} can be resumed from: all have weights without an optimizer" in said.err
     assert said.err.endswith(f"the newest is {run / 'step-11'}\n")
     assert resume_from(run, "--allow-empty")[:2] == (1, "")  # a training that began anew could overwrite them
+    main(["audit", str(run)])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"resume from: no checkpoint in {run} has an optimizer; no tracker names a checkpoint"
 
 
 def test_a_link_to_another_run_is_not_the_answer(run: Path, tmp_path: Path, resume_from: Any) -> None:

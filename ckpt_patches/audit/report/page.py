@@ -29,7 +29,7 @@ table { border-collapse: collapse; width: 100%; font-size: .875rem; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #888; }
 .answer { border: 2px solid; border-radius: .4rem; padding: .2rem 1rem; margin: 1rem 0; }
 .strip { display: flex; flex-wrap: wrap; gap: .3rem; list-style: none; padding: 0; }
-.strip li { padding: 0 .5rem; border: 2px solid; border-radius: .2rem; font-size: .875rem; }
+.strip li { padding: 0 .5rem; border-width: 2px; border-style: solid; border-radius: .2rem; font-size: .875rem; }
 .strip .chosen { outline: 3px double currentColor; outline-offset: 2px; }
 .good { border-color: #2a7; } .bad { border-color: #d33; } .doubt { border-color: #c90; }
 .grid { overflow-x: auto; } .grid td.bad { background: #d337; text-align: right; }
