@@ -3,8 +3,8 @@
 `python forks.py MODULE...` imports the modules, and runs the programs that its standard input names, a line each.
 """
 
+import atexit
 import contextlib
-import functools
 import json
 import multiprocessing
 import os
@@ -17,6 +17,9 @@ from collections.abc import Mapping, Sequence
 
 # Variables that programs read at run time, and no import reads.
 PER_RUN = ("MASTER_PORT", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+PARENT = os.getpid()
+AT_ONCE = 6  # the servers of a test process, a quarter of a gigabyte each
+_servers: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], "subprocess.Popen[str]"] = {}
 
 
 def run(
@@ -34,11 +37,35 @@ def run(
         return subprocess.CompletedProcess([*argv], int(answer), out.read(), err.read()) if answer else None
 
 
-@functools.lru_cache(maxsize=4)  # of each test process; one that is dropped ends, with its standard input
 def _server(modules: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> "subprocess.Popen[str]":
-    command, pipe = [sys.executable, __file__, *modules], subprocess.PIPE
-    unseen = subprocess.DEVNULL  # of imports: where they fail, they run again in an interpreter of their own
-    return subprocess.Popen(command, env=dict(environment), cwd="/", text=True, stdin=pipe, stdout=pipe, stderr=unseen)
+    server = _servers.pop((modules, environment), None)
+    if server is None:
+        if len(_servers) >= AT_ONCE:
+            _end(_servers.pop(next(iter(_servers))))
+        server = subprocess.Popen(
+            [sys.executable, __file__, *modules],
+            env=dict(environment),
+            cwd="/",
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    _servers[modules, environment] = server  # the last one that was used is the last to end
+    return server
+
+
+def _end(server: "subprocess.Popen[str]") -> None:
+    """End a server at once: an interpreter with torch takes seconds to end by itself."""
+    os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+@atexit.register
+def _end_all() -> None:
+    for server in _servers.values() if os.getpid() == PARENT else ():  # no fork of this process ends them
+        _end(server)
 
 
 def serve(modules: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import pickle
 import re
 import subprocess
@@ -316,5 +317,6 @@ def test_a_standard_error_that_is_full_ends_no_training() -> None:
     program = "from test_fingerprint_proof import *; prove(live(some()), recorded(live(some()))); print('goes on')"
     with open("/dev/full", "w") as full:
         command, here = [sys.executable, "-c", program], Path(__file__).parent
-        done = subprocess.run(command, cwd=here, stdout=subprocess.PIPE, stderr=full, text=True)
+        environment = {**os.environ, "PYTHONPATH": str(here.parent)}
+        done = subprocess.run(command, cwd=here, env=environment, stdout=subprocess.PIPE, stderr=full, text=True)
     assert (done.returncode, done.stdout) == (0, "goes on\n")
