@@ -164,12 +164,11 @@ def writing(source: Source, save: Function) -> tuple[ast.If, ast.BoolOp]:
 
 def naming(source: Source, save: Function) -> ast.stmt:
     """The statement that names a rank's file; others name older files to delete. Raises NoMatch."""
-    found = source.some("checkpoint_name = get_checkpoint_name(...)", save)
-    (statement, *more) = [own for own in found if own in save.body] or found
-    if more:
-        raise NoMatch(f"expected one name of a checkpoint to save, found {1 + len(more)}")
-    named: ast.stmt = statement
-    return named
+    named = source.all("checkpoint_name = get_checkpoint_name(...)", save)
+    found: list[ast.stmt] = [statement for statement in named if statement in save.body]
+    if len(found) != 1:
+        raise NoMatch(f"expected one name of a checkpoint to save, found {len(found)}")
+    return found[0]
 
 
 def reading(source: Source, load: Function) -> ast.stmt:
