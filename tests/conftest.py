@@ -169,7 +169,7 @@ def _mark(item: pytest.Item, releases: set[tuple[int, ...]]) -> str:
 def _is_of_a_fix(item: pytest.Item) -> bool:
     if item.get_closest_marker("quick"):
         return False
-    return _fix_of(item) in EVERYTHING or item.path.parent.name == "contract"
+    return _fix_of(item) in EVERYTHING or item.path.parent.name in ("fixes", "contract")
 
 
 def _fix_of(item: pytest.Item) -> str:
