@@ -17,7 +17,7 @@ test: lint
 	$(PYTEST) -m "not slow and not exhaustive"
 
 # What CI runs besides: all proofs, on the oldest and the newest release with the bug, the patches for upstream, and what
-# takes long of the rest. In two parts: together they need more memory than CI has.
+# takes long of the rest. In two parts: what the first has imported and shares on the disk is gone for the second.
 test-all: $(VENV)/ready
 	$(SLOW) tests/fixes tests/contract
 	$(SLOW) --ignore=tests/fixes --ignore=tests/contract

@@ -68,6 +68,13 @@ QUICK = """
 """
 
 
+# Test files that are not in `make test`: they train or draw for a minute and more.
+SLOW = """
+    api audit_coverage audit_dcp audit_experts audit_fsdp_ranks audit_generated audit_healthy audit_local
+    audit_soundness convert distributed fingerprint_torch healthy_and_damaged migrate recipes
+"""
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _hook_is_active(pytestconfig: pytest.Config) -> None:
     """Stop the session if the hook is not active: tests with delivery "hook" would test nothing.
@@ -88,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark tests by the time that they take, and skip GPU tests without a GPU."""
     if config.getoption("--site"):
         select(config, items, set(proofs_of_site(items)))
-    quick = {f"test_{name}" for name in QUICK.split()}
+    quick, slow = ({f"test_{name}" for name in names.split()} for names in (QUICK, SLOW))
     releases: dict[str, set[tuple[int, ...]]] = {}
     for item in items:
         releases.setdefault(_case(item), set()).add(release_of(item))
@@ -97,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.quick)
         if item.get_closest_marker("gpu") and (reason := _no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))
-        if mark := _mark(item, releases[_case(item)]):
+        if mark := _mark(item, releases[_case(item)]) or ("slow" if item.path.stem in slow else ""):
             item.add_marker(mark)
 
 
@@ -162,7 +169,7 @@ def _mark(item: pytest.Item, releases: set[tuple[int, ...]]) -> str:
 def _is_of_a_fix(item: pytest.Item) -> bool:
     if item.get_closest_marker("quick"):
         return False
-    return _fix_of(item) in EVERYTHING or item.path.parent.name == "contract"
+    return _fix_of(item) in EVERYTHING or item.path.parent.name in ("fixes", "contract")
 
 
 def _fix_of(item: pytest.Item) -> str:
