@@ -46,8 +46,11 @@ else:
 GROUPS = """if tp_group is None and pp_group is None:
     tp_group = mpu.get_tensor_model_parallel_group()
     pp_group = mpu.get_pipeline_model_parallel_group()"""
+COMMON = """common = {'args': None}
+if 'args' in state_dict_metadata:
+    torch.distributed.checkpoint.load_state_dict(common, reader, no_dist=True)"""
 LOAD_FSDP = """gen_sd_rng_state = rng_state_to_load(
-    gen_sd_rng_state, (state_dict or {}).get('args'), checkpoint_name, state_dict_metadata
+    gen_sd_rng_state, common['args'], reader.path, state_dict_metadata
 )"""
 SHARED_KEY = "state_dict['rng_state'] = rng_state_by_shared_key(state_dict['rng_state'])"
 IGNORED = "ignore_rng_state = gen_sd_rng_state is None"
@@ -88,9 +91,13 @@ def rng_state_of_all_ranks(rng_state: "Any") -> "Any":
     import copy
 
     if isinstance(rng_state, dict):
-        ((key, states),) = rng_state.items()  # a load fills tensors in place
-        states = [copy.deepcopy(states[0]) for _ in range(mpu.get_data_parallel_world_size())]
-        return {key.partition(", DP rank")[0]: states}
+        ((key, states),) = rng_state.items()
+        key, is_own, _ = key.partition(", DP rank")
+        if is_own:  # a load fills tensors in place
+            has_all = get_args().data_parallel_random_init
+            count = mpu.get_data_parallel_world_size() if has_all else 1
+            states = [copy.deepcopy(states[0]) for _ in range(count)]
+        return {key: states}
     if not isinstance(rng_state, ShardedObject) or len(rng_state.global_shape) < 3:
         return rng_state
     *offset, rank = rng_state.global_offset
@@ -124,8 +131,11 @@ def rng_state_to_load(
     run, saved = (
         [getattr(one, f"{kind}_parallel_size", 1) for kind in kinds] for one in (args, ckpt_args)
     )
+    has_all = args.data_parallel_random_init
+    if not has_all:  # no seed depends on the context-parallel rank
+        run[2] = saved[2] = 1
     if isinstance(rng_state, dict):
-        is_own, prefix = "DP rank" in next(iter(rng_state)), "rng_state."
+        is_own, prefix = ", DP rank" in next(iter(rng_state)), "rng_state."
     else:
         is_own, prefix = len(rng_state.global_shape) > 2, f"{rng_state.key}/shard_"
     if not is_own and run == saved:
@@ -135,20 +145,22 @@ def rng_state_to_load(
         index = reader.read_metadata().state_dict_metadata
     candidates, (tp_size, _, cp_size, ep_size, etp_size) = [rng_state], run
     # Upstream's state is right if it has all ranks', or if all ranks that share it share experts.
-    has_all = args.data_parallel_random_init and cp_size == 1
-    if is_own and (has_all or tp_size % (ep_size * (etp_size or tp_size)) == 0):
+    if is_own and ((has_all and cp_size == 1) or tp_size % (ep_size * (etp_size or tp_size)) == 0):
         candidates.append(rng_state_of_all_ranks(rng_state))
     found = [name for name in index if name.startswith(prefix)]
-    for state in candidates if run == saved or not is_own else []:
-        own = f"{prefix}{next(iter(state))}." if isinstance(state, dict) else state.unique_key
-        if any(name == own or name.startswith(own) for name in found):
+    # Beside the states of ranks, that under the shared key is a placeholder.
+    found = [name for name in found if ", DP rank" in name] or found
+    own = [prefix + next(iter(s)) if isinstance(s, dict) else s.unique_key for s in candidates]
+    is_same = run == saved if is_own else ckpt_args is None or run[:2] == saved[:2]
+    for state, key in zip(candidates, own, strict=True) if is_same else ():
+        if any(f"{name}.".startswith(f"{key}.") for name in found):
             return state
     if not found:
         return rng_state
     print_rank_0(
-        f"WARNING: RNG state will be ignored: expected in {checkpoint_name} that of each"
-        f" data-parallel rank of a run with (TP, PP, CP, EP, ETP) {run}, found {len(found)} others,"
-        f" saved with {saved}. All ranks keep the states that they were seeded with."
+        f"WARNING: RNG state will be ignored: expected {own[0]} in {checkpoint_name}, with (TP, PP,"
+        f" CP, EP, ETP) {run}, found {found[0]}, saved with {saved}. All ranks keep the states that"
+        " they were seeded with."
     )
     return None
 
@@ -181,7 +193,7 @@ def save_each_rank(source: Source) -> None:
     source.insert_after(to_load, LOAD)
     if needs_groups:
         source.insert_before(of_asked, GROUPS)
-    source.insert_after(of_asked, f"{LOAD_FSDP}\n{IGNORED}")
+    source.insert_after(of_asked, f"{COMMON}\n{LOAD_FSDP}\n{IGNORED}")
     taken = source.branch("f'({pp_rank}, {tp_rank})' in state_dict['rng_state']", load)
     source.insert_before(taken, SHARED_KEY)
     for for_save in FOR_SAVE:
