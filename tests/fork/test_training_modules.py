@@ -18,7 +18,10 @@ tensor_parallel = torch = None
 
 
 def get_rng_state(ckpt_format):
-    rng_state_list = ShardedObject("rng_state", [], (pp_size, tp_size), (0, 0), replica_id=0)
+    if ckpt_format == 'torch_dist':
+        rng_state_list = ShardedObject("rng_state", [], (pp_size, tp_size), (0, 0), replica_id=0)
+    elif ckpt_format == 'fsdp_dtensor':
+        rng_state_list = {f'({pp_rank}, {tp_rank})': rng_state_list}
     return rng_state_list
 
 
@@ -30,9 +33,10 @@ def load_checkpoint(args, state_dict, checkpoint_name, ckpt_type):
     ignore_rng_state = False
     if ckpt_tp_pp == run_tp_pp:
         gen_sd_rng_state = get_rng_state("torch_dist")
-    if not args.no_load_rng and not ignore_rng_state:
-        rng_state = state_dict['rng_state'][0]
-        random.setstate(rng_state['random_rng_state'])
+    elif not args.no_load_rng:
+        gen_sd_rng_state = get_rng_state("fsdp_dtensor")
+    if f'({pp_rank}, {tp_rank})' in state_dict['rng_state']:
+        rng_state = state_dict['rng_state'][f'({pp_rank}, {tp_rank})']
 """
 IS_THERE = f"import {TRAINING} as t; print(hasattr(t, 'rng_state_to_load'))"
 OTHERS = [name for name, modules in FIXES.items() if name != FIX and TRAINING in modules]
