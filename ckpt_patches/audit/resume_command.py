@@ -157,7 +157,8 @@ def _lines_of_none(answer: "Answer", *, quick: bool) -> list[str]:
         return [*said, f"no checkpoint in {answer.run}"]
     if answer.has_weights_alone:
         newest = answer.skipped[0].path
-        why = "all have weights without an optimizer, with which a training starts anew"
+        those = "all that were read" if answer.left else "all"
+        why = f"{those} have weights without an optimizer, with which a training starts anew"
         return [*said, f"no checkpoint in {answer.run} can be resumed from: {why}{limit}; the newest is {newest}"]
     if answer.undecided is None:
         all_of = ", all are damaged or incomplete" if all(own.verdict for own in answer.skipped) else ""

@@ -196,6 +196,10 @@ def test_exported_models_are_passed_over(run: Path, resume_from: Any, capsys: py
     main(["audit", str(run)])
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"resume from: no checkpoint in {run} has an optimizer; no tracker names a checkpoint"
+    assert main(["audit", str(run), "--html", str(run.parent / "page.html")]) == 0
+    page = (run.parent / "page.html").read_text()
+    assert "Take a save with an optimizer" in page
+    assert "none can be repaired" not in page
 
 
 def test_a_link_to_another_run_is_not_the_answer(run: Path, tmp_path: Path, resume_from: Any) -> None:

@@ -54,7 +54,9 @@ def next_steps(run: RunReport, own: Iterable[Report]) -> list[str]:
     older = f" --from {shlex.quote(str(run.newest.checkpoint.path))}" if run.newest else ""
     if damaged := next((str(report.checkpoint.path) for report in newer if _has_remedy(report)), None):
         lines.append(f"To repair a newer one: ckpt-patches repair {shlex.quote(damaged)} --output NEW{older}")
-    return lines or ["Take a copy of an older checkpoint: what is here has damage that cannot be repaired"]
+    if not lines and run.has_weights_alone:
+        return ["Take a save with an optimizer: a training from weights alone starts its optimizer anew"]
+    return lines or ["Take a copy of an older checkpoint: no save here is complete, and none can be repaired"]
 
 
 def _has_remedy(report: Report) -> bool:
