@@ -220,7 +220,7 @@ def releases(distribution: str, *, oldest: str | None = None, newest: str | None
 
 
 def affected(fix: str) -> list[Any]:
-    """Pytest parameters, as from `releases`, for releases with a fix's bug; the newest of them if no default has it.
+    """Pytest parameters, as from `releases`, for the oldest and the newest release with a fix's bug that can run here.
 
     The fix's `releases` lists them. The main branch is taken to have a bug that the newest release has.
     """
@@ -228,14 +228,23 @@ def affected(fix: str) -> list[Any]:
     distribution = DISTRIBUTIONS[loaded.package]
     with_main = loaded.affects(newest(distribution))
     last = newest_affected(fix)[1]
-    return _parameters(distribution, loaded.affects, with_main=with_main) or [pytest.param(last, id=last)]
+    with_bug = {version for version in runnable(distribution) if loaded.affects(version)}
+    found = _parameters(
+        distribution, loaded.affects if all_releases() else with_bug.__contains__, with_main=with_main, by_default=False
+    )
+    return found or [pytest.param(last, id=last)]
 
 
-def _parameters(distribution: str, wanted: Callable[[str], bool], *, with_main: bool) -> list[Any]:
+def _parameters(
+    distribution: str, wanted: Callable[[str], bool], *, with_main: bool, by_default: bool = True
+) -> list[Any]:
+    """`by_default`: choose from the default releases, unless `--every-release`."""
     if here := in_site(distribution):
         return [pytest.param(here, id=here)] if wanted(here) else []
     chosen = [
-        r for r in RELEASES if r.distribution == distribution and (r.default or all_releases()) and wanted(r.version)
+        r
+        for r in RELEASES
+        if r.distribution == distribution and (r.default or all_releases() or not by_default) and wanted(r.version)
     ]
     if not all_releases():
         chosen = [*chosen[:1], *chosen[1:][-1:]]
