@@ -59,7 +59,8 @@ def told(rank: int, port: int, options: argparse.Namespace) -> str:
     is_ended = rank == options.ranks - 1
     if is_ended:
         signal.signal(signal.SIGALRM, interrupt)
-        patience = ALONE if options.ranks == 1 else TOGETHER  # so that other ranks can start their workers
+        # Long where other ranks start their workers, or where nobody is expected to wait.
+        patience = ALONE if options.ranks == 1 and options.what != "forked" else TOGETHER
         threading.Thread(target=set_alarm_at_end_of_worker, args=[patience], daemon=True).start()
     try:
         save(calls, upstream.AsyncRequest, options, is_ended)
