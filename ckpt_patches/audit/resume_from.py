@@ -129,7 +129,7 @@ def resume_from(
     good: tuple[Save, Report] | None = None
     chosen = candidates[:most]
     for number, save in enumerate(chosen, 1):
-        if save.is_alone:
+        if save.is_alone and save.structure.verdict not in (DAMAGED, INCOMPLETE):
             search.skip(save, "", SKIPPED_ALONE)
         elif good := search.judged(save):
             chosen = chosen[:number]

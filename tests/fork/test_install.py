@@ -185,7 +185,7 @@ def test_the_fixes_of_a_wheel_are_those_of_the_checkout(installed: Environment) 
 def test_the_pages_of_all_fixes_are_installed(installed: Environment) -> None:
     """The pages, which contain the messages of patches for upstream, are installed."""
     pages = {page.stem for page in (installed.site_packages / "ckpt_patches" / "pages").iterdir()}
-    assert pages >= {*FIXES, *SWITCHED, "audit", "ds_to_universal", "hook", "json", "migrate", "explorer"}
+    assert pages >= {*FIXES, *SWITCHED, "audit", "ds_to_universal", "hook", "json", "migrate"}
     explained = installed.python("-m", "ckpt_patches", "explain", "json", COLUMNS="")
     assert explained.stdout.startswith("# JSON output")
 

@@ -98,7 +98,7 @@ def test_experts_of_another_rank(tmp_path: Path, capfd: pytest.CaptureFixture[st
 
 def test_frozen_parameters_and_buffers_are_verified_and_missed() -> None:
     """With the fix, both are verified at stages 1 and 3 on another number of ranks; upstream loads neither."""
-    proof = Path(__file__).with_name("fixes") / "test_universal_frozen_and_buffers.py"
+    proof = Path(__file__).parent.with_name("fixes") / "test_universal_frozen_and_buffers.py"
     verified = output("proof", proof, "bug_of_two", release=newest("deepspeed"), check=True)
     what = "resume verified: 7 parameters, 17 states, 1 buffer, settings, counters, loss scale, "
     assert verified.count(what) == 2

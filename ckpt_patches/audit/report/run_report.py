@@ -100,7 +100,9 @@ def _run_report(path: Path, own: list[Report]) -> RunReport:
     newest = max((own for own in complete if own.checkpoint.path not in elsewhere), key=_order, default=None)
     undecided = [own for own in to_resume if own.verdict == UNKNOWN and own.checkpoint.shards and not newest]
     verdicts = tuple((tracker, _verdict(tracker, own)) for tracker in found)
-    return RunReport(path, newest, max(undecided, key=_order, default=None), verdicts, elsewhere, not to_resume)
+    # What a damaged save had is not known.
+    has_alone = not to_resume and all(report.verdict in TO_RESUME_FROM for report in own)
+    return RunReport(path, newest, max(undecided, key=_order, default=None), verdicts, elsewhere, has_alone)
 
 
 def _is_alone(report: Report) -> bool:
