@@ -596,12 +596,6 @@ def newest_affected(fix: str) -> tuple[str, str]:
     return distribution, next(filter(loaded.affects, runnable(distribution)), newest(distribution))
 
 
-def shown_on(fix: str) -> list[Any]:
-    """Pytest parameters for a fix's proof: as from `affected`, and at last the newest release with the bug."""
-    last = newest_affected(fix)[1]
-    return [*(one for one in affected(fix) if one.values != (last,)), pytest.param(last, id=last)]
-
-
 def shown(file: str, version: str, delivery: str, function: str = "bug", **keywords: Any) -> str:
     """What a function of a fix's proof finds wrong on a release, in words, or an error of a rank; "" if nothing.
 

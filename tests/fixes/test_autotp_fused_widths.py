@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("autotp_fused_widths")
+RELEASES = affected("autotp_fused_widths")
 REFUSED = "qkv.bias: the checkpoint does not state how it is cut, though qkv.weight has sub-parameters"
 
 

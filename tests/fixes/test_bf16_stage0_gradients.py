@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("bf16_stage0_gradients")
+RELEASES = affected("bf16_stage0_gradients")
 
 
 @without_fix(RELEASES)

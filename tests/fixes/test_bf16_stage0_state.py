@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import edits
-from upstream import newest, newest_by_default, numbers, releases, shown, shown_on, tree, with_fix, without_fix
+from upstream import affected, newest, newest_by_default, numbers, releases, shown, tree, with_fix, without_fix
 from zero_resumes import exact, optimizers, resumed, trained
 
-RELEASES = shown_on("bf16_stage0_state")[-1:]
+RELEASES = affected("bf16_stage0_state")[-1:]
 
 
 @without_fix(RELEASES)

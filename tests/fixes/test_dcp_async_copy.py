@@ -8,9 +8,9 @@ import pytest
 
 from ckpt_patches.engine.plan import Outcome, plan_tree
 from ckpt_patches.engine.registry import TORCH
-from upstream import INSTALLED_TORCH, run_json, shown, shown_on, tree, with_fix, without_fix
+from upstream import INSTALLED_TORCH, affected, run_json, shown, tree, with_fix, without_fix
 
-RELEASES = shown_on("dcp_async_copy")
+RELEASES = affected("dcp_async_copy")
 
 
 @without_fix(RELEASES)

@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("decoupled_last_save")
+RELEASES = affected("decoupled_last_save")
 
 
 @without_fix(RELEASES)

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("expert_main_params")
+RELEASES = affected("expert_main_params")
 
 
 @without_fix(RELEASES)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import edits
-from upstream import newest_affected, run, run_lines, shown, shown_on, tree, with_fix, without_fix
+from upstream import affected, newest_affected, run, run_lines, shown, tree, with_fix, without_fix
 
-RELEASES = shown_on("expert_rng")
+RELEASES = affected("expert_rng")
 
 
 @without_fix(RELEASES)

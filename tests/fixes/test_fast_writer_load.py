@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("fast_writer_load")
+RELEASES = affected("fast_writer_load")
 
 
 @without_fix(RELEASES)

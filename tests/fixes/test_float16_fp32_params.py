@@ -11,9 +11,9 @@ import torch
 from ckpt_patches.audit.audit import WHOLE, audit
 from explore.spaces import plainer
 from explore.test_explore import SMALL
-from upstream import newest_affected, run_json, shown, shown_on, tree, with_fix, without_fix
+from upstream import affected, newest_affected, run_json, shown, tree, with_fix, without_fix
 
-RELEASES = shown_on("float16_fp32_params")
+RELEASES = affected("float16_fp32_params")
 
 
 @without_fix(RELEASES)

@@ -11,9 +11,9 @@ import torch
 
 from ckpt_patches.audit.audit import audit
 from ckpt_patches.cli import command_line
-from upstream import newest, once, run, run_json, shown, shown_on, tree, with_fix, without_fix
+from upstream import affected, newest, once, run, run_json, shown, tree, with_fix, without_fix
 
-RELEASES = shown_on("fsdp2_swiglu_rows")
+RELEASES = affected("fsdp2_swiglu_rows")
 
 
 @without_fix(RELEASES)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 import edits
-from upstream import newest_affected, shown, shown_on, tree, with_fix, without_fix
+from upstream import affected, newest_affected, shown, tree, with_fix, without_fix
 
-RELEASES = shown_on("fused_adam_masters")
+RELEASES = affected("fused_adam_masters")
 
 
 @without_fix(RELEASES)

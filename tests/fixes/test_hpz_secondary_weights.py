@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from upstream import newest_affected, run_json, shown, shown_on, tree, with_fix, without_fix
+from upstream import affected, newest_affected, run_json, shown, tree, with_fix, without_fix
 
-RELEASES = shown_on("hpz_secondary_weights")
+RELEASES = affected("hpz_secondary_weights")
 
 
 @without_fix(RELEASES)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from trainers.ranks import free_port
-from upstream import newest_affected, run, run_lines, shown, shown_on, tree, with_fix, without_fix
+from upstream import affected, newest_affected, run, run_lines, shown, tree, with_fix, without_fix
 from zero_checkpoints import PERMISSIVE
 
-RELEASES = shown_on("latest_after_all_ranks")
+RELEASES = affected("latest_after_all_ranks")
 
 
 @without_fix(RELEASES)

@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("latest_replaced")
+RELEASES = affected("latest_replaced")
 
 
 @without_fix(RELEASES)

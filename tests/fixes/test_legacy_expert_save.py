@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import edits
-from upstream import newest_affected, run, run_lines, shown, shown_on, tree, with_fix, without_fix
+from upstream import affected, newest_affected, run, run_lines, shown, tree, with_fix, without_fix
 
-RELEASES = shown_on("legacy_expert_save")
+RELEASES = affected("legacy_expert_save")
 
 
 @without_fix(RELEASES)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from upstream import newest_affected, run_lines, shown, shown_on, tree, with_fix, without_fix
+from upstream import affected, newest_affected, run_lines, shown, tree, with_fix, without_fix
 
-RELEASES = shown_on("mixed_dtype_group_order")
+RELEASES = affected("mixed_dtype_group_order")
 
 
 @without_fix(RELEASES)

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("muon_momentum_in_memory")
+RELEASES = affected("muon_momentum_in_memory")
 
 
 @without_fix(RELEASES)

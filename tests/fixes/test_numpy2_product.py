@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from upstream import shown, shown_on, tree, with_fix, without_fix
+from upstream import affected, shown, tree, with_fix, without_fix
 
-RELEASES = shown_on("numpy2_product")
+RELEASES = affected("numpy2_product")
 
 
 @without_fix(RELEASES)

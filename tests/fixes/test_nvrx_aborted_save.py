@@ -4,9 +4,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("nvrx_aborted_save")
+RELEASES = affected("nvrx_aborted_save")
 
 
 @without_fix(RELEASES)

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("nvrx_cached_storage")
+RELEASES = affected("nvrx_cached_storage")
 
 
 @without_fix(RELEASES)

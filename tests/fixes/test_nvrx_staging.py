@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from upstream import releases, run_json, shown, shown_on, tree, with_fix, without_fix
+from upstream import affected, releases, run_json, shown, tree, with_fix, without_fix
 
-RELEASES = shown_on("nvrx_staging")
+RELEASES = affected("nvrx_staging")
 
 
 @without_fix(RELEASES)

@@ -8,9 +8,9 @@ import torch
 from packaging.version import Version
 
 from ckpt_patches.audit.audit import UNKNOWN, WHOLE, audit
-from upstream import newest_affected, run_lines, shown, shown_on, tree, with_fix, without_fix
+from upstream import affected, newest_affected, run_lines, shown, tree, with_fix, without_fix
 
-RELEASES = shown_on("param_remainders")
+RELEASES = affected("param_remainders")
 
 
 @without_fix(RELEASES)

@@ -7,9 +7,9 @@ import pytest
 from explore.judged import RIGHT, Stack, outcome
 from explore.spaces import plainer
 from explore.test_explore import SMALL
-from upstream import newest_affected, shown, shown_on, with_fix, without_fix
+from upstream import affected, newest_affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("precision_aware_reload")
+RELEASES = affected("precision_aware_reload")
 
 
 @without_fix(RELEASES)

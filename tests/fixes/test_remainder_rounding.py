@@ -7,9 +7,9 @@ import torch
 
 import edits
 from ckpt_patches.engine.plan import Outcome
-from upstream import newest_affected, shown, shown_on, tree, with_fix, without_fix
+from upstream import affected, newest_affected, shown, tree, with_fix, without_fix
 
-RELEASES = shown_on("remainder_rounding")
+RELEASES = affected("remainder_rounding")
 
 
 @without_fix(RELEASES)

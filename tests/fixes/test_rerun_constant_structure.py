@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("rerun_constant_structure")
+RELEASES = affected("rerun_constant_structure")
 
 
 @without_fix(RELEASES)

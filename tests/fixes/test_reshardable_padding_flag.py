@@ -3,9 +3,9 @@
 from functools import partial
 from pathlib import Path
 
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("reshardable_padding_flag")
+RELEASES = affected("reshardable_padding_flag")
 
 
 @without_fix(RELEASES)

@@ -7,9 +7,9 @@ import pytest
 from explore.judged import RIGHT, SILENT, Stack, outcome
 from explore.spaces import plainer
 from explore.test_explore import SMALL
-from upstream import newest_affected, shown, shown_on, with_fix, without_fix
+from upstream import affected, newest_affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("scheduler_steps")
+RELEASES = affected("scheduler_steps")
 
 
 @without_fix(RELEASES)

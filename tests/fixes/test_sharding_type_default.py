@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from test_reshardable_padding_save import results
-from upstream import newest_affected, shown, shown_on, with_fix, without_fix
+from upstream import affected, newest_affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("sharding_type_default")
+RELEASES = affected("sharding_type_default")
 
 
 @without_fix(RELEASES)

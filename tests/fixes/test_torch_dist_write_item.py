@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("torch_dist_write_item")
+RELEASES = affected("torch_dist_write_item")
 
 
 @without_fix(RELEASES)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import universal
-from upstream import TIMEOUT, in_place, run, run_json, shown_on, tree, with_fix, without_fix
+from upstream import TIMEOUT, affected, in_place, run, run_json, tree, with_fix, without_fix
 from zero_checkpoints import PERMISSIVE, convert, converted, crafted, differences, element_counts, losses, trained
 
 VERSIONS = ("0.15.4", "0.16.9", "0.17.6", "0.18.9", "0.19.8")
@@ -52,13 +52,13 @@ def lines_of(version: str, delivery: str, source: Path, output: Path) -> str:
     return done.stdout + done.stderr
 
 
-@without_fix(shown_on("universal_converter"))
+@without_fix(affected("universal_converter"))
 def test_upstreams_converter_writes_the_files(version: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
     printed = lines_of(version, delivery, checkpoint, tmp_path / "stage2")
     assert (BEGIN in printed, OURS in printed) == (True, False)
 
 
-@with_fix(shown_on("universal_converter"))
+@with_fix(affected("universal_converter"))
 def test_ours_writes_the_files_and_says_so(version: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
     printed = lines_of(version, delivery, checkpoint, tmp_path / "stage2")
     assert (BEGIN in printed, OURS in printed) == (False, True)

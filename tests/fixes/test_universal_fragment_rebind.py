@@ -6,9 +6,9 @@ from typing import Any
 
 import universal_loads
 from universal_loads import MASTERS, MOMENTS, ON_MAIN
-from upstream import affected, shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("universal_fragment_rebind")[-1:]
+RELEASES = affected("universal_fragment_rebind")[-1:]
 
 
 @without_fix(RELEASES)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("universal_frozen_and_buffers")
+RELEASES = affected("universal_frozen_and_buffers")
 
 
 @without_fix(RELEASES)

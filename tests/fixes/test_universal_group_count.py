@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("universal_group_count")
+RELEASES = affected("universal_group_count")
 
 
 @without_fix(RELEASES)

@@ -6,10 +6,10 @@ import pytest
 
 import edits
 from ckpt_patches.engine.plan import Outcome
-from upstream import newest, releases, run, run_json, shown, shown_on, tree, with_fix, without_fix
+from upstream import affected, newest, releases, run, run_json, shown, tree, with_fix, without_fix
 from zero_checkpoints import CRASH, convert, converted, differences, dp768, losses, trained
 
-RELEASES = shown_on("universal_tensor_paddings")[-1:]
+RELEASES = affected("universal_tensor_paddings")[-1:]
 
 
 @without_fix(RELEASES)

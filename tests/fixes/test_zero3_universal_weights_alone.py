@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from test_zero3_universal_sizes import larger
-from upstream import shown, shown_on, with_fix, without_fix
+from upstream import affected, shown, with_fix, without_fix
 
-RELEASES = shown_on("zero3_universal_weights_alone")
+RELEASES = affected("zero3_universal_weights_alone")
 
 
 @without_fix(RELEASES)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from upstream import releases, shown, shown_on, with_fix, without_fix
+from upstream import affected, releases, shown, with_fix, without_fix
 
-RELEASES = shown_on("zero_to_fp32_bf16")
+RELEASES = affected("zero_to_fp32_bf16")
 # In the releases between, such a run has no ZeRO, unless `bf16_wrapper_name` is active.
 SHOWN_ALONE = [*releases("deepspeed", newest="0.17.5"), *releases("deepspeed", oldest="0.18.5")]
 
