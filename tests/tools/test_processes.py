@@ -7,20 +7,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt_patches.errors import UserError, WorkerDefect
-from ckpt_patches.runtime.processes import Worker, WorkerDied, in_order, mapped, started
+from ckpt_patches.errors import UserError
+from ckpt_patches.runtime.processes import in_order, mapped
 from universal import command, environment, parallel
 from upstream import TIMEOUT
 
 ITEMS = list(range(10))
-Run = Callable[[], Iterable[Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +51,8 @@ def test_each_processor_does_a_share() -> None:
     assert len({pid for _, pid in found} - {os.getpid()}) == 3
 
 
-@pytest.mark.parametrize(("items", "processes"), [(0, 1), (7, 1), (8, 2), (11, 2), (12, 3), (1000, 3)])
-def test_few_items_are_not_worth_a_process(items: int, processes: int) -> None:
-    found = set(mapped(lambda _: os.getpid(), range(items), 4))
-    assert len(found | {os.getpid()}) == 1 if processes == 1 else len(found - {os.getpid()}) == processes
+def test_few_items_are_not_worth_a_process() -> None:
+    assert set(mapped(lambda _: os.getpid(), range(7), 4)) == {os.getpid()}
 
 
 def test_results_larger_than_a_pipe() -> None:
@@ -87,84 +84,87 @@ def test_what_a_killed_process_has_not_done_is_done_here() -> None:
     assert mapped(killed, ITEMS, 1) == ITEMS
 
 
-# One worker
+# Results in order
 
 
-def paused() -> Iterator[None]:
-    signal.pause()
-    yield
+def test_results_come_in_the_order_of_the_items_and_workers_take_turns() -> None:
+    found = list(in_order(lambda item: (item, os.getpid()), ITEMS, 3))
+    assert [item for item, _ in found] == ITEMS
+    assert len({pid for _, pid in found}) == 3
+    assert os.getpid() not in {pid for _, pid in found}
 
 
-def killed() -> Iterator[None]:
-    os.kill(os.getpid(), signal.SIGKILL)
-    yield
+def test_no_items_take_no_worker() -> None:
+    assert list(in_order(str, [], 3)) == []
 
 
-def failing(error: BaseException) -> Run:
-    def fail() -> Iterator[None]:
-        raise error
-        yield
+@pytest.mark.parametrize("error", [UserError("rank 4 is damaged"), FileNotFoundError(2, "No such file", "/a")])
+def test_results_after_the_first_error_are_not_waited_for(error: Exception) -> None:
+    def fail(item: int) -> int:
+        if item == 4:
+            raise error
+        if item > 4:
+            signal.pause()
+        return item
 
-    return fail
-
-
-def test_a_worker_that_is_killed_is_told() -> None:
-    text = r"was killed \(SIGKILL\) before it was done; is there enough memory"
-    with started([killed]) as (worker,), pytest.raises(WorkerDied, match=text):
-        worker.receive()
-
-
-@pytest.mark.parametrize("error", [UserError("rank 3 is damaged"), FileNotFoundError(2, "No such file", "/a")])
-def test_what_went_wrong_in_a_worker_is_raised_here(error: Exception) -> None:
-    with started([failing(error)]) as (worker,), pytest.raises(type(error)) as raised:
-        worker.receive()
+    found = in_order(fail, ITEMS, 3)
+    assert [next(found) for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(type(error)) as raised:
+        next(found)
     assert str(raised.value) == str(error)
 
 
-def test_a_defect_is_told_with_its_traceback() -> None:
-    with started([failing(KeyError("rank"))]) as (worker,), pytest.raises(WorkerDefect) as raised:
-        worker.receive()
-    assert "please report it" in str(raised.value)
-    assert f'File "{__file__}", line' in str(raised.value)
-    assert str(raised.value).endswith("in fail\n    raise error\nKeyError: 'rank'")
+def test_results_that_are_not_asked_for_any_more() -> None:
+    found = in_order(lambda item: bytes(1 << 20), ITEMS, 2)
+    assert next(found) == bytes(1 << 20)
+    found.close()  # type: ignore[attr-defined]
 
 
 def test_too_little_memory_is_not_a_defect() -> None:
-    with started([failing(MemoryError())]) as (worker,), pytest.raises(UserError, match="not enough memory"):
-        worker.receive()
+    def fail(_: int) -> None:
+        raise MemoryError
+
+    with pytest.raises(UserError, match="not enough memory"):
+        list(in_order(fail, ITEMS, 1))
 
 
-def test_where_no_second_process_can_be_made_the_first_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first process is stopped if no second can start, as with `ulimit -u` (which root ignores)."""
-    fork, forks = os.fork, iter([True, False])
+def test_where_no_second_process_can_be_made_the_first_is_stopped() -> None:
+    """As with `ulimit -u` (which root ignores): the command ends."""
+    program = """
+import os, signal
+from ckpt_patches.errors import UserError
+from ckpt_patches.runtime.processes import in_order
+fork, forks = os.fork, iter([True, False])
 
-    def limited() -> int:
-        if not next(forks):
-            raise BlockingIOError(11, "Resource temporarily unavailable")
-        return fork()
+def limited():
+    if not next(forks):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
 
-    monkeypatch.setattr(os, "fork", limited)
+os.fork = limited
+try:
+    list(in_order(lambda _: signal.pause(), range(3), 3))
+except UserError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT)
     text = "cannot start worker process 2 of 3: Resource temporarily unavailable; take fewer"
-    with pytest.raises(UserError, match=text), started([paused] * 3):
-        pass
+    assert (done.stdout.partition(",")[0], done.stderr) == (text, "")
 
 
 @pytest.mark.slow
 def test_with_sigchld_ignored_as_some_parents_leave_it() -> None:
     """Workers run, and a killed one is reported, though the system reaps it and discards its exit status."""
-    program = f"""
-import os, signal, sys
-sys.path[:0] = {sys.path!r}
+    program = """
+import os, signal
 assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
-os.sched_getaffinity = lambda _: {{0, 1, 2}}
-import test_processes as tests
-from ckpt_patches.runtime.processes import WorkerDied, mapped, started
-print(mapped(lambda item: item, tests.ITEMS, 1))
-with started([tests.killed, tests.paused]) as workers:
-    try:
-        workers[0].receive()
-    except WorkerDied as error:
-        print(str(error).partition(" ended ")[2])
+os.sched_getaffinity = lambda _: {0, 1, 2}
+from ckpt_patches.runtime.processes import WorkerDied, in_order
+print(list(in_order(lambda item: item, range(10), 3)))
+try:
+    list(in_order(lambda item: os.kill(os.getpid(), signal.SIGKILL), range(3), 3))
+except WorkerDied as error:
+    print(str(error).partition(" ended ")[2])
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -181,12 +181,11 @@ def test_no_process_outlives_one_that_is_killed() -> None:
     """No worker outlives a killed parent: their shared output closes. All have more to send than a pipe holds."""
     program = """
 import signal
-from ckpt_patches.runtime.processes import started
-with started([lambda: [bytes(1 << 20)]] * 2) as workers:
-    for worker in workers:
-        worker._wait()
-    print("full", flush=True)
-    signal.pause()
+from ckpt_patches.runtime.processes import in_order
+results = in_order(lambda _: bytes(1 << 20), range(8), 2)
+next(results), next(results)
+print("full", flush=True)
+signal.pause()
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout
@@ -196,53 +195,14 @@ with started([lambda: [bytes(1 << 20)]] * 2) as workers:
 
 
 def test_an_interrupt_is_not_the_workers() -> None:
-    def told() -> Iterator[str]:
-        yield "begun"
+    def slow(_: int) -> int:
         time.sleep(0.1)
-        yield "not interrupted"
+        return os.getpid()
 
-    with started([told]) as (worker,):
-        assert worker.receive() == "begun"
-        os.kill(pid_of(worker), signal.SIGINT)
-        assert worker.receive() == "not interrupted"
-
-
-def pid_of(worker: Worker) -> int:
-    return int(worker.name.split()[-1])
-
-
-# Results in order
-
-
-def test_results_come_in_the_order_of_the_items_and_workers_take_turns() -> None:
-    found = list(in_order(lambda item: (item, os.getpid()), ITEMS, 3))
-    assert [item for item, _ in found] == ITEMS
-    assert len({pid for _, pid in found}) == 3
-    assert os.getpid() not in {pid for _, pid in found}
-
-
-def test_no_items_take_no_worker() -> None:
-    assert list(in_order(str, [], 3)) == []
-
-
-def test_results_after_the_first_error_are_not_waited_for() -> None:
-    def fail(item: int) -> int:
-        if item == 4:
-            raise UserError("rank 4 is damaged")
-        if item > 4:
-            signal.pause()
-        return item
-
-    found = in_order(fail, ITEMS, 3)
-    assert [next(found) for _ in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(UserError, match="rank 4 is damaged"):
-        next(found)
-
-
-def test_results_that_are_not_asked_for_any_more() -> None:
-    found = in_order(lambda item: bytes(1 << 20), ITEMS, 2)
-    assert next(found) == bytes(1 << 20)
-    found.close()  # type: ignore[attr-defined]
+    found = in_order(slow, ITEMS[:3], 1)
+    pid = next(found)
+    os.kill(pid, signal.SIGINT)
+    assert list(found) == [pid, pid]
 
 
 def test_a_ctrl_c_that_does_not_interrupt_the_system_call_is_seen() -> None:
@@ -252,16 +212,20 @@ def test_a_ctrl_c_that_does_not_interrupt_the_system_call_is_seen() -> None:
         time.sleep(0.2)  # the main thread is in its system call by now
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
+    def pause(item: int) -> None:
+        if item:
+            signal.pause()
 
-    def receive(worker: Worker) -> None:
+    found, thread = in_order(pause, ITEMS, 1), threading.Thread(target=interrupt)
+
+    def wait() -> None:
         thread.start()
-        worker.receive()
+        next(found)
 
-    with started([partial(map, lambda _: signal.pause(), ITEMS)]) as (worker,):
-        with pytest.raises(KeyboardInterrupt):
-            receive(worker)
-        thread.join()
+    next(found)
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    thread.join()
 
 
 # The converter's workers
