@@ -55,28 +55,6 @@ class UnreadableError(Exception):
         self.finding = finding
 
 
-@dataclass(frozen=True)
-class _Structure:
-    """A checkpoint before any element is read."""
-
-    found: Checkpoint
-    shards: list[Shard]
-    unreadable: Finding | None = None
-
-    @property
-    def spans(self) -> list[scan.Span]:
-        """What is to be read."""
-        return list(scan.spans(self.shards, frozenset(record.path for record in self.found.records)))
-
-
-@dataclass(frozen=True)
-class Share:
-    """One rank's results for its share of a checkpoint."""
-
-    parts: list[scan.Part]  # in order
-    unreadable: Finding | None = None  # why the share could not be read completely
-
-
 def audit(path: Path, workers: int | None = None, label: str = "") -> Report:
     """Read and judge one checkpoint. A read error becomes a finding.
 
@@ -85,9 +63,9 @@ def audit(path: Path, workers: int | None = None, label: str = "") -> Report:
     Raises:
         UserError: the path is not a checkpoint in a known format.
     """
-    workers = workers or Ranks().workers
-    structure = _structure(path)
-    return _judge(structure, _scan(label or path.name, structure.spans, workers), workers)
+    report = audit_together(path, workers or Ranks().workers, Ranks(), label)
+    assert report is not None  # there is one rank
+    return report
 
 
 def audit_structure(path: Path) -> Report:
@@ -96,9 +74,8 @@ def audit_structure(path: Path) -> Report:
     Raises:
         UserError: the path is not a checkpoint in a known format.
     """
-    structure = _structure(path)
-    unreadable = (structure.unreadable,) if structure.unreadable else ()
-    return Report(structure.found, (*structure.found.findings, *unreadable))
+    found, _ = _structure(path)
+    return Report(found, tuple(found.findings))
 
 
 def audit_together(path: Path, workers: int, ranks: Ranks, label: str = "") -> Report | None:
@@ -107,34 +84,36 @@ def audit_together(path: Path, workers: int, ranks: Ranks, label: str = "") -> R
     Raises:
         UserError: the path is not a checkpoint in a known format, or a rank is missing.
     """
-    if ranks.size == 1:
-        return audit(path, workers, label)
-    own: list[_Structure] = []
+    own: list[tuple[Checkpoint, list[Shard]]] = []
 
     def read() -> list[scan.Span]:
-        own.append(_structure(path))
-        return own[0].spans
+        found, shards = _structure(path)
+        own.append((found, shards))
+        return list(scan.spans(shards, frozenset(record.path for record in found.records)))
 
-    spans = ranks.first(f"reading the headers of {path}", read)
-    found = ranks.gather(f"reading {path}", lambda: _share(path, ranks.share(spans), workers, label or path.name))
-    return None if ranks.rank else _judge(own[0], _in_order(found, len(spans)), workers)
+    spans, label = ranks.first(f"reading the headers of {path}", read), label or path.name
+    if ranks.size == 1:
+        return _judge(*own[0], _scan(label, spans, workers), workers)
+    shares = ranks.gather(f"reading {path}", lambda: _share(path, ranks.share(spans), workers, label))
+    return None if ranks.rank else _judge(*own[0], _in_order(shares, len(spans)), workers)
 
 
-def _structure(path: Path) -> _Structure:
+def _structure(path: Path) -> tuple[Checkpoint, list[Shard]]:
+    """A checkpoint before any element is read, and the shards to read: bytes outside all arrays have checksums, too."""
     found = Checkpoint(path, "unknown")
     try:
         reader = reader_of(path) if path.is_dir() else None
         if (reader is None or path.name.endswith(UNFINISHED)) and (why := _why_not_read(path)):
             found.findings.append(why)
-            return _Structure(found, [])
+            return found, []
         if reader is not None:
             with without_garbage_collection():  # there can be millions of chunks
                 found = reader(path)
                 found.shards += coverage.others(found)
-                # Bytes outside all arrays are read for the checksums.
-                return _Structure(found, [*found.shards, *record_checksums.rest(found.records, found.shards)])
+                return found, [*found.shards, *record_checksums.rest(found.records, found.shards)]
     except Exception as error:
-        return _Structure(found, [], _unreadable(path, error))
+        found.findings.append(_unreadable(path, error))
+        return found, []
     raise UserError(f"{path}: not a checkpoint in a format that is known")
 
 
@@ -164,37 +143,35 @@ def _scan(label: str, spans: Sequence[scan.Span], workers: int) -> Iterator[scan
         yield from scan.scan(spans, workers, progress.show)
 
 
-def _share(path: Path, spans: Sequence[scan.Span], workers: int, label: str) -> Share:
-    """Scan one rank's spans for rank 0, up to the first read error."""
-    parts: list[scan.Part] = []
+def _share(path: Path, spans: Sequence[scan.Span], workers: int, label: str) -> list[scan.Part | Finding]:
+    """One rank's results for rank 0: the parts of its spans or, after the first read error, that as the last one."""
+    parts: list[scan.Part | Finding] = []
     try:
         parts.extend(_scan(label, spans, workers))
     except Exception as error:
-        return Share(parts, _unreadable(path, error))
-    return Share(parts)
+        parts.append(_unreadable(path, error))
+    return parts
 
 
-def _in_order(found: Sequence[Share], spans: int) -> Iterator[scan.Part]:
+def _in_order(shares: Sequence[list[scan.Part | Finding]], spans: int) -> Iterator[scan.Part]:
     """The parts of all spans, of which each rank has every n-th.
 
     Raises:
         UnreadableError: a rank could not read its share completely.
     """
     for number in range(spans):
-        own, index = found[number % len(found)], number // len(found)
-        if own.unreadable is not None and index >= len(own.parts):
-            raise UnreadableError(own.unreadable)
-        yield own.parts[index]
+        own = shares[number % len(shares)]
+        part = own[min(number // len(shares), len(own) - 1)]
+        if isinstance(part, Finding):
+            raise UnreadableError(part)
+        yield part
 
 
-def _judge(structure: _Structure, parts: Iterable[scan.Part], workers: int) -> Report:
+def _judge(found: Checkpoint, shards: list[Shard], parts: Iterable[scan.Part], workers: int) -> Report:
     """Judge a checkpoint from its scanned parts."""
-    found = structure.found
     try:
-        if structure.unreadable:
-            raise UnreadableError(structure.unreadable)
         found.repaired = repair_list.read(found).ranges
-        _apply_rules(found, structure.shards, parts)
+        _apply_rules(found, shards, parts)
         recorded_states.decide(found, workers)
     except UnreadableError as error:
         found.findings.append(error.finding)
@@ -208,9 +185,9 @@ def _apply_rules(found: Checkpoint, shards: list[Shard], parts: Iterable[scan.Pa
     pieces: list[PartRead] = []  # complete when all parts are read
     moments: list[rules.Part] = []
     scales: list[rules.Part] = []
-    for shard, odd in zip(shards, scan.by_shard(parts, len(shards), pieces), strict=True):
-        own = scan.without(odd.runs, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
-        found.findings += rules.judge(shard, odd._replace(runs=own), found)
+    for shard, odd in zip(shards, scan.by_shard(parts, pieces), strict=True):
+        own = scan.without(odd, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
+        found.findings += rules.judge(shard, own, found)
         moments += rules.parts_of(shard, own)
         scales += rules.scales_of(shard, own)
     found.findings[:] = rules.of_zero_masters(found, found.findings)

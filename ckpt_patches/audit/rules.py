@@ -4,20 +4,32 @@ Zeros are a lost slice only where the other arrays of the parameter contradict t
 gradient have their shape.
 """
 
+import bisect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_patches.audit.judging import blocks, few_bits, remainders
-from ckpt_patches.audit.judging.odd_ranges import SMALL, Seen, few, holes, irregular, wrong
-from ckpt_patches.audit.judging.scan import Odd, OddRuns, stretches
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_patches.audit.judging import blocks, masters
+from ckpt_patches.audit.judging.scan import Odd, stretches
+from ckpt_patches.audit.ranges import Range
 from ckpt_patches.formats import damages, elements
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
-from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.damages import Finding, FindingKind
 from ckpt_patches.formats.dtypes import FLOATS
+from ckpt_patches.formats.zero_inventory import numbered
 
+LEAST = 4  # elements of a lost slice; fewer zeros also occur in a complete state
+SLICES_PER_RANK = 2  # a write that is lost leaves one range, or two where it is between others
+SMALL = 1 << 12  # elements
+# Megatron's buckets have padding with undefined content: after a parameter, and at the end.
+PADDING, ALIGNMENT = 1024, 256  # elements; ALIGNMENT is per data-parallel rank
+NEAR = 64  # elements: wrong elements at most this far apart are one range
+MOST_FINDINGS = 1000  # of one kind in one array; more are merged
 ZERO = {EXP_AVG: blocks.NO_AVG, EXP_AVG_SQ: blocks.NO_SQ}
 BOTH = blocks.NO_AVG | blocks.NO_SQ
 # Settings of Adam in torch, apex and Megatron, and of its relatives in torch. Other optimizers have other moments.
@@ -28,6 +40,46 @@ ZERO_MASTER = "all zeros, beside moments that are not: at a rate of 0, or in a f
 OF_OPTIMIZER = re.compile(r"(?:^|[./])state[./]")  # in the name of a state, as torch's optimizers nest them
 # Names of the scales of a state of 8 bits, in bitsandbytes and torchao, or of a state that is too small for it.
 SCALES = re.compile(r"\.((absmax|state)[12]|scale)$")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A shard, and what is odd in it."""
+
+    shard: Shard
+    odd: Odd
+    found: Checkpoint
+
+    @property
+    def least(self) -> int:
+        """The fewest elements of a lost slice: in a bucket, more than any padding."""
+        return LEAST if self.shard.has_rows else max(PADDING, ALIGNMENT * (self.found.data_parallel or 1))
+
+    def findings(self, kind: FindingKind, role: str, ranges: Sequence[Range], detail: str = "") -> Iterator[Finding]:
+        """A finding for each range, or for all of them if they are too many to show."""
+        if len(ranges) > MOST_FINDINGS:
+            ranges, detail = [(ranges[0][0], ranges[-1][1])], f"{len(ranges)} places of these"
+        for begin, end in ranges:
+            own = ", ".join(filter(None, (detail, written_by(self.shard, begin, end, self.found.data_parallel))))
+            yield Finding(kind, self.shard.streams[role].array, own, self.shard.label, begin, end)
+
+    def of_all(self, kind: FindingKind, role: str, detail: str = "") -> Iterator[Finding]:
+        """A finding for all elements."""
+        return self.findings(kind, role, [(0, self.shard.numel)], detail)
+
+
+def written_by(shard: Shard, begin: int, end: int, data_parallel: int | None) -> str:
+    """Name the ranks that wrote a range, by the files or an even division among ranks; empty if unknown."""
+    owners = shard.owners
+    ranks = [owner.rank for owner in owners if owner.begin < end and begin < owner.end]
+    if len(owners) > 1 and any(ranks):
+        return f"written by {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
+    if not data_parallel or shard.numel % data_parallel:
+        return ""
+    part = shard.numel // data_parallel
+    if begin % part or end % part or (begin, end) == (0, shard.numel):
+        return ""
+    return f"of data-parallel {numbered(begin // part, end // part - 1, data_parallel)}"
 
 
 def judge(shard: Shard, odd: Odd, found: Checkpoint) -> Iterator[Finding]:
@@ -65,11 +117,11 @@ def unrounded_master(seen: Seen) -> Iterator[Finding]:
     unrounded, zeros = (seen.odd.tallies.get(bit) for bit in (blocks.UNROUNDED, blocks.NO_WEIGHT))
     if unrounded is None:
         return
-    if remainders.are_in(seen.shard):
+    if masters.are_remainders(seen.shard):
         detail = "whole numbers of 16 bits, what a bf16 weight lacks of its main parameter: nothing contradicts them"
         yield from seen.of_all(damages.NOT_JUDGED, MASTER, detail)
-    elif 2 * unrounded.elements > seen.shard.numel and few_bits.are_near(seen.shard):
-        if few_bits.are_in(seen.shard):
+    elif 2 * unrounded.elements > seen.shard.numel and masters.are_near(seen.shard):
+        if masters.have_few_bits(seen.shard):
             yield from seen.of_all(damages.FEW_BITS, WEIGHT)
         else:
             detail = f"{unrounded.elements} of {seen.shard.numel} elements"
@@ -83,9 +135,9 @@ def unrounded_master(seen: Seen) -> Iterator[Finding]:
 
 def lost_master(seen: Seen) -> Iterator[Finding]:
     """The main parameter is zero, and the weight is not; without a weight, the moments are not."""
-    if blocks.CONTRADICTED not in seen.odd.tallies or remainders.are_in(seen.shard):
+    if blocks.CONTRADICTED not in seen.odd.tallies or masters.are_remainders(seen.shard):
         return
-    ranges = holes(seen.odd.runs, blocks.NO_MASTER, seen.odd.runs.code & blocks.CONTRADICTED > 0)
+    ranges = holes(seen.odd, blocks.NO_MASTER, seen.odd.code & blocks.CONTRADICTED > 0)
     role, kind, detail = MASTER if MASTER in seen.shard.streams else WEIGHT, damages.LOST_MASTER, ""
     if {WEIGHT, MASTER} <= seen.shard.streams.keys():
         least = 1 if seen.shard.has_rows else seen.least
@@ -103,12 +155,12 @@ def lost_moment(seen: Seen) -> Iterator[Finding]:
 
     The first moment can decay to zero; if its factor is 0, it is the last gradient.
     """
-    code, row = seen.odd.runs.code, seen.shard.row
+    code, row = seen.odd.code, seen.shard.row
     certain = {EXP_AVG: code & BOTH == blocks.NO_AVG, EXP_AVG_SQ: code & blocks.AVG_IS_LARGE > 0}
     for role in MOMENTS if set(MOMENTS) <= seen.shard.streams.keys() else ():
         if role == EXP_AVG and seen.found.beta1 == 0:
             continue
-        every = holes(seen.odd.runs, ZERO[role], certain[role])
+        every = holes(seen.odd, ZERO[role], certain[role])
         alone = few(seen, every)
         if len(every) > len(alone) and any(begin % row or end % row for begin, end in every):
             detail = f"{len(every)} places"
@@ -132,7 +184,7 @@ def _has_decayed(seen: Seen, begin: int, end: int) -> bool:
 
 def lost_in_both(seen: Seen) -> Iterator[Finding]:
     """Both moments are zero, over runs that are neither rows nor columns that other rows share."""
-    ranges = stretches(seen.odd.runs, BOTH) if set(MOMENTS) <= seen.shard.streams.keys() else []
+    ranges = stretches(seen.odd, BOTH) if set(MOMENTS) <= seen.shard.streams.keys() else []
     if not ranges or ranges == [(0, seen.shard.numel)]:
         return  # the full shard: see `of_moments`
     known = {edge for own in seen.found.repaired_in(seen.shard) for edge in own}  # not of a loss
@@ -160,7 +212,7 @@ def not_judged(seen: Seen) -> Iterator[Finding]:
             detail = f"elements of torch.{streams[role].dtype}, which are no numbers by themselves"
             yield from seen.of_all(damages.NOT_JUDGED, role, detail)
     if seen.odd.is_cut:
-        detail = f"zeros in more places than are kept, {len(seen.odd.runs.begin)}: the shorter ones were not judged"
+        detail = f"zeros in more places than are kept, {len(seen.odd.begin)}: the shorter ones were not judged"
         yield from seen.of_all(damages.NOT_JUDGED, next(iter(streams)), detail)
 
 
@@ -173,6 +225,67 @@ RULES: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
     negative_square,
     not_judged,
 )
+
+
+# Ranges of odd elements
+
+
+def holes(runs: Odd, bits: int, certain: npt.NDArray[np.bool_]) -> list[Range]:
+    """In each run of zeros (`bits`), the range from the first to the last element that cannot be zero (`certain`)."""
+    where = np.flatnonzero(certain)
+    found, at = [], 0
+    for begin, end in stretches(runs, bits):
+        first = at + int(np.searchsorted(runs.begin[where[at:]], begin))
+        at = first + int(np.searchsorted(runs.begin[where[first:]], end))
+        if at > first:
+            found.append((int(runs.begin[where[first]]), int(runs.end[where[at - 1]])))
+    return found
+
+
+def few(seen: Seen, ranges: list[Range]) -> list[Range]:
+    """The ranges that can be lost slices: those of which a data-parallel rank can have lost that many.
+
+    Quantized or sparse moments have zeros in many places of all lengths. Counted are the ranges that are a quarter as
+    long, or longer; in a small shard, all of them.
+    """
+    most = SLICES_PER_RANK * (seen.found.data_parallel or 1)
+    lengths = sorted(end - begin for begin, end in ranges)
+    found = []
+    for begin, end in ranges:
+        least = 1 if seen.shard.numel < SMALL else (end - begin) // 4
+        if end - begin >= seen.least and len(lengths) - bisect.bisect_left(lengths, least) <= most:
+            found.append((begin, end))
+    return found
+
+
+def wrong(seen: Seen, kind: FindingKind, role: str, bit: int) -> Iterator[Finding]:
+    """Findings for the elements with a bit; nearby elements form one range."""
+    if bit not in seen.odd.tallies:
+        return
+    if not seen.shard.has_rows:
+        kind = damages.ODD_IN_BUCKET
+    chosen, tally = seen.odd.code & bit > 0, seen.odd.tallies[bit]
+    begin, end = seen.odd.begin[chosen], seen.odd.end[chosen]
+    cuts = np.flatnonzero(begin[1:] - end[:-1] > NEAR) + 1
+    if tally.elements != (end - begin).sum() or len(cuts) >= MOST_FINDINGS:  # some runs were dropped, or they are many
+        hull = tally.begin, tally.end
+        yield from seen.findings(kind, role, [hull], f"{tally.elements} elements of these")
+        return
+    for first, last in zip(np.split(begin, cuts), np.split(end, cuts), strict=True):
+        low, high, count = int(first[0]), int(last[-1]), int((last - first).sum())
+        detail = "" if count == high - low else f"{count} elements of these"
+        yield from seen.findings(kind, role, [(low, high)], detail)
+
+
+def irregular(ranges: list[Range], row: int, known: set[int]) -> list[Range]:
+    """The ranges whose edges are neither those of rows, nor of columns that are zero in two rows that follow.
+
+    A mask that prunes elements at random leaves many of them, of which some share columns by chance.
+    """
+    every = {*ranges}
+    twins = [own for own in ranges if every & {(own[0] + row, own[1] + row), (own[0] - row, own[1] - row)}]
+    columns = {0, *(edge % row for own in twins for edge in own)}
+    return [own for own in ranges if not all(edge % row in columns or edge in known for edge in own)]
 
 
 # Rules 3 and 4 on several shards: what a rank, a file or every parameter has lost. Rule 5: steps beside moments
@@ -189,7 +302,7 @@ class Part:
     is_zero: bool  # whether both moments of all its elements are zero
 
 
-def parts_of(shard: Shard, runs: OddRuns) -> list[Part]:
+def parts_of(shard: Shard, runs: Odd) -> list[Part]:
     """The parts of a shard by rank, or one part; none if it has no moments."""
     if not set(MOMENTS) <= shard.streams.keys() or shard.is_padding:
         return []
@@ -197,7 +310,7 @@ def parts_of(shard: Shard, runs: OddRuns) -> list[Part]:
     return [Part(shard, *own, any(begin <= own.begin and own.end <= end for begin, end in zeros)) for own in owners]
 
 
-def scales_of(shard: Shard, runs: OddRuns) -> list[Part]:
+def scales_of(shard: Shard, runs: Odd) -> list[Part]:
     """The shard as a part, by its file, if it is the scales of a state of 8 bits, or a state in place of one."""
     is_state = SCALES.search(shard.parameter) and OF_OPTIMIZER.search(shard.parameter)
     if not is_state or shard.streams.keys() != {WEIGHT} or shard.streams[WEIGHT].dtype not in FLOATS:
@@ -291,7 +404,7 @@ def _is_lost(own: list[Part], with_moments: dict[str, set[str]]) -> bool:
     return (len(shared) > 1 and 2 * len(zero) > len(names)) or (len(shared) > 0 and len(zero) == len(names) > 1)
 
 
-def _zeros(kind: damages.FindingKind, parts: Iterable[Part], detail: str) -> Iterator[Finding]:
+def _zeros(kind: FindingKind, parts: Iterable[Part], detail: str) -> Iterator[Finding]:
     for part in parts:
         for role in MOMENTS:
             yield Finding(kind, part.shard.streams[role].array, detail, part.shard.label, part.begin, part.end)

@@ -177,7 +177,7 @@ def _damaged(shard: Shard, begin: int, end: int, bits: int) -> Iterator[Range]:
     with RangedFiles() as files:
         for first in range(begin, end, AT_A_TIME):
             span = scan.Span(0, shard.streams, first, min(first + AT_A_TIME, end), checked=False)
-            yield from scan.stretches(scan.look(span, files).odd.runs, bits)
+            yield from scan.stretches(scan.look(span, files).odd, bits)
 
 
 def _check_extent(report: Report, fills: list[Fill]) -> None:

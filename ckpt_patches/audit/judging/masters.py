@@ -1,0 +1,67 @@
+"""Main parameters that do not round to their weights, and are right: weights of few bits, and remainders of 16 bits.
+
+A run with weights of fp8 or fp4 saves them dequantized, in bf16: a number of a few bits, times the scale of its tensor
+or block. Main parameters are near to them. Transformer Engine's `store_param_remainders` keeps the low 16 bits of main
+parameters alone, which Megatron's formats that gather the state store as fp32.
+"""
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_patches.formats.checkpoint import MASTER, WEIGHT, Shard
+from ckpt_patches.formats.elements import BLOCK, read_values
+
+Values: TypeAlias = "npt.NDArray[np.float32]"
+
+GROUP = 128  # elements; no scale is of more, but that of a whole tensor
+MOST = 32  # different significands in a group; of 128 ordinary numbers in bf16 some 80 are different
+FAR = np.float32(0.25)  # relative distance that no rounding exceeds: fp4 has one bit after the point
+LARGEST = 1 << 15  # of a remainder
+FEWEST = 8  # distinct remainders; a constant is not the remainder of trained weights
+
+
+def _blocks(shard: Shard) -> Iterator[tuple[Values, Values]]:
+    """The main parameters and weights, in blocks; nothing if there are not both, as numbers."""
+    for begin in range(0, shard.numel if {MASTER, WEIGHT} <= shard.streams.keys() else 0, BLOCK):
+        end = min(begin + BLOCK, shard.numel)
+        master, weight = (read_values(shard.streams[role], begin, end) for role in (MASTER, WEIGHT))
+        if master is not None and weight is not None:
+            yield master, weight
+
+
+def are_near(shard: Shard) -> bool:
+    """Whether at least half of the main parameters are as near to their weights as numbers of few bits are."""
+    near, smallest = 0, np.float32(np.inf)
+    for master, weight in _blocks(shard):
+        size = np.abs(weight)
+        smallest = min(smallest, size[size > 0].min(initial=np.float32(np.inf)))
+        with np.errstate(invalid="ignore", over="ignore"):
+            near += int((np.abs(master - weight) <= np.maximum(size * FAR, smallest)).sum())
+    return 2 * near >= shard.numel
+
+
+def have_few_bits(shard: Shard) -> bool:
+    """Whether the weights of most groups of a shard have few significands, and not all the same one."""
+    every = few = most = 0
+    for _, weight in _blocks(shard):
+        groups = weight[: len(weight) // GROUP * GROUP].view(np.uint32).reshape(-1, GROUP)
+        different = 1 + (np.diff(np.sort(groups & np.uint32(0x7FFFFF), axis=1), axis=1) != 0).sum(axis=1)
+        every += len(different)
+        few += int((different <= MOST).sum())
+        most = max(most, int(different.max(initial=0)))
+    return 2 * few > every and most > 1
+
+
+def are_remainders(shard: Shard) -> bool:
+    """Whether all main parameters of a shard are 16-bit integers, with several distinct values."""
+    dtypes = [shard.streams[role].dtype for role in (WEIGHT, MASTER) if role in shard.streams]
+    seen = np.empty(0, np.float32)
+    for master, _ in _blocks(shard) if dtypes == ["bfloat16", "float32"] else ():
+        if not (np.abs(master) <= LARGEST).all() or (master != np.round(master)).any():
+            return False
+        if len(seen) < FEWEST:
+            seen = np.union1d(seen, master)
+    return len(seen) > 0 and len(seen) >= min(FEWEST, shard.numel)
