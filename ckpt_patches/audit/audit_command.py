@@ -4,7 +4,6 @@ import argparse
 import itertools
 import json
 import os
-import sys
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -51,7 +50,6 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     form.add_argument(
         "--summary", action="store_true", help="print at most five lines for each run, for a chat or a job's log"
     )
-    form.add_argument("--markdown", action="store_true", help="the summary as a Markdown list, for a job's page")
     audit.add_argument("--notes", action="store_true", help="also show notes: unusual, but not damage")
     audit.add_argument(
         "--html", type=Path, metavar="FILE.html", help="write a page: what to resume from, what is damaged and where"
@@ -145,6 +143,7 @@ def _audit_together(folders: list[Path], options: argparse.Namespace, ranks: "Ra
         return [one for folder in folders for one in newest_first(folder)]
 
     reports: list[Report] = []
+    printer = _Printer(keep=bool(options.html))
     every = ranks.first("looking for checkpoints", found)
     once: dict[str, tuple[Path, Path, Path]] = {}
     for one in every:  # of paths that are the same, or within each other, a save is judged once
@@ -159,22 +158,40 @@ def _audit_together(folders: list[Path], options: argparse.Namespace, ranks: "Ra
             continue  # rank 0 reports it
         reports.append(joined(own[1], judged))
         if options.json_lines:
-            print(json.dumps(text_report.line_as_json(reports[-1])), flush=True)
-        elif not options.json and not is_brief(options):
-            print(text_report.as_text(reports[-1], notes=options.notes), flush=True)
+            printer.print(json.dumps(text_report.line_as_json(reports[-1])))
+        elif not options.json and not options.summary:
+            printer.print(text_report.as_text(reports[-1], notes=options.notes))
     others = {folder for folder, *_ in every}
     empty = [folder for folder in folders if folder not in others]
-    return ranks.first("the report", lambda: _end(folders, empty, options, reports))
+    return ranks.first("the report", lambda: _end(folders, empty, options, reports, printer))
 
 
-def is_brief(options: argparse.Namespace) -> bool:
-    return bool(options.summary or options.markdown)
+class _Printer:
+    """Standard output. With `keep`, the work goes on when its reader closes it, and the error is raised at the end."""
+
+    def __init__(self, *, keep: bool) -> None:
+        self._keep, self._closed = keep, False
+
+    def print(self, text: str) -> None:
+        try:
+            if not self._closed:
+                print(text, flush=True)
+        except BrokenPipeError:
+            if not self._keep:
+                raise
+            self._closed = True
+
+    def end(self) -> None:
+        if self._closed:
+            raise BrokenPipeError
 
 
-def _end(folders: list[Path], empty: list[Path], options: argparse.Namespace, reports: "list[Report]") -> int:
+def _end(
+    folders: list[Path], empty: list[Path], options: argparse.Namespace, reports: "list[Report]", printer: _Printer
+) -> int:
     """Write the output that follows the last checkpoint. Returns the exit status."""
     from ckpt_patches.audit.audit import EXIT_STATUS
-    from ckpt_patches.audit.report import brief, page, text_report
+    from ckpt_patches.audit.report import page, text_report
     from ckpt_patches.audit.report.run_report import run_reports
     from ckpt_patches.formats.reading import wrong_path
 
@@ -183,16 +200,16 @@ def _end(folders: list[Path], empty: list[Path], options: argparse.Namespace, re
     if not reports:
         return UserError.status
     runs = [run for folder in dict.fromkeys(folders) for run in run_reports(folder, reports)]
-    if options.json:
-        print(json.dumps(text_report.as_json(reports, runs), indent=1))
-    elif is_brief(options):
-        print(brief.brief(reports, runs, markdown=options.markdown))
-    elif not options.json_lines:
-        for line in text_report.last_lines(reports, runs, notes=options.notes):
-            print(line)
     if options.html:
         page.write(reports, runs, options.html)
-    sys.stdout.flush()  # torchrun stops all ranks when one exits with a nonzero status
+    if options.json:
+        printer.print(json.dumps(text_report.as_json(reports, runs), indent=1))
+    elif options.summary:
+        printer.print(text_report.brief(reports, runs))
+    elif not options.json_lines:
+        for line in text_report.last_lines(reports, runs, notes=options.notes):
+            printer.print(line)
+    printer.end()  # flushed: torchrun stops all ranks when one exits with a nonzero status
     statuses = {EXIT_STATUS[report.verdict] for report in reports}
     if empty or len(folders) < len(options.paths):
         statuses.add(UserError.status)

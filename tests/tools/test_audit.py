@@ -22,8 +22,8 @@ import torch
 
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, Report, audit
 from ckpt_patches.audit.judging import coverage
-from ckpt_patches.audit.rules import written_by
 from ckpt_patches.audit.judging.record_checksums import update_checksum
+from ckpt_patches.audit.rules import written_by
 from ckpt_patches.audit.run_folder import saves
 from ckpt_patches.cli import main
 from ckpt_patches.formats import damages, torch_file

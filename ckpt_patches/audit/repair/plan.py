@@ -58,6 +58,9 @@ REPAIRED: dict[str, dict[FindingKind, int]] = {
     },
 }
 
+# The kinds that a repair can remove, in some checkpoints.
+REPAIRABLE = {damages.ONE_MODEL_FILE, *(kind for kinds in REPAIRED.values() for kind in kinds)}
+
 
 @dataclass(frozen=True)
 class Fill:

@@ -7,12 +7,10 @@ from pathlib import Path
 
 from ckpt_patches import __version__
 from ckpt_patches.audit.audit import TO_RESUME_FROM, Report
-from ckpt_patches.audit.report.brief import is_in, next_steps, not_whole
-from ckpt_patches.audit.report.rows import Row, by_severity, headline, rows, summary, what_to_do
+from ckpt_patches.audit.report.rows import about, by_severity, headline, rows, summary, what_to_do
 from ckpt_patches.audit.report.run_report import RunReport
-from ckpt_patches.audit.report.text_report import COLORS, HEADS, about
+from ckpt_patches.audit.report.text_report import COLORS, HEADS
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.damages import NOTE
 from ckpt_patches.runtime.durable import replace_durably
 from ckpt_patches.runtime.shown import printable
 
@@ -22,9 +20,8 @@ CLASSES = {"red": "bad", "green": "good"}  # by the color of a verdict in a term
 STYLE = """
 :root { color-scheme: light dark; }
 body { max-width: 70rem; margin: 0 auto; padding: 1rem; font: 16px/1.5 system-ui, sans-serif; }
-h2, h3, td, p { overflow-wrap: anywhere; }
+h2, td, p { overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 2rem 0 0; }
-h3 { font-size: 1rem; margin: 1rem 0 0; }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #888; }
 .answer { border: 2px solid; border-radius: .4rem; padding: .2rem 1rem; margin: 1rem 0; }
@@ -32,9 +29,7 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; bo
 .strip li { padding: 0 .5rem; border-width: 2px; border-style: solid; border-radius: .2rem; font-size: .875rem; }
 .strip .chosen { outline: 3px double currentColor; outline-offset: 2px; }
 .good { border-color: #2a7; } .bad { border-color: #d33; } .doubt { border-color: #c90; }
-.grid { overflow-x: auto; } .grid td.bad { background: #d337; text-align: right; }
 """
-RANKS, PARAMETERS = 32, 40  # columns and rows of a grid at most
 
 
 def require(to: Path) -> None:
@@ -68,121 +63,52 @@ def page(reports: list[Report], runs: list[RunReport], made: str) -> str:
     by = f"By ckpt-patches audit {__version__}, {made}. What each verdict means: ckpt-patches explain audit"
     good = [report for report in reports if report.verdict in TO_RESUME_FROM]
     others = [report for report in reports if report.verdict not in TO_RESUME_FROM]
+    cells = ((str(own.checkpoint.path), own.verdict, about(own), str(len(own.findings) or "")) for own in good)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{STYLE}</style></head>\n"
-        f"<body><h1>{title}</h1>\n{''.join(_run(run, reports) for run in runs)}"
-        f"{''.join(map(_checkpoint, others))}{_others(good)}<p>{_text(by)}</p></body></html>\n"
+        f"<body><h1>{title}</h1>\n{''.join(map(_run, runs))}"
+        f"{''.join(map(_checkpoint, others))}"
+        + (f"<h2>Good</h2>{_table(('checkpoint', 'verdict', 'about', 'notes'), cells)}" if good else "")
+        + f"<p>{_text(by)}</p></body></html>\n"
     )
 
 
-def _run(run: RunReport, reports: list[Report]) -> str:
-    """What to resume from, and a box for each save, the oldest first."""
-    own = [report for report in reversed(reports) if is_in(report, run)]
+def _run(run: RunReport) -> str:
+    """What to resume from, and a box for each save, the oldest first, with its verdict: color alone is not for all."""
     answer, _, rest = run.as_text().partition("; ")
     look = "good" if run.newest else "doubt" if run.undecided else "bad"
     boxes = (
-        f'<li class="{_look(report)}{" chosen" * (report is run.newest)}" title="{_text(report.verdict)}">'
-        f"{_text(_name(report))}</li>"
-        for report in own
+        f'<li class="{CLASSES.get(COLORS.get(report.verdict, ""), "doubt")}{" chosen" * (report is run.newest)}">'
+        f"{_text(f'{report.checkpoint.path.name} {report.verdict}')}</li>"
+        for report in reversed(run.saves)
     )
     return (
         f'<div class="answer {look}"><h2>{_text(answer[0].upper() + answer[1:])}</h2><p>{_text(rest)}</p>'
-        f"<p>{_text(not_whole(own[::-1]))}</p>"
-        f"{''.join(f'<p><code>{_text(step)}</code></p>' for step in next_steps(run, own[::-1]))}</div>\n"
+        f"<p>{_text(run.not_whole())}</p>"
+        f"{''.join(f'<p><code>{_text(step)}</code></p>' for step in run.next_steps())}</div>\n"
         f'<ul class="strip">{"".join(boxes)}</ul>\n'
     )
 
 
-def _look(report: Report) -> str:
-    return CLASSES.get(COLORS.get(report.verdict, ""), "doubt")
-
-
-def _name(report: Report) -> str:
-    """The name of a save, with its verdict in words: color alone says nothing to some, and to printers."""
-    return f"{report.checkpoint.path.name} {report.verdict}"
-
-
 def _checkpoint(report: Report) -> str:
-    """A checkpoint's verdict, its rows, notes included, what to do, and where it is."""
-    sections = (_table(severity, own) for severity, own in by_severity(rows(report, notes=True)))
+    """A checkpoint's verdict, what to do, and its rows, notes included."""
     sentences = ((name, sentence.replace("`", "")) for name, sentence in what_to_do(report, notes=True))
     return (
         f"<h2>{_text(f'{report.checkpoint.path}: {report.verdict}')}</h2><p>{_text(about(report))}</p>\n"
         f"<p>{_text(summary(report))}</p>\n"
         + "".join(f"<p><strong>{_text(name)}</strong>: {_text(sentence)}</p>\n" for name, sentence in sentences)
-        + "".join(sections)
-        + _grid(report)
+        + "".join(
+            _table((severity, *HEADS), ((row.kind.name, row.where, row.detail) for row in own))
+            for severity, own in by_severity(rows(report, notes=True))
+        )
     )
 
 
-def _others(reports: list[Report]) -> str:
-    """A row for each checkpoint that is good, with its number of notes."""
-    if not reports:
-        return ""
-    heads = ("checkpoint", "verdict", "about", "notes")
-    cells = ((str(own.checkpoint.path), own.verdict, about(own), str(len(own.findings) or "")) for own in reports)
-    return f"<h2>Good</h2><table>{_row(heads, 'th')}{''.join(map(_row, cells))}</table>\n"
-
-
-def _grid(report: Report) -> str:
-    """The share of each parameter's elements with findings, by the rank that wrote them; empty if that says nothing."""
-    found = odd_by_rank(report)
-    ranks = sorted({rank for by_rank in found.values() for rank in by_rank}, key=_number)
-    if len(found) < 2 or len(ranks) < 2:
-        return ""
-    columns, lines = ranks[:RANKS], [*found.items()][:PARAMETERS]
-    more = (
-        ""
-        if (columns, len(lines)) == (ranks, len(found))
-        else f", {len(found)} parameters on {len(ranks)} ranks in all"
-    )
-    body = "".join(
-        f"<tr><td>{_text(name)}</td>{''.join(_share(*by_rank.get(rank, (0, 0))) for rank in columns)}</tr>\n"
-        for name, by_rank in lines
-    )
-    heads = _row(["parameter", *columns], "th")
-    return f'<h3>Share of elements with findings{more}</h3><div class="grid"><table>{heads}{body}</table></div>\n'
-
-
-def odd_by_rank(report: Report) -> dict[str, dict[str, tuple[int, int]]]:
-    """By parameter and rank: the elements in ranges of findings, and all elements. Only parameters with findings."""
-    ranges: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for own in report.findings:
-        if own.begin is not None and own.end is not None and own.kind.severity != NOTE:
-            ranges.setdefault((own.array, own.shard), []).append((own.begin, own.end))
-    found: dict[str, dict[str, tuple[int, int]]] = {}
-    for shard in report.checkpoint.shards:
-        odd = [one for stream in shard.streams.values() for one in ranges.get((stream.array, shard.label), ())]
-        for owner in shard.owners if odd else ():
-            there = union(odd, owner.begin, owner.end)
-            known = found.setdefault(shard.parameter, {}).get(owner.rank, (0, 0))
-            found[shard.parameter][owner.rank] = (known[0] + there, known[1] + owner.end - owner.begin)
-    return found
-
-
-def union(ranges: Iterable[tuple[int, int]], begin: int, end: int) -> int:
-    """The elements of [begin, end) that are in any of the ranges."""
-    count, last = 0, begin
-    for low, high in sorted(ranges):
-        count += max(0, min(high, end) - max(low, last))
-        last = max(last, high)
-    return count
-
-
-def _number(rank: str) -> tuple[int, str]:
-    return int("".join(filter(str.isdecimal, rank)) or -1), rank
-
-
-def _share(odd: int, every: int) -> str:
-    return f'<td class="bad">{max(odd / every, 0.01):.0%}</td>' if odd else "<td></td>"
-
-
-def _table(severity: str, found: list[Row]) -> str:
-    cells = ((row.kind.name, row.where, row.detail) for row in found)
-    return f"<table>{_row((severity, *HEADS), 'th')}{''.join(map(_row, cells))}</table>\n"
+def _table(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    return f"<table>{_row(heads, 'th')}{''.join(map(_row, lines))}</table>\n"
 
 
 def _row(cells: Iterable[str], element: str = "td") -> str:

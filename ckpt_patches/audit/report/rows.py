@@ -9,6 +9,7 @@ from ckpt_patches.formats import damages
 from ckpt_patches.formats.damages import DAMAGE, INCOMPLETE, NOTE, SUSPICION, Finding, FindingKind
 from ckpt_patches.formats.trackers import TRACKERS
 from ckpt_patches.runtime.shown import printable
+from ckpt_patches.runtime.units import in_bytes
 
 VERDICTS = (audit.DAMAGED, audit.INCOMPLETE, audit.UNKNOWN, audit.REPAIRED, audit.WHOLE)
 SEVERITIES = (DAMAGE, INCOMPLETE, SUSPICION, NOTE)
@@ -89,6 +90,16 @@ def headline(reports: Sequence[Report]) -> str:
 def _is_tracker(report: Report) -> bool:
     path = report.checkpoint.path
     return path.name in TRACKERS and not path.is_dir()
+
+
+def about(report: Report) -> str:
+    """The format, step and ranks of a checkpoint, and its size if no file is absent."""
+    found = report.checkpoint
+    known = [] if found.format == "unknown" else [found.format]
+    known += [] if cause(report) or report.verdict == audit.INCOMPLETE else [in_bytes(found.nbytes)]
+    known += [f"step {found.step}"] if found.step is not None else []
+    known += [f"{found.data_parallel} data-parallel ranks"] if found.data_parallel else []
+    return ", ".join(known)
 
 
 def by_severity(found: Iterable[Row]) -> list[tuple[str, list[Row]]]:

@@ -1,16 +1,16 @@
 """Report an audit as text or as JSON."""
 
+import shlex
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, WHOLE, Report
-from ckpt_patches.audit.report.rows import Row, by_severity, cause, counted, headline, rows, summary, what_to_do
-from ckpt_patches.audit.report.run_report import RunReport
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, TO_RESUME_FROM, WHOLE, Report
+from ckpt_patches.audit.report.rows import Row, about, by_severity, counted, headline, rows, summary, what_to_do
+from ckpt_patches.audit.report.run_report import RunReport, with_kinds
 from ckpt_patches.formats.damages import NOTE, Finding
 from ckpt_patches.runtime import terminal
 from ckpt_patches.runtime.shown import printable, shortened
-from ckpt_patches.runtime.units import in_bytes
 
 SCHEMA = 3  # of the JSON; raised when a key changes its meaning or is removed
 HEADS = ("where", "detail")  # after the severity
@@ -19,6 +19,7 @@ INDENT = 2 * " "
 COLUMNS = 80  # of a line for a finding, unless the terminal is wider
 LEAST = 30  # columns of a detail, whatever the names beside it take
 MOST_ROWS = 10  # per kind; JSON has all findings
+MOST_SENTENCES, WIDEST = 3, 300  # of a checkpoint, and characters of a line, in a summary
 Cells = tuple[str, str, str]  # of a row
 
 
@@ -89,14 +90,25 @@ def last_lines(reports: list[Report], runs: list[RunReport], *, notes: bool) -> 
     return [*lines, *(terminal.filled(printable(run.as_text())) for run in runs)]
 
 
-def about(report: Report) -> str:
-    """The format, step and ranks of a checkpoint, and its size if no file is absent."""
-    found = report.checkpoint
-    known = [] if found.format == "unknown" else [found.format]
-    known += [] if cause(report) or report.verdict == INCOMPLETE else [in_bytes(found.nbytes)]
-    known += [f"step {found.step}"] if found.step is not None else []
-    known += [f"{found.data_parallel} data-parallel ranks"] if found.data_parallel else []
-    return ", ".join(known)
+def brief(reports: list[Report], runs: list[RunReport]) -> str:
+    """At most five lines on each run, and on each checkpoint that is in none."""
+    inside = {id(report) for run in runs for report in run.saves}
+    lines = [line for run in runs for line in _brief_run(run)]
+    lines += [line for report in reports if id(report) not in inside for line in _brief_save(report)]
+    return "\n".join(shortened(printable(line), WIDEST) for line in lines)
+
+
+def _brief_run(run: RunReport) -> list[str]:
+    bad = next((own for own in run.saves if own.verdict not in TO_RESUME_FROM and own.checkpoint.path.is_dir()), None)
+    details = f"details: ckpt-patches audit {shlex.quote(str(bad.checkpoint.path))}" if bad else ""
+    return [*filter(None, (f"{run.path}: {headline(run.saves)}", run.as_text(), run.not_whole(), details))]
+
+
+def _brief_save(report: Report) -> list[str]:
+    begin = f"{report.checkpoint.path}: {with_kinds(report)}"
+    if report.verdict in TO_RESUME_FROM:
+        return [begin]
+    return [begin, *(f"{name}: {sentence}" for name, sentence in what_to_do(report, notes=False)[:MOST_SENTENCES])]
 
 
 def _cells(found: list[Row]) -> Iterator[Cells]:
