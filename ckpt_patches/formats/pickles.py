@@ -4,8 +4,8 @@ Every class becomes a stub. Python's unpickler itself has three weaknesses, whic
 
 - It allocates memory as soon as an opcode names memo index 2,000,000,000 or the length of a bytearray.
 - It hashes dict keys. A tuple of two references to a tuple of two references … has 2^n elements for the hash, which no
-  signal interrupts, and a deeply nested one overflows the stack. So every tuple that is not one of a few numbers is
-  passed to `Unpickler.persistent_load` as soon as it is made, and its elements at all depths are counted.
+  signal interrupts, and a deeply nested one overflows the stack. So every tuple is passed to
+  `Unpickler.persistent_load` as soon as it is made, and its elements at all depths are counted.
 - An integer of megabytes takes minutes as text.
 
 `pickletools` could find the opcodes, too, but takes three times as long, and there are thousands of files.
@@ -19,7 +19,7 @@ import pickletools
 import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, ClassVar
@@ -28,6 +28,7 @@ from ckpt_patches.errors import UserError
 
 MOST_GLOBALS, LONGEST_GLOBAL = 1000, 500  # distinct classes and functions of a pickle; characters of their names
 MOST_IN_TUPLE = 4096  # elements of a tuple, at all depths
+IN_SMALL = 18  # elements of a tuple of which no count is kept
 MOST_ARGUMENTS = MOST_DIMENSIONS = 64
 DEEPEST = 100  # levels of a value
 LONGEST_KEY = 10_000  # characters
@@ -39,56 +40,22 @@ class NotReadError(UserError):
 
 
 # Bytes that follow each opcode. Opcodes that no pickle of protocol 2 or later of an object has are not listed.
-_FIXED = {
-    **dict.fromkeys(b").01NQRabesu]}(\x81\x88\x89\x8f\x90\x92\x93\x94", 0),
-    **dict.fromkeys(b"Khq\x80", 1),
-    **dict.fromkeys(b"M", 2),
-    **dict.fromkeys(b"Jj", 4),
-    **dict.fromkeys(b"G", 8),
-}
+_FIXED = {0: b")01NQRabesu]}(\x81\x88\x89\x8f\x90\x92\x93\x94", 1: b"Khq\x80", 2: b"M", 4: b"Jj", 8: b"G"}
 # Opcodes followed by a length field of so many bytes, and then by data of this length.
 _COUNTED = {**dict.fromkeys(b"CU\x8a\x8c", 1), **dict.fromkeys(b"BTX", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
 _KEEP, _LONG, _TUPLES, _STOP = ord("r"), 0x8A, b"t\x85\x86\x87", ord(".")
 _FRAME, _OF_FRAME = 0x95, 9  # bytes of it; it states the length of what follows, and is left out
 LONGEST_INTEGER = 32  # bytes
-_OTHERS = frozenset(b"KMN\x88\x89JG(.")  # opcodes that are not in the first patterns below
-
-
-def _any(patterns: Iterable[bytes]) -> bytes:
-    return b"(?:%b)" % b"|".join(patterns)
-
-
-def _of_width(width: int) -> bytes:
-    """A pattern of the opcodes with `width` bytes after them, except `_OTHERS`."""
-    opcodes = b"".join(b"\\x%02x" % code for code, own in _FIXED.items() if own == width and code not in _OTHERS)
-    return b"[%b]" % opcodes + b"." * width
-
-
-def _short(opcode: bytes, rest: bytes) -> bytes:
-    """A pattern of a string of less than 64 bytes, with a length byte and `rest`. Tries eight lengths at a time."""
-    of_length = [b"\\x%02x%b.{%d}" % (length, rest, length) for length in range(64)]
-    eights = (b"(?=[\\x%02x-\\x%02x])%b" % (n, n + 7, _any(of_length[n : n + 8])) for n in range(0, 64, 8))
-    return opcode + _any(eights)
-
-
-_STRING = _any([_short(rb"\x8c", b""), _short(b"X", rb"\x00{3}")])
-_PUT = rb"(?:\x94|q.|r..[\x00-\x0f]\x00)"  # up to a million, which takes 16 MB
-_NUMBER = rb"(?:K.|M..|[N\x88\x89]|J.{4}|G.{8})"
-_ALONE = rb"(?:%b?\x85)?" % _PUT  # as the only element of another tuple: what torch.Size is called with
-# Numbers, and tuples of a few numbers.
-_SMALL = rb"%b(?:(?:\x85|%b(?:\x86|%b\x87))%b)?|\((?:%b{0,16}t%b)?" % (*[_NUMBER] * 3, _ALONE, _NUMBER, _ALONE)
-IN_SMALL = 18  # elements of such a tuple, at most
-_FEW = IN_SMALL, None
 _GLOBAL = rb"c[^\n]{1,%d}\n[^\n]{1,%d}\n" % (LONGEST_GLOBAL, LONGEST_GLOBAL)
-# A run of opcodes that need no check, frequent ones first. An index has millions; the limit keeps the stack small.
-_RUN = re.compile(
-    b"%b{1,4096}" % _any([_of_width(0) + b"+", _of_width(1), _of_width(4), _PUT, _STRING, _SMALL, _GLOBAL]), re.DOTALL
-)
+_PUT = rb"r..[\x00-\x0f]\x00"  # up to a million, which takes 16 MB
+# A run of opcodes that need no check. An index has millions; the limit keeps the stack small.
+_ALTERNATIVES = [b"[%b]%b" % (re.escape(own), b"." * width if width else b"+") for width, own in _FIXED.items()]
+_RUN = re.compile(b"(?:%b){1,4096}" % b"|".join([*_ALTERNATIVES, _PUT, _GLOBAL]), re.DOTALL)
 _CHECKED = b"\x85Q"  # pass a tuple of the last value to `persistent_load`
 
 
 def vetted(data: bytes) -> bytes:
-    """The pickle, in which every tuple that may contain others is passed to `persistent_load`, as its only element.
+    """The pickle, in which every tuple is passed to `persistent_load`, as the only element of another one.
 
     Raises:
         UnpicklingError: it names a memo index beyond its length, or is truncated or no pickle.
@@ -117,8 +84,6 @@ def vetted(data: bytes) -> bytes:
 def _end_of(data: bytes, at: int) -> int:
     """The end of an opcode and its argument; beyond the end of the data if the pickle is truncated."""
     opcode = data[at]
-    if opcode in _FIXED:
-        return at + 1 + _FIXED[opcode]
     if opcode == _KEEP:
         if int.from_bytes(data[at + 1 : at + 5], "little") > len(data):
             raise UnpicklingError(f"at its byte {at} a pickle keeps a value at a place beyond all that it can hold")
@@ -132,6 +97,8 @@ def _end_of(data: bytes, at: int) -> int:
             )
         return begin + length
     found = f"expected an opcode of a checkpoint's pickle at its byte {at}, found {opcode:#04x}"
+    if any(opcode in own for own in _FIXED.values()):
+        raise UnpicklingError(f"a pickle ends within its opcode at byte {at}")
     # Of another protocol than torch's, which a sound pickle can have.
     known = chr(opcode) in (opcode.code for opcode in pickletools.opcodes)
     raise NotReadError(found) if known else UnpicklingError(found)
@@ -302,7 +269,7 @@ class Unpickler(pickle.Unpickler):
         count = len(value)
         for item in value:
             if type(item) is tuple and item:
-                count += self._tuples.get(id(item), _FEW)[0]
+                count += self._tuples.get(id(item), (IN_SMALL,))[0]
         if count > IN_SMALL:
             if count > MOST_IN_TUPLE:
                 raise NotReadError(f"{self.path}: expected a tuple of at most {MOST_IN_TUPLE} values, found {count}")

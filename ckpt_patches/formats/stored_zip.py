@@ -1,6 +1,7 @@
 """Zip archives as torch.save writes them: uncompressed records one after another, and then a directory.
 
-Implements only the part of the format that torch needs. `zipfile` takes several times as long for a small file.
+An archive is read straight through. Each record must begin where the one before it ends, and its header must be what
+the directory says; all else is refused. `zipfile` accepts more, and takes several times as long for a small file.
 https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
 
@@ -38,23 +39,11 @@ CHECKSUM_BEHIND, NAME_IS_UTF8 = 8, 0x800  # a record's flags: the checksum follo
 # Descriptor after such a record: signature, checksum, size, size.
 BEHIND, BEHIND_64 = struct.Struct("<4s3L"), struct.Struct("<4sL2Q")
 BEHIND_DATA = {0: (0,), CHECKSUM_BEHIND: (BEHIND.size, BEHIND_64.size)}  # bytes between two records, by flag
-LARGE = 1 << 30  # bytes; from here on sizes have 64 bits, well below the limit of 4 GiB
-VERSION, VERSION_64 = 20, 45  # of the format; readers must support it
+VERSION_64 = 45  # of the format, with sizes of 64 bits; readers must support it
 FLAGS = (0, CHECKSUM_BEHIND, NAME_IS_UTF8, CHECKSUM_BEHIND | NAME_IS_UTF8)
 FOLDER = 0x10  # an attribute: torch's reader takes a record with it for a folder, and leaves its memory uninitialised
 FIRST_OF_1980 = 0x21  # the earliest date, so that files do not depend on the time of writing
 ALIGNMENT = 64  # bytes; torch's, so that files can be memory-mapped
-
-
-class Entry(NamedTuple):
-    """A record's entry in the directory."""
-
-    position: int  # of its header
-    nbytes: int
-    checksum: int
-    method: int
-    flags: int
-    listed: int  # offset of the entry in the directory
 
 
 class BadArchiveError(ValueError):
@@ -77,56 +66,33 @@ class Archive:
     """The records, by name, of an archive in an open file: `size` bytes from `begin` on.
 
     Raises:
-        BadArchiveError: also by every method. The message does not name the file.
+        BadArchiveError: also by `read`. The message does not name the file.
     """
 
     def __init__(self, descriptor: int, size: int, begin: int = 0) -> None:
         self._descriptor, self._size, self._begin = descriptor, size, begin
         self._head = os.pread(descriptor, min(AT_ONCE, size), begin)
         self._tail = os.pread(descriptor, AT_ONCE, begin + size - AT_ONCE) if size > AT_ONCE else self._head
-        self._directory_at = 0
-        self.entries = self._directory()
-        ends = [*(entry.position for entry in self.entries.values()), self._directory_at][1:]
-        self._ends = dict(zip(self.entries, ends, strict=True))
+        self.records: dict[str, Stored] = {}
+        self.checksum_places: dict[str, tuple[int, int]] = {}  # their file offsets: in the directory, and the record's
+        self._ends: tuple[int, ...] = (0,)  # where the next record can begin
+        directory, nbytes, count = self._directory()
+        data, at = self._bytes(directory, nbytes), 0
+        for _ in range(count):
+            at = self._add(data, at, directory)
+        if at != nbytes:
+            raise BadArchiveError("its directory is damaged")
+        self._check_begin(directory, "directory")
 
-    def read(self, name: bytes) -> bytes:
+    def read(self, name: str) -> bytes:
         """The data of a small record. Verifies the checksum."""
-        entry = self.entries[name]
-        if entry.nbytes > LARGEST_READ:  # of a sparse file, say
-            raise BadArchiveError(f"its record {name.decode('latin1')} has {entry.nbytes} bytes")
-        data = self._bytes(self.position(name) - self._begin, entry.nbytes)
-        if crc32(data) != entry.checksum:
-            raise BadArchiveError(f"the checksum of its record {name.decode('latin1')} is wrong")
+        offset, nbytes, checksum = self.records[name]
+        if nbytes > LARGEST_READ:  # of a sparse file, say
+            raise BadArchiveError(f"its record {name} has {nbytes} bytes")
+        data = self._bytes(offset - self._begin, nbytes)
+        if crc32(data) != checksum:
+            raise BadArchiveError(f"the checksum of its record {name} is wrong")
         return data
-
-    def stored(self, name: bytes) -> Stored:
-        """The position of a record's data."""
-        entry = self.entries[name]
-        return Stored(self.position(name), entry.nbytes, entry.checksum)
-
-    def checksum_places(self, name: bytes) -> tuple[int, int]:
-        """The file offsets of a record's checksum: in the directory, and before or after its data."""
-        entry = self.entries[name]
-        if entry.flags & CHECKSUM_BEHIND:
-            beside = self.position(name) + entry.nbytes + BEHIND_CHECKSUM
-        else:
-            beside = self._begin + entry.position + LOCAL_CHECKSUM
-        return self._begin + self._directory_at + entry.listed + ENTRY_CHECKSUM, beside
-
-    def position(self, name: bytes) -> int:
-        """The file offset of a record's data, after its header. The directory does not state the header's length."""
-        entry = self.entries[name]
-        header = self._bytes(entry.position, min(HEADER_AT_ONCE, max(LOCAL.size, self._size - entry.position)))
-        signature, flags, method, name_length, extra_length = LOCAL_READ.unpack_from(header)
-        extra = LOCAL.size + name_length
-        end: int = extra + extra_length
-        agrees = signature == b"PK\3\4" and header[LOCAL.size : extra] == name
-        if not agrees or flags != entry.flags or method != STORED or not _is_extra(header, extra, end):
-            raise BadArchiveError(f"its record {name.decode('latin1')} is not what its directory says")
-        # The next record follows: nothing else tells that the length of the extra field is another one.
-        if self._ends[name] - entry.position - end - entry.nbytes not in BEHIND_DATA[flags & CHECKSUM_BEHIND]:
-            raise BadArchiveError(f"its record {name.decode('latin1')} does not end where the next one begins")
-        return self._begin + entry.position + end
 
     def _bytes(self, position: int, nbytes: int) -> bytes:
         if not 0 <= position <= self._size - nbytes:
@@ -138,7 +104,8 @@ class Archive:
             return self._tail[from_tail : from_tail + nbytes]
         return os.pread(self._descriptor, nbytes, self._begin + position)
 
-    def _directory(self) -> dict[bytes, Entry]:
+    def _directory(self) -> tuple[int, int, int]:
+        """The position, bytes and records of the directory."""
         end = self._size - END.size
         if end < 0:
             raise NoDirectoryError("it is too short")
@@ -156,8 +123,61 @@ class Archive:
             raise BadArchiveError("it is a part of an archive of several files")
         if position + nbytes != end:
             raise BadArchiveError("its directory does not end where it should")
-        self._directory_at = position
-        return _entries(self._bytes(position, nbytes), count)
+        return position, nbytes, count
+
+    def _add(self, data: bytes, at: int, directory: int) -> int:
+        """Add the record of the entry at this offset of the directory's data; return the offset of the next entry."""
+        if at + ENTRY.size > len(data):
+            raise BadArchiveError("its directory is damaged")
+        entry = ENTRY_READ.unpack_from(data, at)
+        signature, version, flags, method, checksum, stored, nbytes, length, extra, comment, disk = entry[:11]
+        attributes, position = entry[11:]
+        name_end = at + ENTRY.size + length
+        end: int = name_end + extra
+        raw, more = data[at + ENTRY.size : name_end], data[name_end:end]
+        if ELSEWHERE in (nbytes, stored, position):
+            nbytes, stored, position = _of_64_bits((nbytes, stored, position), more)
+        if signature != b"PK\1\2" or stored != nbytes or comment or disk:
+            raise BadArchiveError("its directory is damaged")
+        name = _name(raw)
+        if name in self.records:  # other readers can take the other one
+            raise BadArchiveError(f"it has two records of the name {name}")
+        if method != STORED or flags not in FLAGS or version > VERSION_64 or attributes & FOLDER:
+            raise BadArchiveError(f"its record {name} is not stored as torch stores records")
+        self._check_begin(position, f"record {name}")
+        begin = self._after_header(position, raw, flags, name)
+        self.records[name] = Stored(self._begin + begin, nbytes, checksum)
+        self._ends = tuple(begin + nbytes + behind for behind in BEHIND_DATA[flags & CHECKSUM_BEHIND])
+        beside = begin + nbytes + BEHIND_CHECKSUM if flags & CHECKSUM_BEHIND else position + LOCAL_CHECKSUM
+        self.checksum_places[name] = self._begin + directory + at + ENTRY_CHECKSUM, self._begin + beside
+        return end
+
+    def _check_begin(self, position: int, what: str) -> None:
+        # Nothing else tells that the length of a record's extra field is another one.
+        if position not in self._ends:
+            raise BadArchiveError(f"its {what} does not begin where the record before it ends")
+
+    def _after_header(self, position: int, name: bytes, flags: int, shown: str) -> int:
+        """Where a record's data begins. The directory does not state it."""
+        header = self._bytes(position, min(HEADER_AT_ONCE, max(LOCAL.size, self._size - position)))
+        signature, own_flags, method, length, extra = LOCAL_READ.unpack_from(header)
+        begin: int = LOCAL.size + length
+        end: int = begin + extra
+        same = (signature, own_flags, method, header[LOCAL.size : begin]) == (b"PK\3\4", flags, STORED, name)
+        if not same or end > len(header) or _parts(header[begin:end]) is None:
+            raise BadArchiveError(f"its record {shown} is not what its directory says")
+        return position + end
+
+
+def _name(raw: bytes) -> str:
+    """A record's name. torch refuses names that are not UTF-8."""
+    try:
+        name = raw.decode()
+    except UnicodeDecodeError:
+        raise BadArchiveError("the name of a record is not UTF-8") from None
+    if "\0" in name or name.endswith("/"):
+        raise BadArchiveError(f"its record {name!r:.200} has a name that torch does not write")
+    return name
 
 
 def update_checksum(descriptor: int, span: tuple[int, int], record: Stored) -> None:
@@ -169,59 +189,20 @@ def update_checksum(descriptor: int, span: tuple[int, int], record: Stored) -> N
         BadArchiveError: the file ends before the record does.
     """
     archive = Archive(descriptor, span[1], span[0])
-    (name,) = (name for name in archive.entries if archive.position(name) == record.offset)
+    (name,) = (name for name, own in archive.records.items() if own.offset == record.offset)
     checksum, at, end = 0, record.offset, record.offset + record.nbytes
     while at < end:
         data = os.pread(descriptor, min(READ_AT_ONCE, end - at), at)
         if not data:
             raise BadArchiveError(f"expected {record.nbytes} bytes of {name!r}, found {at - record.offset}")
         checksum, at = crc32(data, checksum), at + len(data)
-    for place in archive.checksum_places(name):
+    for place in archive.checksum_places[name]:
         os.pwrite(descriptor, struct.pack("<L", checksum), place)
-
-
-def _entries(data: bytes, count: int) -> dict[bytes, Entry]:
-    found: dict[bytes, Entry] = {}
-    at = 0
-    for _ in range(count):
-        if at + ENTRY.size > len(data):
-            raise BadArchiveError("its directory is damaged")
-        (
-            signature,
-            version,
-            flags,
-            method,
-            checksum,
-            stored,
-            nbytes,
-            name,
-            extra,
-            comment,
-            disk,
-            attributes,
-            position,
-        ) = ENTRY_READ.unpack_from(data, at)
-        name_end = at + ENTRY.size + name
-        extra_end = name_end + extra
-        if ELSEWHERE in (nbytes, stored, position):
-            nbytes, stored, position = _of_64_bits((nbytes, stored, position), data[name_end:extra_end])
-        if signature != b"PK\1\2" or stored != nbytes or comment or disk:
-            raise BadArchiveError("its directory is damaged")
-        own = data[at + ENTRY.size : name_end]
-        if own in found:  # other readers can take the other one
-            raise BadArchiveError(f"it has two records of the name {own.decode('latin1')}")
-        if method != STORED or flags not in FLAGS or version > VERSION_64 or attributes & FOLDER:
-            raise BadArchiveError(f"its record {own.decode('latin1')} is not stored as torch stores records")
-        found[own] = Entry(position, nbytes, checksum, method, flags, at)
-        at = extra_end
-    if at != len(data):
-        raise BadArchiveError("its directory is damaged")
-    return found
 
 
 def _of_64_bits(numbers: tuple[int, ...], extra: bytes) -> list[int]:
     """The numbers, with placeholders replaced from the extra field."""
-    part, found = _parts(extra, 0, len(extra))[0].get(EXTRA_64, b""), []
+    part, found = (_parts(extra) or {}).get(EXTRA_64, b""), []
     for number in numbers:
         if number == ELSEWHERE:
             if len(part) < 8:
@@ -231,30 +212,20 @@ def _of_64_bits(numbers: tuple[int, ...], extra: bytes) -> list[int]:
     return found
 
 
-def _parts(data: bytes, at: int, end: int) -> tuple[dict[int, bytes], int]:
-    """The parts of an extra field, by kind, and the end of the last known one: the field's end if the field is valid.
+def _parts(data: bytes) -> dict[int, bytes] | None:
+    """The parts of an extra field, by kind; None if the field is invalid.
 
     A field with a flipped bit in its length would begin with the record's data as parts.
     """
     found: dict[int, bytes] = {}
-    while at + PART.size <= end:
+    at = 0
+    while at + PART.size <= len(data):
         kind, length = PART.unpack_from(data, at)
         if kind not in (EXTRA_64, PADDING) or kind in found:
-            break
-        begin = at + PART.size
-        at = begin + length
-        found[kind] = data[begin:at]
-    return found, at
-
-
-def _is_extra(header: bytes, at: int, end: int) -> bool:
-    """Whether a record's header ends with a valid extra field. Most have one part, or none."""
-    if end > len(header):
-        return False
-    return (
-        header[at : at + PART.size] == PART.pack(PADDING, max(0, end - at - PART.size))
-        or _parts(header, at, end)[1] == end
-    )
+            return None
+        at += PART.size + length
+        found[kind] = data[at - length : at]
+    return found if at == len(data) else None
 
 
 class File(Protocol):
@@ -278,38 +249,36 @@ class Writer:
         self._file = file
         self._directory: list[bytes] = []
 
-    def add(self, name: bytes, data: Iterable[Any], nbytes: int = 0) -> None:
-        """Write a record of at most `nbytes` bytes, in pieces. Its checksum follows the data, as torch writes it."""
-        position = self._begin(name, nbytes >= LARGE)
+    def add(self, name: bytes, data: Iterable[Any]) -> None:
+        """Write a record, in pieces. Its checksum follows the data, as torch writes it."""
+        position = self._begin(name)
         checksum = written = 0
         for piece in data:
             checksum = crc32(piece, checksum)
             written += len(piece)
             self._file.write(piece)
-        self._end(name, position, Stored(0, written, checksum), nbytes >= LARGE)
+        self._end(name, position, written, checksum)
 
     def leave_room(self, file: SparseFile, name: bytes, nbytes: int, checksum: int) -> int:
         """Add a record with data that other code writes into `file`, the archive's. Returns the data's offset."""
-        position = self._begin(name, nbytes >= LARGE)
-        stored = Stored(file.tell(), nbytes, checksum)
+        position, offset = self._begin(name), file.tell()
         file.skip(nbytes)
-        self._end(name, position, stored, nbytes >= LARGE)
-        return stored.offset
+        self._end(name, position, nbytes, checksum)
+        return offset
 
-    def _begin(self, name: bytes, large: bool) -> int:
-        """Write a record's header, and return its position."""
-        position, version, size = self._file.tell(), VERSION_64 if large else VERSION, ELSEWHERE if large else 0
-        extra = PART_64.pack(EXTRA_64, 16, 0, 0) if large else b""
+    def _begin(self, name: bytes) -> int:
+        """Write a record's header, and return its position. Sizes have 64 bits: they follow the data."""
+        position = self._file.tell()
+        extra = PART_64.pack(EXTRA_64, 16, 0, 0)
         extra += _padding(position + LOCAL.size + len(name) + len(extra))
-        numbers = (version, CHECKSUM_BEHIND, STORED, 0, FIRST_OF_1980, 0, size, size, len(name), len(extra))
-        self._file.write(b"".join((LOCAL.pack(b"PK\3\4", *numbers), name, extra)))
+        numbers = (VERSION_64, CHECKSUM_BEHIND, STORED, 0, FIRST_OF_1980, 0, ELSEWHERE, ELSEWHERE)
+        self._file.write(b"".join((LOCAL.pack(b"PK\3\4", *numbers, len(name), len(extra)), name, extra)))
         return position
 
-    def _end(self, name: bytes, position: int, stored: Stored, large: bool) -> None:
+    def _end(self, name: bytes, position: int, nbytes: int, checksum: int) -> None:
         """Write the descriptor after a record's data."""
-        behind = BEHIND_64 if large else BEHIND
-        self._file.write(behind.pack(b"PK\7\x08", stored.checksum, stored.nbytes, stored.nbytes))
-        self._directory.append(_entry(name, position, stored.nbytes, stored.checksum))
+        self._file.write(BEHIND_64.pack(b"PK\7\x08", checksum, nbytes, nbytes))
+        self._directory.append(_entry(name, position, nbytes, checksum))
 
     def finish(self) -> None:
         """Write the directory."""
@@ -326,8 +295,8 @@ def _entry(name: bytes, position: int, nbytes: int, checksum: int) -> bytes:
     """A record's entry in the directory."""
     large = [number for number in (nbytes, nbytes, position) if number >= ELSEWHERE]
     extra = PART.pack(EXTRA_64, 8 * len(large)) + struct.pack(f"<{len(large)}Q", *large) if large else b""
-    version, size = VERSION_64 if large else VERSION, min(nbytes, ELSEWHERE)
-    kind = (version, version, CHECKSUM_BEHIND, STORED, 0, FIRST_OF_1980)
+    size = min(nbytes, ELSEWHERE)
+    kind = (VERSION_64, VERSION_64, CHECKSUM_BEHIND, STORED, 0, FIRST_OF_1980)
     lengths = (len(name), len(extra), 0)
     entry = ENTRY.pack(b"PK\1\2", *kind, checksum, size, size, *lengths, 0, 0, 0, min(position, ELSEWHERE))
     return b"".join((entry, name, extra))

@@ -178,26 +178,8 @@ def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile
         if sum(span) > status.st_size or min(span) < 0:
             raise BadFileError(f"{path} has {status.st_size} bytes, expected {span[1]} from {span[0]} on")
         archive = _Archive(descriptor, path, span)
-        return TorchFile(path, status.st_size, status.st_mtime_ns, _value_within(archive), archive.storages)
-
-
-_TENSORS: dict[bytes, TensorHeader] = {}  # by their pickle: an index has tens of thousands of chunks, and few shapes
-MOST_TENSORS, LONGEST = 4096, 4096  # and bytes of a pickle
-
-
-def _value_within(archive: "_Archive") -> Any:
-    """The value of a part of a file. The same pickle has the same tensor, at another place."""
-    data = archive.record("data.pkl")
-    if data in _TENSORS:
-        storage = _TENSORS[data].storage
-        offset = archive.data_offset(storage.key, storage.nbytes)
-        return _TENSORS[data]._replace(storage=storage._replace(offset=offset))
-    unpickler = _Unpickler(archive, trust=True)
-    value = unpickler.load()
-    is_alone = isinstance(value, TensorHeader) and not value.wrapping and len(unpickler.storages) == 1
-    if is_alone and len(data) <= LONGEST and len(_TENSORS) < MOST_TENSORS:
-        _TENSORS[data] = value
-    return value
+        value = _Unpickler(archive, trust=True).load()
+        return TorchFile(path, status.st_size, status.st_mtime_ns, value, archive.storages)
 
 
 def instance(value: Any, name: str) -> bool:
@@ -245,8 +227,8 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, TensorHeader]]
     return ((place, found) for place, found in parts_of(value, name) if isinstance(found, TensorHeader))
 
 
-def parts_of(value: Any, name: str = "") -> "Iterator[tuple[str, TensorHeader | Instance]]":
-    """The same, and all stubs of objects."""
+def parts_of(value: Any, name: str = "") -> "Iterator[tuple[str, TensorHeader | StorageHeader | Instance]]":
+    """The same, and all stubs of objects, and storages that are no tensor's."""
     seen: set[int] = set()
     left: list[tuple[str, Any]] = [(name, value)]
     while left:
@@ -258,33 +240,21 @@ def parts_of(value: Any, name: str = "") -> "Iterator[tuple[str, TensorHeader | 
         if id(value) in seen or not isinstance(value, HOLDS):
             continue
         seen.add(id(value))
+        if isinstance(value, StorageHeader):
+            yield name, value
+            continue
         if isinstance(value, Instance):
             yield name, value
-        if isinstance(value, dict):
-            inner = list(value.items())
-        elif isinstance(value, Instance):
             inner = [*enumerate((value.args, value.listed, value.pairs)), ("", value.state)]
         else:
-            inner = list(enumerate(value))
+            inner = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
         left += [(f"{name}.{_part(key)}".strip("."), one) for key, one in reversed(inner) if isinstance(one, HOLDS)]
 
 
 def storages_in(value: Any) -> list[StorageHeader]:
     """The storages of all tensors in a value, which can contain itself."""
-    found, seen, left = {}, set(), [value]
-    while left:
-        value = left.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, StorageHeader):
-            found[value.key] = value
-        elif isinstance(value, Instance):
-            left += [value.args, value.state, value.listed, value.pairs]
-        elif isinstance(value, Mapping):
-            left += [*value.keys(), *value.values()]
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            left += value
+    every = (own.storage if isinstance(own, TensorHeader) else own for _, own in parts_of(value))
+    found = {own.key: own for own in every if isinstance(own, StorageHeader)}
     return [found[key] for key in sorted(found)]
 
 
@@ -370,7 +340,7 @@ class _Unpickler(pickles.Unpickler):
     kept: ClassVar[Mapping[str, Any]] = _FUNCTIONS
 
     def __init__(self, archive: "_Archive", trust: bool) -> None:
-        super().__init__(archive.record("data.pkl"), archive.path)
+        super().__init__(archive.small("data.pkl"), archive.path)
         self.archive, self.trust = archive, trust
         self.storages: dict[str, StorageHeader] = {}
 
@@ -407,72 +377,56 @@ class _Unpickler(pickles.Unpickler):
         return self.storages[key]
 
 
-class _Archive:
-    """The records of a torch file, all in one folder."""
+class _Archive(stored_zip.Archive):
+    """The records of a torch file, all in one folder. The checksums of all but the storages are verified."""
 
     def __init__(self, descriptor: int, path: Path, span: tuple[int, int]) -> None:
         self.path = path
-        self._zip = _open_zip(descriptor, path, span)
-        (pickled,) = [name for name in self._zip.entries if name.count(b"/") == 1 and name.endswith(b"/data.pkl")]
-        self._root = pickled.removesuffix(b"data.pkl")
-        self._data, entries = self._root + b"data/", self._zip.entries
-        if not any(entry.checksum for entry in entries.values()):
+        start = os.pread(descriptor, len(BEFORE_1_6), span[0])
+        if start == BEFORE_1_6:
+            raise NotReadError(
+                f"{path} is in torch's format before 1.6, which is not read here: load it, and save it again"
+            )
+        if start[:4] != b"PK\3\4":
+            raise BadFileError(f"{path} is {'no file of torch.save' if start else 'empty'}")
+        try:
+            super().__init__(descriptor, span[1], span[0])
+        except stored_zip.NoDirectoryError:  # which is at the end
+            raise BadFileError(f"{path} is truncated: it has no directory of records at its end") from None
+        (pickled,) = [name for name in self.records if name.count("/") == 1 and name.endswith("/data.pkl")]
+        self.root = pickled.removesuffix("/data.pkl")
+        if not any(own.checksum for own in self.records.values()):
             raise NotReadError(
                 f"{path} has no checksums, without which damage cannot be told from content: save it again"
             )
-        self._stored: dict[bytes, stored_zip.Stored] = {}
-        self._records: dict[bytes, bytes] = {}
-        for name in entries:
-            if name.endswith(b"/") or not name.startswith(self._root):
+        self._small: dict[str, bytes] = {}
+        for name in self.records:
+            if not name.startswith(f"{self.root}/"):
                 raise BadFileError(f"{path} is corrupt: its record {shown(name)} is not in the folder of the others")
-            if name.startswith(self._data):
-                self._stored[name] = self._zip.stored(name)
-            else:
-                self._records[name] = self._zip.read(name)
-        if b"\0" in b"".join(entries):
-            raise BadFileError(f"{path} is corrupt: the name of a record has a zero byte")
-        b"".join(entries).decode()  # torch refuses names that are not UTF-8
-        self.record("version")
-        if self._root + b"byteorder" in self._records and self.record("byteorder") != b"little":
+            if not name.startswith(f"{self.root}/data/"):
+                self._small[name.removeprefix(f"{self.root}/")] = self.read(name)
+        self.small("version")
+        if self._small.get("byteorder", b"little") != b"little":
             raise NotReadError(f"{path} holds big-endian data, which is not read here")
 
-    @property
-    def root(self) -> str:
-        return self._root.decode("utf-8", "replace").rstrip("/")
-
-    def record(self, name: str) -> bytes:
-        """The data of a small record."""
-        if (full := self._root + name.encode()) not in self._records:
+    def small(self, name: str) -> bytes:
+        """The data of a record that is no storage."""
+        if name not in self._small:
             raise BadFileError(f"{self.path} is corrupt: it has no record {name}")
-        return self._records[full]
+        return self._small[name]
 
     @property
     def storages(self) -> tuple[stored_zip.Stored, ...]:
-        return tuple(found for found in self._stored.values() if found.nbytes)
+        data = f"{self.root}/data/"
+        return tuple(own for name, own in self.records.items() if own.nbytes and name.startswith(data))
 
     def data_offset(self, key: str, nbytes: int) -> int:
         """The offset of a storage's bytes. Checks their number."""
-        found = self._stored.get(self._data + key.encode())
+        found = self.records.get(f"{self.root}/data/{key}")
         if found is None or found.nbytes != nbytes:
             what = f"expected {nbytes} bytes in its record data/{key:.100}, found {found.nbytes if found else 'none'}"
             raise BadFileError(f"{self.path} is corrupt: {printable(what)}")
         return found.offset
-
-
-def _open_zip(descriptor: int, path: Path, span: tuple[int, int]) -> stored_zip.Archive:
-    """Open a zip archive. The directory is at its end, so that a truncated file has no directory."""
-    begin, size = span
-    start = os.pread(descriptor, len(BEFORE_1_6), begin)
-    if start == BEFORE_1_6:
-        raise NotReadError(
-            f"{path} is in torch's format before 1.6, which is not read here: load it, and save it again"
-        )
-    if start[:4] != b"PK\3\4":
-        raise BadFileError(f"{path} is {'no file of torch.save' if start else 'empty'}")
-    try:
-        return stored_zip.Archive(descriptor, size, begin)
-    except stored_zip.NoDirectoryError:
-        raise BadFileError(f"{path} is truncated: it has no directory of records at its end") from None
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class Records:
 
     def add_storage(self, key: str, nbytes: int, data: Iterable[Any]) -> None:
         """Add a storage's bytes, in pieces."""
-        self._archive.add(f"{self._name}/data/{key}".encode(), data, nbytes)
+        self._archive.add(f"{self._name}/data/{key}".encode(), data)
 
 
 def pickled(value: Any) -> bytes:

