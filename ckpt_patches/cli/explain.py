@@ -1,16 +1,21 @@
-"""`ckpt-patches explain NAME`: a page of the documentation in the terminal, or the pages that answer a text."""
+"""`ckpt-patches explain`: a page of the documentation in the terminal, or the pages that answer a text."""
 
+import argparse
+import io
+import json
 import os
 import re
+import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
-from ckpt_patches.engine.fix import every_fix, sentence
+from ckpt_patches.engine.fix import every_fix
 from ckpt_patches.engine.format_patch import page, pages
-from ckpt_patches.errors import UserError, nearest
+from ckpt_patches.errors import UserError, unknown
 from ckpt_patches.runtime import terminal
 from ckpt_patches.runtime.commands import note
+from ckpt_patches.runtime.shown import shortened
 from ckpt_patches.runtime.units import in_bytes
 
 TYPE_CHECKING = False
@@ -19,9 +24,8 @@ if TYPE_CHECKING:
 
 WIDEST = 100  # columns of a paragraph; longer lines are hard to read
 LOG = 1 << 22  # bytes of a log's end that are read: a job's error is near it
+LONGEST_NAME = 60  # characters of a text in an error
 SCHEMA = 1  # of the JSON
-
-
 COMMANDS = {
     "to_universal": "ds_to_universal",
     "repair": "audit",
@@ -38,22 +42,42 @@ class NoAnswer(UserError):
     status = 1
 
 
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    text = " ".join(options.text)
+    name = name_of(text)
+    if not options.json and (not text or name):
+        print(as_page(name).rstrip() if name else overview())
+        return 0
+    if text == "-":
+        text = _standard_input()
+    elif not name and os.path.isfile(text):
+        text = end_of_log(Path(text))
+    found = answers(text)
+    document = {"schema": SCHEMA, "answers": [asdict(answer) for answer in found]}
+    print(json.dumps(document, indent=1) if options.json else as_text(found))
+    return 0
+
+
+def _standard_input() -> str:
+    """A text on standard input. Raises UserError if that is closed."""
+    if sys.stdin is None:
+        raise UserError("expected a text on standard input, found it closed")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    return sys.stdin.read()
+
+
 def names() -> list[str]:
     """The names of the installed pages: of fixes, and of topics such as audit and migrate."""
     return sorted(pages())
 
 
 def overview() -> str:
-    """All pages with their titles: the topics, then the fixes."""
-    every, known = names(), every_fix()
-    topics = [(name, _title(name)) for name in every if name not in known]
-    fixes = [(name, sentence(name).removesuffix(".")) for name in every if name in known]
-    columns = terminal.width()
-    parts = [("Topics", topics), ("Fixes", fixes)]
-    return "\n\n".join(
-        "\n".join([terminal.paint(title, "bold"), *terminal.table(rows, columns, wrapped=(1,))])
-        for title, rows in parts
-    )
+    """The topics with their titles."""
+    topics = [(name, _title(name)) for name in names() if name not in every_fix()]
+    lines = terminal.table(topics, terminal.width(), wrapped=(1,))
+    return "\n".join([*lines, "", "Each fix has a page, too: ckpt-patches list --all has their names."])
 
 
 def _title(name: str) -> str:
@@ -79,8 +103,8 @@ def answers(text: str) -> "list[Answer]":
         return [symptoms.Answer(name, _title(name), name)]
     if found := symptoms.search(text[-LOG:]):
         return found
-    every = "; ckpt-patches explain lists all pages, ckpt-patches list --all all symptoms"
-    raise NoAnswer(f"no page has these words{nearest(text.replace('-', '_'), names()) or every}")
+    asked = shortened(" ".join(text.split()), LONGEST_NAME)
+    raise NoAnswer(unknown("page has these words:", asked, names(), "ckpt-patches explain"))
 
 
 def as_text(found: "list[Answer]") -> str:
@@ -88,11 +112,6 @@ def as_text(found: "list[Answer]") -> str:
     rows = [row for answer in found for row in ((answer.name, answer.why), ("", answer.matched)) if row[1]]
     lines = terminal.table(rows, terminal.width(), wrapped=(1,))
     return "\n".join([*lines, "", f"ckpt-patches explain {found[0].page} prints its page"])
-
-
-def as_json(found: "list[Answer]") -> dict[str, object]:
-    """The schema is documented in docs/reference/json.md."""
-    return {"schema": SCHEMA, "answers": [asdict(answer) for answer in found]}
 
 
 def end_of_log(path: Path) -> str:
@@ -114,7 +133,7 @@ def end_of_log(path: Path) -> str:
     return found.decode(errors="replace")
 
 
-def text(name: str) -> str:
+def as_page(name: str) -> str:
     """A page, without links; formatted if standard output is a terminal."""
     markdown = without_links(page(name).read_text(encoding="utf-8"))
     columns = terminal.width()
@@ -122,9 +141,8 @@ def text(name: str) -> str:
 
 
 def without_links(markdown: str) -> str:
-    """Replace links by their texts, with the address for another site; remove comments and pictures."""
+    """Replace links by their texts, with the address for another site; remove comments."""
     markdown = re.sub(r"(?m)^<!--.*?-->\n", "", markdown)
-    markdown = re.sub(r"!\[[^]]*\]\([^)\s]+\)\n*", "", markdown)  # a picture
     markdown = re.sub(r"\[([^]]+)\]\((https?://[^)\s]+)\)", r"\1 (\2)", markdown)
     markdown = re.sub(r"\[([^]]+)\]\([^)\s]+\)", r"\1", markdown)
     return re.sub(r"`?\b(?:docs/)?(?:\w+/)?(\w+)\.md\b`?(?:#[\w-]+)?", _as_command, markdown)

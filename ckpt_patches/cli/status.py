@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import re
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -11,15 +10,17 @@ from pathlib import Path
 
 import ckpt_patches
 from ckpt_patches import Switches, __version__
+from ckpt_patches.engine.fix import numbers
 from ckpt_patches.engine.installed import DISTRIBUTIONS, contains, find_spec, version_in
 from ckpt_patches.engine.plan import FixResult, Outcome, fixes_for, module_path, plan_tree
-from ckpt_patches.engine.registry import CORE, NVRX, PACKAGES, TORCH
+from ckpt_patches.engine.registry import CORE, PACKAGES, TORCH
 from ckpt_patches.engine.releases import too_old
 from ckpt_patches.engine.trees import root_of
 from ckpt_patches.errors import UserError
 from ckpt_patches.hook import running
 from ckpt_patches.hook.log_lines import unknown_skips
 from ckpt_patches.inplace import rewrite
+from ckpt_patches.runtime import terminal
 
 ACTIVE = "active"
 IN_PLACE = "in place"
@@ -29,7 +30,6 @@ OFF = "off"
 REPLACED = "replaced"  # in this process: other code than the edited one is loaded
 # The bug is present, and its fix is not active.
 MISSING = (NO_MATCH, REPLACED, OFF)
-ASYNC = "async_"  # the prefix of the names of megatron-core's fixes for asynchronous saves
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ class Status:
     fixes: tuple[FixStatus, ...]
     warnings: tuple[str, ...]
     errors: tuple[str, ...]  # missing packages, unsupported releases
-    async_saves: str  # the package that runs Megatron's asynchronous saves, and how many of its fixes are active
 
     @property
     def complete(self) -> bool:
@@ -104,8 +103,8 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
         folders = " or ".join(f"{package.replace('.', '/')}/" for package in PACKAGES)
         raise UserError(f"expected {folders} in {tree}, found none")
     fixes = [fix for package, root in roots.items() for fix in _fixes(package, root, tree, switches)]
-    if reason:
-        fixes = [_inactive(fix) for fix in fixes]
+    if reason:  # shown once, for all fixes
+        fixes = [replace(fix, state=OFF, reason="") if fix.state == ACTIVE else fix for fix in fixes]
     in_place = [fix.name for fix in fixes if fix.state == IN_PLACE and fix.name in switches.skip]
     installed = [
         Installed(DISTRIBUTIONS[package], version_in(root, package), str(root), _why_this_tree(root, tree))
@@ -123,10 +122,11 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
         *unknown_skips(switches.skip),
         *skipped,
         *_zarr_warning(roots[CORE], installed),
-        *_apex_warning(),
     ]
     if tree is None:
-        warnings += _warning_of_torch_alone(roots)
+        if [package for package, root in roots.items() if root] == [TORCH]:  # it is in the wrong Python as well
+            alone = f"of the packages only torch is installed for {sys.executable}"
+            warnings.append(f"{alone}: --require NAME makes that an error")
         warnings += [warning for package, root in roots.items() for warning in _warning_of_another_tree(package, root)]
     return Status(
         __version__,
@@ -137,7 +137,6 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
         tuple(fixes),
         tuple(warnings),
         tuple(_errors(roots, tree, required)),
-        _async_saves(roots[CORE], installed, fixes),
     )
 
 
@@ -172,13 +171,6 @@ def _why_this_tree(root: Path, tree: str | None) -> str:
     if root == Path.cwd():
         return "the current folder, where python -m looks first"
     return "sys.path of this command"
-
-
-def _warning_of_torch_alone(roots: Mapping[str, Path | None]) -> list[str]:
-    """A warning in what may be the wrong Python: torch is nearly everywhere."""
-    if [package for package, root in roots.items() if root] != [TORCH]:
-        return []
-    return [f"of the packages only torch is installed for {sys.executable}: --require NAME makes that an error"]
 
 
 def _warning_of_another_tree(package: str, root: Path | None) -> list[str]:
@@ -225,13 +217,6 @@ def _fix(result: FixResult, package: str, in_place: tuple[str, ...], switches: S
     return FixStatus(result.name, package, state, reason)
 
 
-def _inactive(fix: FixStatus) -> FixStatus:
-    """A fix's state without a hook; the reason is shown once for all fixes."""
-    if fix.state != ACTIVE:
-        return fix
-    return FixStatus(fix.name, fix.package, OFF)
-
-
 def _distribution(name: str) -> Installed:
     try:
         found = importlib.metadata.distribution(name)
@@ -242,55 +227,42 @@ def _distribution(name: str) -> Installed:
 
 def _zarr_warning(core: Path | None, installed: list[Installed]) -> list[str]:
     """A warning about zarr 3: megatron-core needs zarr 2 and sets no bound; zarr 3 ignores the synchronizer."""
-    version = next((package.version for package in installed if package.name == "zarr"), None)
-    if core is None or version is None or not version.split(".")[0].isdigit() or int(version.split(".")[0]) < 3:
+    version = next((package.version or "" for package in installed if package.name == "zarr"), "")
+    strategy = module_path(str(core), f"{CORE}.dist_checkpointing.strategies.zarr")
+    if core is None or numbers(version) < (3,) or not os.path.exists(strategy):
         return []
-    if not os.path.exists(module_path(str(core), "megatron.core.dist_checkpointing.strategies.zarr")):
-        return []
-    release = version_in(core, CORE)
     return [
-        f"zarr {version} is installed, and the zarr checkpoints of megatron-core {release} need zarr below 3 (zarr 3 "
-        "ignores the locks that keep a save whole): pip install 'zarr<3'"
+        f"zarr {version} is installed, and the zarr checkpoints of megatron-core {version_in(core, CORE)} need zarr "
+        "below 3 (zarr 3 ignores the locks that keep a save whole): pip install 'zarr<3'"
     ]
 
 
-def _async_saves(core: Path | None, installed: Sequence[Installed], fixes: Sequence[FixStatus]) -> str:
-    """The state of asynchronous saves with `get_async_strategy`'s default; empty without megatron-core."""
-    if core is None:
+def as_text(found: Status) -> str:
+    """The report for people, the fixes of each installed package with problems first."""
+    python = f"Python {sys.version.split()[0]} ({sys.executable})"
+    hook = "active" if found.hook_active else f"NOT ACTIVE: {found.hook_reason}"
+    parts = [
+        f"training-checkpoint-patches {found.version}, mode {found.mode}, {python}\nimport hook: {hook}",
+        "\n".join(terminal.table([_row(package) for package in found.installed])),
+        *filter(None, (_fixes_as_text(found, package) for package in found.installed)),
+        *(f"warning: {warning}" for warning in found.warnings),
+        *(f"error: {error}" for error in found.errors),
+        found.summary(),
+    ]
+    return "\n\n".join(parts)
+
+
+def _row(package: Installed) -> tuple[str, ...]:
+    why = f"({package.why})" if package.why else ""
+    return package.name, package.version or "not installed", f"{package.location or ''} {why}".strip()
+
+
+def _fixes_as_text(found: Status, package: Installed) -> str:
+    rank = {state: at for at, state in enumerate((*MISSING, ACTIVE, IN_PLACE, NOT_NEEDED))}
+    own = [fix for fix in found.fixes if DISTRIBUTIONS[fix.package] == package.name]
+    if not package.version or not own:
         return ""
-    here = {package.name: package.version for package in installed}
-    own = f"megatron-core {here[DISTRIBUTIONS[CORE]]}: {_covered(CORE, ASYNC, fixes)}"
-    try:
-        source = Path(module_path(str(core), f"{CORE}.dist_checkpointing.strategies.torch")).read_text("utf-8")
-    except (OSError, ValueError):
-        source = ""
-    if not re.search(r"def get_async_strategy\(async_strategy: str = .nvrx.", source):
-        return own
-    if version := here[DISTRIBUTIONS[NVRX]]:
-        return f"nvrx by default, nvidia-resiliency-ext {version}: {_covered(NVRX, 'nvrx_', fixes)}"
-    return "nvrx by default, which is not installed: the first one fails (pip install nvidia-resiliency-ext)"
-
-
-def _covered(package: str, prefix: str, fixes: Sequence[FixStatus]) -> str:
-    """How many of the package's needed fixes of asynchronous saves are active."""
-    states = [fix.state for fix in fixes if fix.package == package and fix.name.startswith(prefix)]
-    needed = [state for state in states if state != NOT_NEEDED]
-    return f"{sum(state not in MISSING for state in needed)} of {len(needed)} fixes active"
-
-
-def _apex_warning() -> list[str]:
-    """A warning if the installed `apex` is the one of the package index, which is not NVIDIA's."""
-    spec = find_spec("apex")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    if spec is None or any(os.path.isdir(os.path.join(folder, "optimizers")) for folder in folders):
-        return []
-    where = folders[0] if folders else spec.origin
-    return [
-        f"the package apex in {where} is not NVIDIA's (no apex.optimizers in it): uninstall it, or install "
-        "NVIDIA's from its repository"
-    ]
-
-
-def python() -> str:
-    """This interpreter's version and path."""
-    return f"Python {sys.version.split()[0]} ({sys.executable})"
+    rows = [(fix.name, fix.state, fix.reason) for fix in sorted(own, key=lambda fix: (rank[fix.state], fix.name))]
+    colors = {**dict.fromkeys(MISSING, "red"), ACTIVE: "green", IN_PLACE: "green"}
+    title = terminal.paint(f"{package.name} {package.version}", "bold")
+    return "\n".join([title, *terminal.table(rows, terminal.width(), wrapped=(2,), colors=colors)])

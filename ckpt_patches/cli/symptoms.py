@@ -26,7 +26,6 @@ FEW = 4  # words of an error text; a pasted line must contain a shorter one with
 LONGEST = 25  # words of an effect or a question; a longer text is a log, in which only error texts are searched
 LONGEST_LINE = 2000  # characters of a line: its begin and its end; patterns take time that grows faster than it
 MOST = 5  # answers
-LONGEST_MATCH = 150  # characters of the line on what matches
 NOT_HERE = "not by this package"  # begins the answer to an error text that no fix and no tool is for
 
 # Words that do not describe a symptom.
@@ -39,10 +38,9 @@ COMMON = re.compile(
 # An error, a warning or a log line, as opposed to a name, an option or a call.
 ERROR = re.compile(r"\w(?:Error|Exception)\b|^assert |\bfailed\b|^[\w'. ]+(?: [\w'.]+){3}")
 NAMED = re.compile(r"\w(?:Error|Exception)\b")
-NO_ERROR = re.compile(r"^-|^\w+\(|^File |^(?:if|for|return) |^\w*(?:Error|Exception)$")
+NO_ERROR = re.compile(r"^-|^```|^\w+\(|^File |^(?:if|for|return) |^\w*(?:Error|Exception)$")
 COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # of a terminal, in a log
 BLOCK = re.compile(r"^```.*\n(?:(?!```).*\n)*```$|^ {4}.*(?:\n {4}.*)*", re.MULTILINE)
-
 
 # Words of users, and what the pages call them.
 SYNONYMS = {
@@ -67,7 +65,7 @@ class Page:
 
     name: str
     about: str  # a fix: its symptom; a topic: its title
-    heads: str  # a fix: its symptom and first section; a topic: its title, first paragraph and headings
+    heads: str  # a fix: its symptom and first section; a topic: title, headings, first paragraph, texts it answers
     text: str = ""  # a topic's page
     errors: dict[str, str] = field(default_factory=dict)  # without backquotes, `…` for what differs; with the answer
 
@@ -78,19 +76,6 @@ class Page:
     @cached_property
     def words(self) -> frozenset[str]:
         return frozenset(words(f"{self.name.replace('_', ' ')} {self.heads}"))
-
-    @cached_property
-    def answered(self) -> frozenset[str]:
-        """The words of the error texts that a topic answers; none of those that nothing here is for."""
-        texts = [error for error, answer in self.errors.items() if not answer.startswith(NOT_HERE)]
-        return frozenset(words(" ".join(texts))) if self.is_topic else frozenset()
-
-    @cached_property
-    def sections(self) -> dict[str, str]:
-        """By heading, the text of a topic's sections; of a fix, the sentences that are searched."""
-        marks = r"\n\n|(?<=[.:]) " if not self.is_topic else r"(?:^|\n)#+ "
-        parts = re.split(marks, self.text or self.heads)
-        return {part.partition("\n")[0] if self.is_topic else " ".join(part.split()): part for part in parts}
 
     @cached_property
     def others(self) -> frozenset[str]:
@@ -105,7 +90,7 @@ class Answer:
     name: str
     why: str  # one line: what to do, a symptom or a title
     page: str  # to read on
-    matched: str = ""  # the error text or the section that matches
+    matched: str = ""  # the error text that matches
 
 
 @cache
@@ -126,9 +111,11 @@ def _of_topic(path: Path) -> Page:
     text = path.read_text(encoding="utf-8")
     title, _, rest = text.partition("\n")
     prose = [part for part in BLOCK.sub("", rest).split("\n\n") if part.strip() and part.strip()[0] not in "|<#"]
-    heads = "\n".join([title, *re.findall(r"^#+ (.*)", rest, re.MULTILINE), *prose[:1]])
     _, _, section = rest.partition("\n## Error texts\n")
-    return Page(path.stem, title.removeprefix("# "), heads, text, _answers(section.partition("\n## ")[0]))
+    answers = _answers(section.partition("\n## ")[0])
+    answered = [error for error, answer in answers.items() if not answer.startswith(NOT_HERE)]
+    heads = "\n".join([title, *re.findall(r"^#+ (.*)", rest, re.MULTILINE), *prose[:1], *answered])
+    return Page(path.stem, title.removeprefix("# "), heads, text, answers)
 
 
 def _answers(section: str) -> dict[str, str]:
@@ -141,21 +128,16 @@ def _answers(section: str) -> dict[str, str]:
 
 
 def errors(markdown: str) -> Iterable[str]:
-    """The error texts and log lines in code blocks and inline code, each on one line."""
+    """The error texts and log lines in code blocks and inline code, each on one line.
+
+    Of a block all lines but a traceback's file names and its source lines, which are indented.
+    """
     for block in BLOCK.findall(markdown):
-        yield from _of_block(block)
-    for code in re.findall(r"`([^`]+)`", BLOCK.sub("\n\n", markdown)):
-        text = " ".join(code.split())
-        if ERROR.search(text) and not NO_ERROR.search(text):
-            yield text
-
-
-def _of_block(block: str) -> Iterable[str]:
-    """The lines of a code block, without a traceback's file names and its source lines, which are indented."""
-    for line in textwrap.dedent(re.sub(r"^```.*\n?", "", block, flags=re.MULTILINE)).splitlines():
-        text = re.split(r" {2,}", line)[0]  # a remark may follow
-        if text and not NO_ERROR.search(text):
-            yield text
+        lines = textwrap.dedent(block).splitlines()
+        texts = (re.split(r" {2,}", line)[0] for line in lines)  # a remark may follow
+        yield from (text for text in texts if text and not NO_ERROR.search(text))
+    codes = (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", BLOCK.sub("\n\n", markdown)))
+    yield from (code for code in codes if ERROR.search(code) and not NO_ERROR.search(code))
 
 
 def words(text: str) -> list[str]:
@@ -188,29 +170,23 @@ def search(text: str) -> list[Answer]:
     lines = [*dict.fromkeys(tuple(found) for line in raw if (found := words(line)))]
     by_error = [(*match, each) for each in known() if (match := _matched(each, lines, raw))]
     if by_error:
-        by_error.sort(key=lambda found: (-round(found[0], 6), _place(found[2], found[1])))
+        # Among equals what a tool answers, being more general, then fixes, then what nothing here answers.
+        by_error.sort(
+            key=lambda found: (
+                -round(found[0], 6),
+                found[2].errors[found[1]].startswith(NOT_HERE),
+                not found[2].is_topic,
+            )
+        )
         return [
             Answer(each.name, each.errors[error], each.name, f"error text: {error}")
             for _, error, each in by_error[:MOST]
         ]
-    asked = _asked(text)
+    ours = {_stem(theirs): _stem(word) for word, others in SYNONYMS.items() for theirs in others.split()}
+    asked = frozenset(ours.get(word, word) for word in words(text))
     scores = [(score, each) for each in known() if (score := _score(each, asked, text))]
-    scores.sort(key=lambda found: (not (found[1].is_topic and asked <= found[1].words | found[1].answered), -found[0]))
-    return [Answer(each.name, each.about, each.name, _section(each, asked)) for _, each in scores[:MOST]]
-
-
-def _section(each: Page, asked: frozenset[str]) -> str:
-    """The section of a topic, or the sentence on a fix, with most of the words; empty if its title has as many."""
-    weight = {line: _sum(asked.intersection(words(text))) for line, text in each.sections.items()}
-    best = max(weight, key=lambda line: weight[line], default="")
-    kind = "section" if each.is_topic else "text"
-    is_more = best != each.about and weight.get(best, 0) > _sum(asked.intersection(words(each.about)))
-    return shortened(f"{kind}: {best}", LONGEST_MATCH) if is_more else ""
-
-
-def _place(each: Page, error: str) -> int:
-    """Among equals, what a tool answers comes first, being more general; what nothing here answers comes last."""
-    return 1 if not each.is_topic else 2 if each.errors[error].startswith(NOT_HERE) else 0
+    scores.sort(key=lambda found: (not (found[1].is_topic and asked <= found[1].words), -found[0]))
+    return [Answer(each.name, each.about, each.name) for _, each in scores[:MOST]]
 
 
 def _finding(name: str) -> Answer | None:
@@ -237,17 +213,13 @@ def _matched(each: Page, lines: Sequence[Sequence[str]], raw: Sequence[str]) -> 
     return _sum({word for _, error in found for word in words(error)} & pasted), max(found)[1]
 
 
-def _asked(text: str) -> frozenset[str]:
-    """The words of an effect or a question, as the pages say them."""
-    return frozenset(_synonyms().get(word, word) for word in words(text))
-
-
 def _score(each: Page, asked: frozenset[str], text: str) -> float:
     """The weight of the words of an effect or a question that a page has; 0 if it has too few."""
-    in_heads = asked & each.words
     is_error = bool(NAMED.search(text))
+    if is_error and each.is_topic:  # its error texts are compared as a whole
+        return 0.0
+    in_heads, in_text = asked & each.words, asked & each.others
     fewest = min(2, len(text.split() if is_error else asked))
-    in_text = frozenset() if is_error else asked & each.others
     needed = (CONTAINED if is_error else SHARED) * _sum(asked)
     both = in_heads | in_text
     if not asked or len(asked) > LONGEST or len(both) < fewest or _sum(both) < needed:
@@ -255,11 +227,6 @@ def _score(each: Page, asked: frozenset[str], text: str) -> float:
     in_title = asked.intersection(words(f"{each.name.replace('_', ' ')} {each.about}"))
     share = len(in_heads) / len(each.words)  # decides between pages that have the same words
     return (1 + share) * _sum(in_heads) + _sum(in_title) + IN_TEXT * _sum(in_text)
-
-
-@cache
-def _synonyms() -> dict[str, str]:
-    return {_stem(word): _stem(ours) for ours, theirs in SYNONYMS.items() for word in theirs.split()}
 
 
 def _found(error: str, lines: Sequence[Sequence[str]], raw: Sequence[str]) -> float:

@@ -17,7 +17,7 @@ from zero_checkpoints import of_ranks
 
 # The keys of a document, by command: none is renamed or removed within a schema number (docs/reference/json.md).
 KEYS = {
-    "status --json": "version mode hook_active hook_reason installed fixes warnings errors async_saves complete",
+    "status --json": "version mode hook_active hook_reason installed fixes warnings errors complete",
     "list --json": "fixes",
     "explain --json": "answers",
     "apply --json": "packages",
@@ -121,7 +121,7 @@ def test_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_every_command_with_json_is_tested() -> None:
-    commands = [name for name, parser in command_line._parsers()[1].items() if "--json" in parser.format_usage()]
+    commands = [name for name, parser in command_line.parsers()[1].items() if "--json" in parser.format_usage()]
     assert {f"{name} --json" for name in (*commands, command_line.TO_UNIVERSAL)} <= KEYS.keys()
 
 

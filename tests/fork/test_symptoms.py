@@ -135,6 +135,8 @@ NO_STATE = "RuntimeError: Missing key in checkpoint state_dict: optimizer.state.
         ("loss went up after resuming", "incident"),
         ("how do I resume on fewer GPUs", "other_ranks"),
         ("PytorchStreamReader", "audit"),
+        ("out of memory while saving", "limits"),
+        ("RNG state will be ignored", "expert_rng"),
         ("how do I verify a resume", "fingerprint"),
         ("is my stack covered", "compatibility"),
         ("run it on Kubernetes", "launchers"),
@@ -191,8 +193,6 @@ def test_a_tool_comes_first_and_what_nothing_answers_last() -> None:
 def test_an_answer_has_what_matches() -> None:
     (first, *_) = symptoms.search("[rank0]: KeyError: 'exp_avg'")
     assert first.matched == "error text: KeyError: 'exp_avg'"
-    (first, *_) = symptoms.search("turn one fix off")
-    assert (first.name, first.matched) == ("install", "section: Switching off")
     (first, *_) = symptoms.search(load("hybrid_offload_resume").symptom)
     assert first.matched == ""  # its symptom is shown
 
@@ -218,9 +218,10 @@ def test_the_command_lists_the_pages_each_with_a_line() -> None:
 def test_the_command_exits_with_1_if_no_page_answers() -> None:
     done = command("explain", "KeyError: 'foo'")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("ckpt-patches: no page has these words; ckpt-patches explain lists all pages")
+    text = "ckpt-patches: no page has these words: KeyError: 'foo'; ckpt-patches explain has all names\n"
+    assert done.stderr == text
     close = command("explain", "dp_zero_empty_stat").stderr
-    assert close == "ckpt-patches: no page has these words; did you mean dp_zero_empty_state?\n"
+    assert close == "ckpt-patches: no page has these words: dp_zero_empty_stat; did you mean dp_zero_empty_state?\n"
 
 
 def test_a_name_is_read_with_either_sign() -> None:

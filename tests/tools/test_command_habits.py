@@ -133,4 +133,3 @@ def test_the_help_has_groups_and_the_environment() -> None:
         assert f"\n{line}\n" in text
     for name in ("CKPT_PATCHES ", "CKPT_PATCHES_SKIP", "CKPT_PATCHES_FINGERPRINT", "NO_COLOR"):
         assert f"\n  {name}" in text
-    assert "completion" not in text
