@@ -88,7 +88,7 @@ MIXED_ROWS = _kind(
     DAMAGE,
     "rows of SwiGLU's W and V are in each other's places, as megatron-core 0.10.0 to 0.18.2 saves them under torch "
     "FSDP2: runs of these releases alone, with as many ranks, load them right",
-    "`ckpt-patches migrate` puts them in place; with the fix fsdp2_swiglu_rows they load right on as many ranks",
+    "load it with the fix fsdp2_swiglu_rows on as many ranks as saved it, and save it again: rows are then in place",
 )
 NOT_FINITE = _kind("not_finite", DAMAGE, "NaN or infinity", "repair fills it as a lost range, where it can")
 ODD_IN_BUCKET = _kind(

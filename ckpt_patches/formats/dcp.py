@@ -9,17 +9,14 @@ https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
 import contextlib
 import itertools
-import math
 import mmap
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.ranged import open_regular
@@ -39,9 +36,7 @@ NUMBER = re.compile(r"_(\d+)$")  # of a model's and its optimizer's folder
 OF_MODELS = ("model", "module", "state_dict", "app")  # prefixes of the weights, if there are also copies
 ITERATION = re.compile(r"iter_\d{7,}")  # Megatron-LM's folders
 BY_MEGATRON_CORE = (b"/shard_", *(b"optimizer.state.%b." % state for state in (b"exp_avg", b"param", b"fp32_param")))
-TOO_MANY = "?"
 SCALARS = (bool, int, float, str, type(None))
-MOST_CELLS = 1 << 26  # of the grid that finds overlapping chunks
 
 
 @dataclass(frozen=True)
@@ -280,39 +275,6 @@ def _in_common(one: str, other: str) -> int:
     """The number of leading parts that two prefixes share."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split("."), strict=False))
     return sum(bool(part) for part, _ in pairs)
-
-
-def untiled(tensor: Tensor) -> str:
-    """Why a tensor's chunks do not cover each element exactly once; empty if they do; `TOO_MANY` if unknown."""
-    outside = [at for at, size in tensor.chunks.items() if any(map(_is_beyond, at, size, tensor.size))]
-    if outside:
-        return f"the chunk at {outside[0]} ends beyond the tensor's shape {tensor.size}"
-    stored = sum(map(math.prod, tensor.chunks.values()))
-    if stored != math.prod(tensor.size):
-        return f"its chunks have {stored} elements, its shape {tensor.size} has {math.prod(tensor.size)}"
-    cuts = [sorted({end for ends in own for end in ends}) for own in _edges(tensor)]
-    if len(tensor.chunks) < 2 or not stored:
-        return ""
-    if math.prod(map(len, cuts)) > MOST_CELLS:
-        return TOO_MANY
-    cells = np.zeros([len(own) for own in cuts], np.uint8)
-    numbers = [{edge: number for number, edge in enumerate(own)} for own in cuts]
-    for at, size in tensor.chunks.items():
-        own = tuple(slice(n[a], n[a + s]) for n, a, s in zip(numbers, at, size, strict=True))
-        if cells[own].any():
-            return f"the chunk at {at} overlaps another one"
-        cells[own] = 1
-    return ""
-
-
-def _is_beyond(offset: int, size: int, whole: int) -> bool:
-    return offset + size > whole
-
-
-def _edges(tensor: Tensor) -> Iterator[list[tuple[int, int]]]:
-    """For each dimension, the begin and end of every chunk."""
-    for dimension in range(len(tensor.size)):
-        yield [(at[dimension], at[dimension] + size[dimension]) for at, size in tensor.chunks.items()]
 
 
 def is_dcp(path: Path) -> bool:

@@ -17,20 +17,12 @@ from ckpt_patches.formats.checkpoint import (
     first_beta,
     last_step,
 )
+from ckpt_patches.formats.chunked import TOO_MANY, Chunked, shards_of
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dcp import MASTERS, Optimizer
 from ckpt_patches.formats.dtypes import FLOATS
-from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.recorded import from_text, is_record
-from ckpt_patches.formats.torch_dist import Tensor
-from ckpt_patches.formats.torch_dist_reader import (
-    Chunked,
-    find_elements,
-    read_index,
-    read_object,
-    shards_of,
-    wrong_entries,
-)
+from ckpt_patches.formats.torch_dist_reader import read_contents, read_index
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 from ckpt_patches.runtime.shown import shown
 
@@ -44,13 +36,9 @@ def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint, with findings for the problems of its files."""
     found = Checkpoint(path, FORMAT)
     index = _index(found)
-    found.findings += wrong_entries(index)
-    tensors = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
-    found.findings += _untiled(index.tensors.values())
-    find_elements(tensors, found)
-    with RangedFiles() as files:
-        read = {name: read_object(name, index, found, files) for name in index.objects}
-    objects = {name: None if file is None else file.value for name, file in read.items()}
+    tensors, read = read_contents(found, index)
+    found.findings += _untiled(tensors.values())
+    objects = {name: own.value for name, own in read.items()}
     values = {**objects, **{name: _header(chunked) for name, chunked in tensors.items()}}
     optimizers = dcp.optimizers(index.tensors, index.objects)
     steps = {state["step"] for own in optimizers for state in own.states.values() if "step" in state}
@@ -84,13 +72,10 @@ def _index(found: Checkpoint) -> torch_dist.Index:
     return dcp.merged(found.path, indexes)
 
 
-def _untiled(tensors: Iterable[Tensor]) -> Iterator[Finding]:
-    for tensor in tensors:
-        why = dcp.untiled(tensor)
-        if why == dcp.TOO_MANY:
-            yield Finding(damages.NOT_JUDGED, tensor.name, "whether its chunks overlap: they are too many")
-        elif why:
-            yield Finding(damages.FRAGMENTS, tensor.name, why)
+def _untiled(arrays: Iterable[Chunked]) -> Iterator[Finding]:
+    for array in arrays:
+        if why := array.untiled():
+            yield Finding(damages.NOT_JUDGED if why == TOO_MANY else damages.FRAGMENTS, array.tensor.name, why)
 
 
 def _header(chunked: Chunked) -> TensorHeader:

@@ -149,19 +149,6 @@ def _is_state(name: str) -> bool:
     return OPTIMIZER_STATE in name or is_bucket(name)
 
 
-def name_other_cuts(found: Checkpoint, cuts: dict[str, tuple[str, object]]) -> None:
-    """Report arrays that are not compared because they are sharded differently from the main parameter.
-
-    `cuts` has the array's name and its sharding, by role.
-    """
-    if MASTER not in cuts:
-        return
-    detail = "cut otherwise than the master parameter: they were not compared"
-    for name, cut in cuts.values():
-        if cut != cuts[MASTER][1]:
-            found.add(damages.NOT_JUDGED, name, detail)
-
-
 def set_common(found: Checkpoint, common: Any, *, is_distributed: bool) -> None:
     """Set the optimizer's step and other facts about the run from the unsharded state."""
     if not isinstance(common, dict):
@@ -173,7 +160,7 @@ def set_common(found: Checkpoint, common: Any, *, is_distributed: bool) -> None:
     for what in _without_groups(optimizers):
         found.add(damages.MISSING_STATE, "param_groups", what)
     check_iteration(found, common, COMMON)
-    own = _sharding_of(optimizers)
+    own = next(iter(sharding_types(optimizers)), "")
     found.sharding = _sharding_of_content(common) or own
     if not own and is_distributed:
         detail = f"no {SHARDING_TYPE} in {COMMON}, without which no load of a distributed optimizer begins"
@@ -267,15 +254,11 @@ def _sharding_of_content(common: dict[str, Any]) -> str:
     return kind if isinstance(kind, str) else ""
 
 
-def _sharding_of(optimizer: Any) -> str:
-    """The sharding type of an optimizer, or the first one stated in a chain; empty if missing."""
-    if isinstance(optimizer, list):
-        return next(filter(None, map(_sharding_of, optimizer)), "")
-    if not isinstance(optimizer, dict):
-        return ""
-    if isinstance(kind := optimizer.get(SHARDING_TYPE), str):
-        return kind
-    return next(filter(None, map(_sharding_of, optimizer.values())), "")
+def sharding_types(value: Any) -> list[str]:
+    """The sharding types of all optimizers in a value. One that is not distributed states none."""
+    own = value.get(SHARDING_TYPE) if isinstance(value, dict) else None
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [*([own] if isinstance(own, str) else []), *(kind for one in inner for kind in sharding_types(one))]
 
 
 def param_groups(optimizer: Any) -> list[list[dict[str, Any]]]:

@@ -16,6 +16,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages, settings, tensor_streams, torch_file
 from ckpt_patches.formats.checkpoint import Checkpoint, Shard
 from ckpt_patches.formats.checksum import of_zeros
+from ckpt_patches.formats.chunked import ALIGNMENT, Object
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.megatron_arrays import (
     STATES,
@@ -25,13 +26,12 @@ from ckpt_patches.formats.megatron_arrays import (
     param_groups,
     set_run,
 )
-from ckpt_patches.formats.torch_file import TensorHeader, TorchFile, tensors_in
+from ckpt_patches.formats.torch_file import TensorHeader, tensors_in
 from ckpt_patches.runtime.shown import shown
 
 OPTIMIZER, MODEL = "distrib_optim.pt", "model_optim_rng.pt"
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 COALESCED, UNPADDED = "buckets_coalesced", "numel_unpadded"
-ALIGNMENT = 64  # elements; each parameter begins at a multiple
 BUCKET_SIZES = "per_bucket_numel"
 MOST_DEPTH = 5  # of chained optimizers, buffers and dtypes
 RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")  # tensor-, pipeline-, expert-parallel
@@ -125,13 +125,13 @@ def _read_rank(found: Checkpoint, folder: Path, label: str) -> _Rank | None:
     return _Rank(label, frozenset(model), found.groups[before:], bool(buckets(states)))
 
 
-def judge_object(found: Checkpoint, file: TorchFile, name: str) -> int:
+def judge_object(found: Checkpoint, own: Object, name: str) -> int:
     """Read an object, or a list of one, that is stored with the sharded tensors: bucket states or param groups.
 
     Returns the number of elements, without padding, that it states for the buckets.
     """
-    value = file.value[0] if isinstance(file.value, list) and len(file.value) == 1 else file.value
-    judge_buckets(found, file.path, "", value, name)
+    value = own.value[0] if isinstance(own.value, list) and len(own.value) == 1 else own.value
+    judge_buckets(found, Path(own.extent.path), "", value, name)
     if groups := param_groups(value):
         set_run(found, groups, None)
     return _total(value) if name.endswith(f".{BUCKET_SIZES}_unpadded") else unpadded(value)

@@ -54,17 +54,9 @@ class Index:
 
     def same_places(self) -> Iterator[tuple[str, str]]:
         """Yield the names of each two entries with the same position."""
-        begins: dict[str, set[int]] = {}  # an index can have millions: names are kept only for duplicates
-        same: set[tuple[str, int]] = set()
-        for places in (*(tensor.places.values() for tensor in self.tensors.values()), self.objects.values()):
-            for file, begin, _ in places:
-                known = begins.setdefault(file, set())
-                if begin in known:
-                    same.add((file, begin))
-                known.add(begin)
-        first: dict[tuple[str, int], tuple[str, Offsets]] = {}
-        for key, (file, begin, _) in self._places() if same else ():
-            if (file, begin) in same and (other := first.setdefault((file, begin), key)) is not key:
+        first: dict[Extent, tuple[str, Offsets]] = {}
+        for key, place in self._places():
+            if (other := first.setdefault(place, key)) is not key:
                 yield _called(*other), _called(*key)
 
     def _places(self) -> Iterator[tuple[tuple[str, Offsets], Extent]]:
@@ -74,19 +66,15 @@ class Index:
 
 
 class ChunkError(NotReadError):
-    """A chunk that is valid, and whose elements do not lie in the file in the order of its shape."""
+    """A chunk that is valid, and whose elements do not lie in the file in the order of its shape.
+
+    It is not contiguous, such as a convolution's weight in `channels_last`, or it is a subclass of torch.Tensor, whose
+    tensors are codes and scales, say.
+    """
 
     def __init__(self, detail: str, file: TorchFile) -> None:
         super().__init__(detail)
         self.file = file
-
-
-class SubclassError(ChunkError):
-    """It is a subclass of torch.Tensor, whose tensors are codes and scales, say."""
-
-
-class NotContiguousError(ChunkError):
-    """It is not contiguous, such as a convolution's weight in `channels_last`."""
 
 
 def read_index(folder: Path) -> Index:
@@ -176,8 +164,8 @@ def _stored(key: Any, place: Any) -> tuple[Any, ...]:
 def _absent(index: dict[str, Any], found: Index) -> Iterator[str]:
     """Objects and chunks without a place. megatron-core's indexes also contain the write plans of all ranks."""
     there = found.tensors.keys() | found.objects.keys()
-    listed = [name for name in index["state_dict_metadata"] if isinstance(name, str)]
     planned = list(_planned(index.get("all_local_plans")))
+    listed = [name for name in index["state_dict_metadata"] if isinstance(name, str)]
     yield from sorted({*listed, *(name for name, _ in planned)} - there)
     for name, offsets in planned:
         if name in found.tensors and offsets and offsets not in found.tensors[name].chunks:
@@ -191,14 +179,11 @@ def _called(name: str, offsets: Offsets) -> str:
 def _planned(plans: Any) -> Iterator[tuple[str, Offsets]]:
     """Yield name and offsets of each item in the plans. Plans in an unknown form are skipped."""
     for plan in plans if isinstance(plans, list) else ():
-        for name, offsets in map(_planned_item, getattr(plan, "fields", {}).get("items") or ()):
+        for item in getattr(plan, "fields", {}).get("items") or ():
+            place = getattr(getattr(item, "fields", {}).get("index"), "fields", {})
+            name, offsets = place.get("fqn"), place.get("offset")
             if isinstance(name, str):
                 yield name, tuple(offsets) if isinstance(offsets, (tuple, list)) else ()
-
-
-def _planned_item(item: Any) -> tuple[Any, Any]:
-    own = getattr(getattr(item, "fields", {}).get("index"), "fields", {})
-    return own.get("fqn"), own.get("offset")
 
 
 def _tensor(name: str, entry: dict[str, Any], of_megatron: dict[str, dict[str, Any]]) -> Tensor:
@@ -249,21 +234,18 @@ def read_chunk(files: RangedFiles, folder: Path, tensor: Tensor, offsets: Offset
     """
     found = read_place(files, folder, tensor.places[offsets])
     header, shape = found.value, tensor.chunks[offsets]
-    if not isinstance(header, TensorHeader) or (header.dtype, header.shape) != (tensor.dtype, shape):
-        what = f"{header.dtype} {list(header.shape)}" if isinstance(header, TensorHeader) else type(header).__name__
-        detail = (
-            f"{found.path}: expected {tensor.dtype} {list(shape)} at its byte {tensor.places[offsets].offset}, "
-            f"found {what}"
-        )
-        if isinstance(header, Instance):  # a subclass of torch.Tensor, such as torchao's of 8 bits
-            raise SubclassError(detail, found)
-        raise BadFileError(detail)
-    if not header.is_contiguous:
-        detail = (
-            f"{found.path}: the elements of {tensor.name} at {offsets} do not lie in order: strides {header.stride}"
-        )
-        raise NotContiguousError(detail, found)
-    return found
+    if isinstance(header, TensorHeader) and (header.dtype, header.shape) == (tensor.dtype, shape):
+        if header.is_contiguous:
+            return found
+        where = f"{tensor.name} at {offsets}"
+        detail = f"{found.path}: the elements of {where} do not lie in order: strides {header.stride}"
+        raise ChunkError(detail, found)
+    what = f"{header.dtype} {list(header.shape)}" if isinstance(header, TensorHeader) else type(header).__name__
+    at = f"at its byte {tensor.places[offsets].offset}"
+    detail = f"{found.path}: expected {tensor.dtype} {list(shape)} {at}, found {what}"
+    if isinstance(header, Instance):
+        raise ChunkError(detail, found)
+    raise BadFileError(detail)
 
 
 def read_common(folder: Path, index: Index) -> Any:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,15 +16,13 @@ from ckpt_patches.audit import audit
 from ckpt_patches.audit.audit import Report
 from ckpt_patches.audit.judging import recorded_states
 from ckpt_patches.errors import NothingToDo, UserError
-from ckpt_patches.formats import torch_dist_writer
-from ckpt_patches.formats.checkpoint import Checkpoint, Extent
-from ckpt_patches.formats.damages import DAMAGE, INCOMPLETE, MIXED_ROWS, NOTE, SHIFTED_STATE, UNREADABLE, Finding
+from ckpt_patches.formats.checkpoint import Checkpoint
+from ckpt_patches.formats.damages import DAMAGE, INCOMPLETE, NOTE, REPAIRED, UNREADABLE, Finding
 from ckpt_patches.formats.megatron_arrays import CONFIG
-from ckpt_patches.formats.torch_dist import COMMON, INDEX
-from ckpt_patches.migrate import keys, repairs, source
-from ckpt_patches.migrate.output import OutputFile, write
-from ckpt_patches.migrate.plan import Plan, needs_nothing, plan, source_type
-from ckpt_patches.migrate.source import Source
+from ckpt_patches.formats.torch_dist import INDEX
+from ckpt_patches.migrate import output as files
+from ckpt_patches.migrate.output import OutputFile
+from ckpt_patches.migrate.plan import Plan, Source, files_in, plan, read
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.pause import without_garbage_collection
 from ckpt_patches.runtime.processes import in_order
@@ -34,6 +32,8 @@ from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, che
 MARK = ".ckpt-patches-migrate.json"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 BACKEND |= {"common_backend": "torch", "common_backend_version": 1}
+OTHER_WAY = "load it in megatron-core 0.15.3 with the fixes and save it as dp_reshardable"
+STOPS = (UNREADABLE, REPAIRED)  # of findings that are no damage; the list of what was repaired is of the source's files
 
 
 class DamagedError(UserError):
@@ -68,6 +68,14 @@ class Summary:
     findings: tuple[Finding, ...]
 
 
+class _Migration(NamedTuple):
+    """What rank 0 has planned."""
+
+    old: Source
+    planned: Plan
+    folder: UnfinishedFolder
+
+
 def prepare(path: Path, options: Options) -> tuple[Source, Plan]:
     """Read the structure of a checkpoint and plan its migration. Writes nothing.
 
@@ -76,44 +84,39 @@ def prepare(path: Path, options: Options) -> tuple[Source, Plan]:
         UserError: the checkpoint cannot be migrated, or needs no migration.
     """
     with without_garbage_collection():
-        old = source.read(path, trust=options.trust_checkpoint)
-        if needs_nothing(old):
-            raise _nothing_to_do(path, source_type(old))
-        planned = plan(old)
+        old = read(path, trust=options.trust_checkpoint)
+        planned = None if old.needs_nothing else plan(old)
+    if planned is None:
+        _check_damage(path, audit.audit(path, options.workers).findings, options)
+        more = f", its optimizer's state is {old.kind}" if old.kind else ""
+        raise NothingToDo(f"{path} needs nothing: megatron-core 0.16 and later load it as it is{more}")
     _check_damage(path, old.found.findings, options)
     return old, planned
 
 
-def _nothing_to_do(path: Path, kind: str) -> UserError:
-    """The error for a checkpoint that needs no migration, or needs a repair first."""
-    more = f", its optimizer's state is {kind}" if kind else ""
-    if kind == keys.RESHARDABLE:
-        report = audit.audit(path)
-        if any(finding.kind is SHIFTED_STATE for finding in report.findings):
-            return UserError(f"{path} is shifted: {SHIFTED_STATE.remedy}")
-        if report.verdict == audit.DAMAGED:
-            return UserError(f"{path} needs no migration, but a repair: it is damaged, as ckpt-patches audit says")
-    return NothingToDo(f"{path} needs nothing: megatron-core 0.16 and later load it as it is{more}")
-
-
 def _check_damage(path: Path, findings: Iterable[Finding], options: Options) -> None:
-    """Refuse a damaged checkpoint, unless `damaged_as_is` is set."""
+    """Refuse a damaged checkpoint, and a repaired one.
+
+    Raises:
+        DamagedError: it is one, and `damaged_as_is` is not set.
+    """
     if (damage := _damage(findings)) and not options.damaged_as_is:
         raise DamagedError(
-            f"{path} is damaged or incomplete, and nothing was written: {damage}; repair it (ckpt-patches repair), "
-            "take an older one, or migrate it as it is with --damaged-as-is"
+            f"{path} is damaged or incomplete, or was repaired, and nothing was written: {damage}; take another "
+            f"checkpoint, or {OTHER_WAY}, or migrate it as it is with --damaged-as-is"
         )
 
 
 def _damage(findings: Iterable[Finding]) -> str:
-    """The first finding that stops a migration, which puts mixed rows in place; empty if none does."""
-    damage = [
-        " ".join(filter(None, (own.kind.name, own.array, own.shard, own.detail)))
-        for own in findings
-        if (own.kind.severity in (DAMAGE, INCOMPLETE) or own.kind is UNREADABLE) and own.kind is not MIXED_ROWS
-    ]
+    """The first finding that stops a migration, with its remedy; empty if none does."""
+    damage = [own for own in findings if own.kind.severity in (DAMAGE, INCOMPLETE) or own.kind in STOPS]
+    damage.sort(key=lambda own: own.kind is REPAIRED)
+    if not damage:
+        return ""
+    first = damage[0]
+    found = " ".join(filter(None, (first.kind.name, first.array, first.shard, first.detail)))
     more = f", and {len(damage) - 1} more (ckpt-patches audit)" if len(damage) > 1 else ""
-    return damage[0] + more if damage else ""
+    return f"{found}{more}: {first.kind.remedy}"
 
 
 def migrate(
@@ -158,7 +161,6 @@ def migrate(
         def finish() -> Summary:
             assert report
             recorded = _finish(made[0], report.checkpoint, workers, options)
-            known = tuple(own for own in report.findings if own.kind is not MIXED_ROWS)
             planned = made[0].planned
             return Summary(
                 output=str(made[0].folder.final),
@@ -170,20 +172,12 @@ def migrate(
                 seconds=time.monotonic() - begin,
                 plan_seconds=began - begin,
                 workers=min(workers, max(1, len(missing))),
-                verdict=Report(report.checkpoint, (*known, *recorded)).verdict,
-                findings=(*(own for own in known if own.kind.severity != NOTE), *recorded),
+                verdict=Report(report.checkpoint, (*report.findings, *recorded)).verdict,
+                findings=(*(own for own in report.findings if own.kind.severity != NOTE), *recorded),
             )
 
         summary = ranks.first("finishing the output folder", finish)
     return None if ranks.rank else summary
-
-
-class _Migration(NamedTuple):
-    """What rank 0 has planned."""
-
-    old: Source
-    planned: Plan
-    folder: UnfinishedFolder
 
 
 def _prepared(path: Path, output: Path, options: Options) -> _Migration:
@@ -197,15 +191,15 @@ def _prepared(path: Path, output: Path, options: Options) -> _Migration:
 
 def _fingerprint(old: Source, planned: Plan) -> str:
     """A hash of everything that the output depends on."""
-    files = [(file.name, file.nbytes) for file in planned.files]
-    data = json.dumps([__version__, os.path.abspath(old.found.path), old.files, files])
+    outputs = [(file.name, file.nbytes) for file in planned.files]
+    data = json.dumps([__version__, os.path.abspath(old.found.path), old.files, outputs])
     return hashlib.sha256(data.encode()).hexdigest()
 
 
-def _write(files: Sequence[OutputFile], folder: Path, workers: int) -> None:
+def _write(outputs: Sequence[OutputFile], folder: Path, workers: int) -> None:
     done = 0
-    with Progress(sum(file.nbytes for file in files)) as progress:
-        for nbytes in in_order(partial(write, folder=folder), files, workers):
+    with Progress(sum(file.nbytes for file in outputs)) as progress:
+        for nbytes in in_order(partial(files.write, folder=folder), outputs, workers):
             done += nbytes
             progress.show(done)
 
@@ -222,26 +216,12 @@ def _finish(made: _Migration, audited: Checkpoint, workers: int, options: Option
     if not folder.is_of_this(folder.final):  # else an earlier run was killed at its very end
         folders, working = folder.clean(), folder.working
         write_at_once(working / CONFIG, json.dumps(BACKEND).encode())
-        write_at_once(working / INDEX, _index(planned))
-        repairs.write_list(audited, planned.files, working)
+        write_at_once(working / INDEX, files.index(planned.tensors, planned.files))
         findings += recorded_states.findings(audited, working, workers)
         if (wrong := _damage(findings)) and not options.damaged_as_is:
             raise DamagedError(f"{working} is not what was recorded: {wrong}; remove it, and begin anew")
-        if source.files_in(audited.path) != old.files:
+        if files_in(audited.path) != old.files:
             raise UserError(f"{audited.path} has changed while it was migrated: remove {working}, and begin anew")
         folder.rename(folders)
     (folder.final / MARK).unlink()
     return findings
-
-
-def _index(planned: Plan) -> bytes:
-    tensors = {own.name: replace(own, places={}) for own in planned.tensors}
-    objects: dict[str, Extent] = {}
-    for file in planned.files:
-        for begin, entry in file.placed():
-            place = Extent(file.name, begin, entry.nbytes)
-            if entry.offsets is not None:
-                tensors[entry.key].places[entry.offsets] = place
-            elif file.name != COMMON:
-                objects[entry.key] = place
-    return torch_dist_writer.index(tensors.values(), objects)

@@ -36,8 +36,7 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         help="make old Megatron checkpoints (zarr, flattened) load in 0.16+",
         **described(
             "Convert a checkpoint that megatron-core up to 0.15 wrote (zarr, or optimizer state in flattened ranges) "
-            "to one that 0.16 and later load and resume from, bit for bit. Rows of SwiGLU that torch FSDP2 mixed up to "
-            "0.18 are put in place.",
+            "to one that 0.16 and later load and resume from, bit for bit.",
             "ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000 --dry-run",
             "ckpt-patches migrate ckpt/iter_0001000 --output new/iter_0001000",
             after=AFTER,

@@ -5,20 +5,19 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats import torch_dist_writer
 from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.checksum import crc32
 from ckpt_patches.formats.dtypes import UNTYPED, nbytes
 from ckpt_patches.formats.ranged import RangedFiles
-from ckpt_patches.formats.torch_dist import Offsets, Tensor
-from ckpt_patches.formats.torch_dist_writer import ARCHIVE
+from ckpt_patches.formats.torch_dist import COMMON, Offsets, Tensor
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader, storages_in
 from ckpt_patches.formats.torch_writer import STORAGE_OF, Outline, outline, pickled
-from ckpt_patches.migrate.parts import Part
 from ckpt_patches.runtime.unfinished import TEMPORARY, reported
 
 FILE = 256 << 20  # bytes of a file, about: large enough to be read quickly
@@ -46,7 +45,7 @@ class Entry(NamedTuple):
 @functools.lru_cache(maxsize=4096)  # there can be tens of thousands of chunks, and few shapes
 def _layout(data: bytes, sizes: tuple[tuple[str, int], ...]) -> Outline:
     if data:
-        return outline(ARCHIVE, data, [(*own, 0) for own in sizes])
+        return outline(torch_dist_writer.ARCHIVE, data, [(*own, 0) for own in sizes])
     unchanged = Outline()
     unchanged.places = dict.fromkeys(dict(sizes), 0)
     unchanged.skip(sum(nbytes for _, nbytes in sizes))
@@ -58,9 +57,9 @@ def unchanged(key: str, extent: Extent) -> Entry:
     return Entry(key, b"", (("", (extent,)),))
 
 
-def of_tensor(new: Tensor, part: Part) -> Entry:
-    """The entry of a tensor's chunk."""
-    return Entry(new.name, _pickled(new.dtype, part.shape), (("0", part.extents),), part.offsets)
+def of_tensor(new: Tensor, offsets: Offsets, shape: tuple[int, ...], extents: tuple[Extent, ...]) -> Entry:
+    """The entry of a tensor's chunk, whose elements are in these byte ranges."""
+    return Entry(new.name, _pickled(new.dtype, shape), (("0", extents),), offsets)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -95,15 +94,6 @@ class OutputFile:
             yield begin, entry
             begin += entry.nbytes
 
-    def copies(self) -> Iterator[tuple[Extent, int]]:
-        """Each byte range of the source, and its place in this file."""
-        for begin, entry in self.placed():
-            for key, extents in entry.storages:
-                at = begin + entry.layout.places[key]
-                for extent in extents:
-                    yield extent, at
-                    at += extent.nbytes
-
 
 def in_files(entries: Sequence[Entry]) -> Iterator[OutputFile]:
     """Divide the entries into files."""
@@ -111,6 +101,20 @@ def in_files(entries: Sequence[Entry]) -> Iterator[OutputFile]:
     pairs = zip(entries, begins, strict=False)
     for number, (_, own) in enumerate(itertools.groupby(pairs, key=lambda pair: pair[1] // FILE)):
         yield OutputFile(f"__0_{number}.distcp", tuple(entry for entry, _ in own))
+
+
+def index(tensors: Iterable[Tensor], files: Iterable[OutputFile]) -> bytes:
+    """The bytes of the index of these files; the tensors are without places."""
+    described = {own.name: replace(own, places={}) for own in tensors}
+    objects: dict[str, Extent] = {}
+    for file in files:
+        for begin, entry in file.placed():
+            place = Extent(file.name, begin, entry.nbytes)
+            if entry.offsets is not None:
+                described[entry.key].places[entry.offsets] = place
+            elif file.name != COMMON:
+                objects[entry.key] = place
+    return torch_dist_writer.index(described.values(), objects)
 
 
 def write(file: OutputFile, folder: Path) -> int:
@@ -138,7 +142,7 @@ def _write_entry(out: BinaryIO, begin: int, entry: Entry, files: RangedFiles) ->
     for key, extents in entry.storages:
         out.seek(begin + entry.layout.places[key])
         checksums.append((key, sum(extent.nbytes for extent in extents), _copied(out, extents, files)))
-    for offset, data in outline(ARCHIVE, entry.pickle, checksums).pieces if entry.pickle else ():
+    for offset, data in outline(torch_dist_writer.ARCHIVE, entry.pickle, checksums).pieces if entry.pickle else ():
         out.seek(begin + offset)
         out.write(data)
 

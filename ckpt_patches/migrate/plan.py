@@ -1,26 +1,79 @@
-"""Plan a complete migration before any byte is written. Pure."""
+"""Plan a migration before any byte is written: what the new checkpoint has, and where its bytes lie in the old one."""
 
+import operator
+import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.damages import BAD_FILE, NOT_READ
-from ckpt_patches.formats.megatron_arrays import parameter_and_role
-from ckpt_patches.formats.torch_dist import COMMON, Tensor
-from ckpt_patches.formats.torch_dist_reader import Chunked
-from ckpt_patches.migrate import keys, output, parts, settings
-from ckpt_patches.migrate.keys import BUCKETS, GATHERED, MODEL_SPACE, TARGETS
+from ckpt_patches.formats import megatron_arrays, torch_dist_reader, torch_file, zarr
+from ckpt_patches.formats.checkpoint import MASTER, WEIGHT, Checkpoint, Extent
+from ckpt_patches.formats.chunked import Chunked, Object, with_shapes
+from ckpt_patches.formats.damages import BAD_FILE, BAD_METADATA, NOT_READ
+from ckpt_patches.formats.dtypes import nbytes
+from ckpt_patches.formats.megatron_arrays import STATES, param_groups, parameter_and_role, sharding_types
+from ckpt_patches.formats.reading import wrong_path
+from ckpt_patches.formats.torch_dist import COMMON, COMMON_OBJECT, INDEX, Offsets, Tensor
+from ckpt_patches.formats.torch_file import Instance
+from ckpt_patches.migrate import output
 from ckpt_patches.migrate.output import Entry, OutputFile
-from ckpt_patches.migrate.parts import Part, Shape
-from ckpt_patches.migrate.source import Source
+
+EXPECTED = "one of Megatron's distributed checkpoints, in zarr or torch_dist"
+# Megatron's names for the sharding types of the distributed optimizer's state, and the new type of each old one.
+MODEL_SPACE, BUCKETS, GATHERED = "fully_sharded_model_space", "fully_sharded_bucket_space", "dp_zero_gather_scatter"
+RESHARDABLE, DP_RESHARDABLE = "fully_reshardable", "dp_reshardable"
+TARGETS = {MODEL_SPACE: RESHARDABLE, BUCKETS: DP_RESHARDABLE, GATHERED: GATHERED}
+TYPE, GROUPS, CONTENT = "param_state_sharding_type", "param_groups", "content_metadata"
+TYPE_OF_CONTENT = "distrib_optim_sharding_type"
+# An optimizer's array: the state and the parameter. Up to 0.13 chained optimizers, as of experts, have a prefix.
+OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.([^.]+)\.(.+))?", re.DOTALL)
+SHARD = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)(?:_(\d+(?:\.\d+)*))?", re.DOTALL)  # an object: index, counts
+
+Shape = tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """A chunk of a new tensor, and the byte ranges of its elements, in order."""
+
+    offsets: Offsets
+    shape: Shape
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint to migrate."""
+
+    found: Checkpoint
+    arrays: dict[str, Chunked]
+    objects: dict[str, Object]  # by name
+    common: Object  # the unsharded state
+    kind: str  # Megatron's sharding type of the optimizer state; empty if it is missing or not distributed
+    files: tuple[tuple[str, int, int], ...]  # see `files_in`
+
+    @property
+    def is_zarr(self) -> bool:
+        """Whether objects are not in a list of one, as in torch_dist."""
+        return self.found.format.endswith(megatron_arrays.ZARR)
+
+    @property
+    def needs_nothing(self) -> bool:
+        """Whether megatron-core 0.16 and later load it as it is."""
+        if self.is_zarr or self.kind not in TARGETS:
+            return not self.is_zarr
+        content = self.common.value.get(CONTENT)
+        return self.kind == GATHERED and isinstance(content, dict) and content.get(TYPE_OF_CONTENT) == GATHERED
 
 
 @dataclass(frozen=True)
 class Plan:
     """The plan of a migration."""
 
-    source_type: str  # Megatron's sharding type of the optimizer state; empty if not distributed
+    source_type: str  # as of the source
     target_type: str
     tensors: tuple[Tensor, ...]  # without places
     files: tuple[OutputFile, ...]
@@ -32,26 +85,52 @@ class Plan:
         return sum(file.nbytes for file in self.files)
 
 
-def source_type(source: Source) -> str:
-    """The sharding type of the source's optimizer state; empty if the state is missing or not distributed.
+def read(path: Path, *, trust: bool = False) -> Source:
+    """The structure of a checkpoint.
 
     Raises:
-        UserError: it has several types.
+        UserError: it is not a distributed Megatron checkpoint, is damaged, or names classes that are not listed.
     """
-    found = settings.sharding_types(source.common.value)
-    if len(found) > 1:
-        raise UserError(f"{source.found.path}: expected one sharding type of the optimizer, found {sorted(found)}")
-    if found:
-        return found.pop()
-    return MODEL_SPACE if any(array.tensor.whole is not None for array in source.arrays.values()) else ""
+    backend = megatron_arrays.backend(path) if path.is_dir() else None
+    if backend is None:
+        raise wrong_path(path, EXPECTED)
+    if backend not in megatron_arrays.BACKENDS:
+        raise UserError(f"{path}: expected {EXPECTED}, found one in {backend}")
+    files, is_zarr = files_in(path), backend == megatron_arrays.ZARR
+    found, arrays, objects = (zarr if is_zarr else torch_dist_reader).read_chunked(path)
+    for finding in found.findings:
+        is_damaged = finding.kind is BAD_METADATA and finding.array not in (megatron_arrays.CONFIG, COMMON)
+        if is_damaged or (finding.kind is NOT_READ and finding.array == INDEX):
+            raise UserError(f"{path / finding.array} cannot be read, and nothing was written: {finding.detail}")
+    if is_zarr:  # these are written anew, and not as the bytes that they are
+        objects = {name: _object(own.extent.path, trust) for name, own in objects.items()}
+    held = objects.pop(COMMON_OBJECT, None)
+    if held is None or (path / COMMON).exists():
+        common = _object(path / COMMON, trust)
+    else:
+        common = Object(held.extent, held.value[0] if isinstance(held.value, list) and held.value else None)
+    if not isinstance(common.value, dict):
+        raise UserError(f"{path / COMMON}: expected a dict, found {type(common.value).__name__}")
+    kinds = sharding_types(common.value)
+    if len(set(kinds)) > 1:
+        raise UserError(f"{path}: expected one sharding type of the optimizer, found {sorted(set(kinds))}")
+    of_arrays = MODEL_SPACE if any(array.tensor.whole is not None for array in arrays.values()) else ""
+    return Source(found, arrays, objects, common, kinds[0] if kinds else of_arrays, files)
 
 
-def needs_nothing(source: Source) -> bool:
-    """Whether megatron-core 0.16 and later load the source as it is."""
-    if source.is_zarr or source.mixed:
-        return False
-    kind = source_type(source)
-    return kind not in TARGETS or (kind == GATHERED and settings.is_described(source.common.value))
+def _object(path: str | Path, trust: bool) -> Object:
+    file = torch_file.read(Path(path), trust=trust)
+    return Object(Extent(str(file.path), 0, file.size), file.value)
+
+
+def files_in(path: Path) -> tuple[tuple[str, int, int], ...]:
+    """All files of a checkpoint: name, bytes, modification time in ns, which differs for a rewritten file."""
+    found = []
+    for folder, _, names in os.walk(path):
+        for name in names:
+            status = os.stat(os.path.join(folder, name))
+            found.append((os.path.relpath(os.path.join(folder, name), path), status.st_size, status.st_mtime_ns))
+    return tuple(sorted(found))
 
 
 def plan(source: Source) -> Plan:
@@ -60,96 +139,125 @@ def plan(source: Source) -> Plan:
     Raises:
         UserError: elements are missing, a key is unknown, or the groups have different steps.
     """
-    kind = source_type(source)
-    target = TARGETS.get(kind, kind)
-    settings.check_steps(source.common.value)
-    arrays, objects = _arrays(source, kind), list(_objects(source, target))
-    entries = [output.of_tensor(new, part) for new, own in arrays.values() for part in own]
-    renewed = settings.renewed(source.common.value, target)
-    common = settings.described(renewed, target) if target else renewed
+    target = TARGETS.get(source.kind, source.kind)
+    _check_steps(source.common.value)
+    arrays, objects = list(_arrays(source)), list(_objects(source, target))
+    entries = [output.of_tensor(new, *part) for new, parts in arrays for part in parts]
+    common = _renewed(source.common.value, target)
+    if target:
+        common[CONTENT] = _described(common.get(CONTENT), target)
     file = OutputFile(COMMON, (output.of_value(COMMON, common, source.common.extent.path),))
-    return Plan(
-        kind,
-        target,
-        tuple(new for new, _ in arrays.values()),
-        (*output.in_files([*entries, *objects]), file),
-        tuple(_warnings(source, kind)),
-    )
+    files = (*output.in_files([*entries, *objects]), file)
+    return Plan(source.kind, target, tuple(new for new, _ in arrays), files, tuple(_warnings(source)))
 
 
-def _warnings(source: Source, kind: str) -> Iterator[str]:
-    if source.mixed:
-        yield (
-            f"rows of SwiGLU's W and V, which torch FSDP2 has mixed, are put in place in {len(source.mixed)} tensors: "
-            "up to megatron-core 0.18 a run under FSDP2 loads them with the fix fsdp2_swiglu_rows only"
-        )
-    if kind == MODEL_SPACE and settings.are_of_rank_0(source.common.value):
-        yield (
-            "the optimizer's parameter groups (learning rates, weight decay) are those of rank 0 alone, as releases up "
-            "to 0.13.1 save them: where other pipeline ranks had other ones, set them anew"
-        )
-    values = [source.common.value, *(own.value for own in source.objects.values())]
-    if lacking := sum(map(settings.without_step, values)):
-        yield (
-            f"{lacking} of the optimizer's parameter groups have no step, and get that of the others: releases up to "
-            "0.13.1 leave it out where a group has no parameters on the saving rank (empty_group_step)"
-        )
+# Tensors
 
 
-def _arrays(source: Source, kind: str) -> dict[str, tuple[Tensor, list[Part]]]:
-    """The new tensors and their parts, by the arrays' names."""
-    path, unpadded = source.found.path, _unpadded(source) if kind == BUCKETS else {}
-    reasons = {(own.array, own.shard): own.detail for own in source.found.findings if own.kind in (BAD_FILE, NOT_READ)}
-    found, names = {}, set[str]()
+def _arrays(source: Source) -> Iterator[tuple[Tensor, list[Part]]]:
+    """The new tensors and their parts.
+
+    Raises:
+        UserError: a state of the optimizer is not known, two arrays would have one name, or elements are missing.
+    """
+    path, unpadded = source.found.path, _unpadded(source) if source.kind == BUCKETS else {}
+    names: dict[str, str] = {}
     for name, array in source.arrays.items():
-        bucket = parameter_and_role(name)[0]
-        new = keys.in_model_space(name) if kind == MODEL_SPACE else name
-        if new is None or (kind == BUCKETS and keys.is_of_optimizer(name) and bucket not in unpadded):
+        bucket, own = parameter_and_role(name)[0], OF_OPTIMIZER.match(name)
+        new, model = name, own[2] if own else None
+        is_known = own is None or source.kind not in (MODEL_SPACE, BUCKETS) or bucket in unpadded
+        if own and source.kind == MODEL_SPACE and own[1] in STATES:
+            new, is_known = f"optimizer.state.{own[1].removeprefix('fp32_')}.{model}", True
+        if not is_known:
             raise UserError(
                 f"{path}: {name} is not a known state of the optimizer, and nothing was written: a checkpoint without "
                 "it would not be complete"
             )
-        if new in names:
+        if names.setdefault(new, name) != name:
             raise UserError(f"{path}: several arrays would become {new}, one of them {name}")
-        names.add(new)
-        parts.check(array, reasons)
+        _check_complete(array, source.found)
         if bucket in unpadded:
-            own = [parts.without_padding(array, unpadded[bucket])]
-            size = own[0].shape
+            parts = [_without_padding(array, unpadded[bucket])]
+            size = parts[0].shape
         else:
-            size, own = _parts(source, array, kind)
-        chunks = {part.offsets: part.shape for part in own}
-        found[name] = Tensor(new, array.tensor.dtype, size, None, chunks), own
-    return found
+            size, parts = _parts(source, array, model)
+        yield Tensor(new, array.tensor.dtype, size, None, {part.offsets: part.shape for part in parts}), parts
 
 
-def _parts(source: Source, array: Chunked, kind: str) -> tuple[Shape, list[Part]]:
-    """The size and the parts of a new tensor.
+def _check_complete(array: Chunked, found: Checkpoint) -> None:
+    """Check that the chunks of an array hold each element exactly once.
 
     Raises:
-        UserError: it cannot be determined whether rows are mixed, or a state does not have its parameter's shape.
+        UserError: they do not. The message has the reason why a chunk cannot be read, with the file's name.
     """
-    path, name, model = source.found.path, array.tensor.name, keys.model_key(array.tensor.name)
-    if model is not None and model not in source.arrays:
-        raise UserError(f"{path}: {name} is the state of {model}, which is not there")
-    weight = None if model is None else source.arrays[model].tensor
-    if weight and kind == MODEL_SPACE:
-        array = parts.with_full_shape(array, weight)
-    size = array.tensor.size if array.tensor.whole is None else array.tensor.whole
-    if name in source.mixed:
-        grid, why_not = source.mixed[name]
-        if grid is None:
+    name = array.tensor.name
+    for at in array.tensor.chunks:
+        if at not in array.extents:
+            failed = (own for own in found.findings if own.kind in (BAD_FILE, NOT_READ))
+            reasons = [own.detail for own in failed if (own.array, own.shard) == (name, str(at))]
+            problem = f"cannot be read: {reasons[0]}" if reasons else "is not there, or not all of it"
+            raise UserError(f"{name}: its chunk at {list(at)} {problem}")
+    if why := array.untiled():
+        raise UserError(f"{name}: {why}")
+
+
+def _parts(source: Source, array: Chunked, model: str | None) -> tuple[Shape, list[Part]]:
+    """The size and the parts of a new tensor: a part for each shard of a tensor-parallel rank.
+
+    Args:
+        source: the checkpoint.
+        array: the old tensor.
+        model: the parameter that it is a state of; None for a tensor of the model.
+
+    Raises:
+        UserError: a state does not have its parameter's shape, or its shards are uneven.
+    """
+    name = array.tensor.name
+    if model is None:
+        return array.full, _shards(array)
+    if model not in source.arrays:
+        raise UserError(f"{source.found.path}: {name} is the state of {model}, which is not there")
+    weight = source.arrays[model]
+    if source.kind == MODEL_SPACE:
+        array = with_shapes({WEIGHT: weight, MASTER: array})[MASTER]
+    if weight.full != array.full:
+        expected, found = list(weight.full), list(array.full)
+        raise UserError(f"{source.found.path}: expected {name} of its parameter's shape {expected}, found {found}")
+    is_line = array.tensor.whole is None and len(array.full) == 1  # slices of a bias's state
+    return array.full, [_joined(array)] if is_line else _shards(array)
+
+
+def _shards(array: Chunked) -> list[Part]:
+    parts = []
+    for offsets in array.shards().values():
+        shape, tensor = array.shape(offsets), array.tensor
+        if tensor.whole is not None and tuple(map(operator.mul, shape, tensor.size)) != tensor.whole:
             raise UserError(
-                f"{path}: cannot tell whether rows of W and V are in place in {name}, and nothing was written: "
-                f"{why_not}"
+                f"{tensor.name}: expected {list(tensor.size[:-1])} even parts of {list(tensor.whole)}, found parts of "
+                f"{tensor.size[-1]} elements"
             )
-        own = parts.with_rows_in_place(array, grid)
-    else:
-        is_line = weight is not None and array.tensor.whole is None and len(size) == 1  # slices of a bias's state
-        own = [parts.joined(array)] if is_line else parts.of_array(array)
-    if weight and weight.size != size:
-        raise UserError(f"{path}: expected {name} of its parameter's shape {list(weight.size)}, found {list(size)}")
-    return size, own
+        parts.append(Part(array.begin(offsets) or offsets[0], shape, tuple(array.extents[at] for at in offsets)))
+    return parts
+
+
+def _joined(array: Chunked) -> Part:
+    """A 1-D array as one chunk."""
+    return Part((0,), array.tensor.size, tuple(array.extents[at] for at in sorted(array.extents)))
+
+
+def _without_padding(bucket: Chunked, numel: int) -> Part:
+    """A bucket without the padding at its end, which depends on the number of data-parallel ranks.
+
+    Raises:
+        UserError: it has fewer elements.
+    """
+    tensor, left, kept = bucket.tensor, nbytes(bucket.tensor.dtype, numel), []
+    if len(tensor.size) != 1 or not 0 <= numel <= tensor.size[0]:
+        raise UserError(f"{tensor.name}: expected {numel} elements without its padding, found {list(tensor.size)}")
+    for extent in _joined(bucket).extents:
+        kept.append(extent._replace(nbytes=min(left, extent.nbytes)))
+        left -= kept[-1].nbytes
+    return Part((0,), (numel,), tuple(extent for extent in kept if extent.nbytes))
 
 
 def _unpadded(source: Source) -> dict[str, int]:
@@ -175,21 +283,112 @@ def _unpadded(source: Source) -> dict[str, int]:
     return found
 
 
+# Objects and the unsharded state
+
+
 def _objects(source: Source, target: str) -> Iterator[Entry]:
     """The objects, unchanged if possible. Outside model space, each rank's param groups are an object.
 
     Raises:
         UserError: two would have one name, or the groups of one have different steps.
     """
-    names = keys.object_keys(list(source.objects))
+    names = _object_keys(list(source.objects))
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:
         raise UserError(f"{source.found.path}: several objects would become {twice[0]}")
     for key, own in source.objects.items():
-        settings.check_steps(own.value)
-        is_changed = settings.without_step(own.value) > 0
-        value = settings.renewed(own.value, target) if is_changed else own.value
+        _check_steps(own.value)
+        is_changed = _without_step(own.value) > 0
+        value = _renewed(own.value, target) if is_changed else own.value
         if source.is_zarr or is_changed:
             yield output.of_value(names[key], [value] if source.is_zarr else value, own.extent.path)
         else:
             yield output.unchanged(names[key], own.extent)
+
+
+def _object_keys(names: list[str]) -> dict[str, str]:
+    """The new name of each object. It includes the count on the last axis, which old releases left out."""
+    found, last = dict(zip(names, names, strict=True)), dict[str, int]()
+    shards = {name: match for name in names if (match := SHARD.fullmatch(name))}
+    for own in shards.values():
+        last[own[1]] = max(last.get(own[1], 0), int(own[2].split(".")[-1]))
+    for name, own in shards.items():
+        counts = own[3].split(".") if own[3] else []
+        if len(counts) != len(own[2].split(".")):
+            found[name] = f"{own[1]}/shard_{own[2]}_{'.'.join([*counts, str(last[own[1]] + 1)])}"
+    return found
+
+
+def _steps(value: Any) -> list[list[Any]]:
+    """The step of each param group, None where it has none, by optimizer."""
+    return [[group.get("step") for group in groups] for groups in param_groups(value)]
+
+
+def _check_steps(value: Any) -> None:
+    """Check that all param groups have the same step.
+
+    Raises:
+        UserError: the steps differ, so that megatron-core would refuse to load the checkpoint.
+    """
+    found = {step for steps in _steps(value) for step in steps if isinstance(step, int | float)}
+    if len(found) > 1:
+        numbers = ", ".join(sorted(map(str, found)))
+        raise UserError(
+            f"expected one step in all parameter groups, found {numbers}: megatron-core would refuse to load it; take "
+            "another checkpoint"
+        )
+
+
+def _without_step(value: Any) -> int:
+    """The number of param groups without a step, beside others of their optimizer that have one."""
+    return sum(steps.count(None) for steps in _steps(value) if steps.count(None) < len(steps))
+
+
+def _renewed(value: Any, target: str) -> Any:
+    """A copy with another sharding type.
+
+    A group without a step gets that of the others: Megatron steps all groups of an optimizer together.
+    """
+    if isinstance(value, list):
+        return [_renewed(inner, target) for inner in value]
+    if type(value) is not dict:
+        return value
+    made = {key: _renewed(inner, target) for key, inner in value.items()}
+    if isinstance(made.get(TYPE), str):
+        made[TYPE] = target
+    groups = made.get(GROUPS)
+    if isinstance(groups, list) and _without_step({GROUPS: groups}):
+        step = next(own["step"] for own in groups if isinstance(own, dict) and own.get("step") is not None)
+        lacking = [isinstance(own, dict) and own.get("step") is None for own in groups]
+        made[GROUPS] = [{**own, "step": step} if lacks else own for own, lacks in zip(groups, lacking, strict=True)]
+    return made
+
+
+def _described(before: Any, target: str) -> dict[str, Any]:
+    """The metadata that Megatron-LM reads first: how the optimizer state is sharded and named."""
+    content = {
+        "singleton_local_shards": False,
+        **(before if isinstance(before, dict) else {}),
+        TYPE_OF_CONTENT: target,
+        "chained_optim_avoid_prefix": True,
+    }
+    if target == RESHARDABLE:
+        content["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return content
+
+
+def _warnings(source: Source) -> Iterator[str]:
+    common = source.common.value
+    content, arguments = common.get(CONTENT), common.get("args")
+    is_later = isinstance(content, dict) and content.keys() - {TYPE_OF_CONTENT}
+    stages = arguments.fields.get("pipeline_model_parallel_size") if isinstance(arguments, Instance) else None
+    if source.kind == MODEL_SPACE and not is_later and stages != 1:
+        yield (
+            "the optimizer's parameter groups (learning rates, weight decay) are those of rank 0 alone, as releases up "
+            "to 0.13.1 save them: where other pipeline ranks had other ones, set them anew"
+        )
+    if lacking := sum(map(_without_step, (common, *(own.value for own in source.objects.values())))):
+        yield (
+            f"{lacking} of the optimizer's parameter groups have no step, and get that of the others: releases up to "
+            "0.13.1 leave it out where a group has no parameters on the saving rank (empty_group_step)"
+        )

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ckpt_patches.audit.audit import audit
-from ckpt_patches.cli import command_line
 from upstream import affected, newest, once, run, run_json, shown, tree, with_fix, without_fix
 
 RELEASES = affected("fsdp2_swiglu_rows")
@@ -33,7 +32,6 @@ IN_PLACE, MIXED = "", " of 0.18"  # as the release saves, and as those up to 0.1
 TWO, THREE, FOUR = ("--ranks", "2"), ("--ranks", "3"), ("--ranks", "4", "--tensor-parallel", "2")
 ALONE = ("--ranks", "1", "--without-fsdp2")
 REFUSED = "refused"
-TRUTH = "truth.json"  # the rows that the run had, beside its checkpoints
 
 
 def saved(ranks: Sequence[str], delivery: str = "hook", version: str = SAVED_BY) -> Path:
@@ -49,22 +47,6 @@ def saved(ranks: Sequence[str], delivery: str = "hook", version: str = SAVED_BY)
 def mixed_by_audit(folder: Path) -> set[str]:
     """The tensors in which the audit finds mixed rows."""
     return {found.array for found in audit(folder).findings if found.kind.name == "mixed_rows"}
-
-
-def migrated(ranks: Sequence[str], delivery: str = "hook") -> Path:
-    """The folder of `saved` after migration, with rows in place."""
-
-    def migrate(folder: Path) -> None:
-        folder.mkdir()
-        (folder / TRUTH).symlink_to(saved(ranks, delivery) / TRUTH)
-        for form in (IN_PLACE, MIXED):
-            old, new = (own / f"saved{form}" for own in (saved(ranks, delivery), folder))
-            if mixed_by_audit(old):
-                assert command_line.main(["migrate", str(old), "--output", str(new)]) == 0
-            else:
-                new.symlink_to(old)
-
-    return once(f"fsdp2-rows-migrated-{delivery}-{'-'.join(ranks)}", migrate)
 
 
 def other_rows(folder: Path, ranks: Sequence[str], version: str, delivery: str) -> dict[str, int | str]:
@@ -119,30 +101,6 @@ def test_the_audit_tells_which_rows_are_mixed() -> None:
 def test_the_audit_finds_none_in_what_the_newest_release_saves() -> None:
     assert mixed_by_audit(saved(TWO, "none") / f"saved{IN_PLACE}")
     assert mixed_by_audit(saved(TWO, "none", NEWEST) / f"saved{IN_PLACE}") == set()
-
-
-@pytest.mark.parametrize("loading", [TWO, ALONE], ids=" ".join)
-def test_the_newest_release_loads_what_was_migrated(loading: Sequence[str]) -> None:
-    assert other_rows(migrated(THREE), loading, NEWEST, "none") == {IN_PLACE: 0, MIXED: 0}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loading", [TWO, FOUR, ALONE], ids=" ".join)
-@pytest.mark.parametrize("saving", [TWO, FOUR], ids=" ".join)
-def test_the_newest_release_loads_what_a_release_without_the_fix_saved_and_was_migrated(
-    saving: Sequence[str], loading: Sequence[str]
-) -> None:
-    for delivery in ("none", "hook"):
-        assert other_rows(migrated(saving, "none"), loading, NEWEST, delivery) == {IN_PLACE: 0, MIXED: 0}
-
-
-@pytest.mark.slow
-def test_a_release_with_the_fix_loads_what_was_migrated() -> None:
-    """The release loads all rows right; without the fix, it mixes rows that are in place."""
-    folder = migrated(TWO, "none")
-    for loading in (TWO, THREE, FOUR, ALONE):
-        assert other_rows(folder, loading, SAVED_BY, "hook") == {IN_PLACE: 0, MIXED: 0}
-    assert other_rows(folder, TWO, SAVED_BY, "none")[IN_PLACE] not in (0, REFUSED)
 
 
 # What the ranks run

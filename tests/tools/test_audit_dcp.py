@@ -16,7 +16,8 @@ from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHO
 from ckpt_patches.cli import main
 from ckpt_patches.formats import damages
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
-from ckpt_patches.formats.dcp import Optimizer, untiled
+from ckpt_patches.formats.chunked import Chunked
+from ckpt_patches.formats.dcp import Optimizer
 from ckpt_patches.formats.dcp import optimizers as names_of
 from ckpt_patches.formats.torch_dist import INDEX, Tensor
 from dcp_checkpoints import generated, saved, saved_generated
@@ -240,7 +241,7 @@ def test_shapes_of_states_and_weights_agree(whole: Path) -> None:
     ],
 )
 def test_chunks_are_to_tile_a_tensor(chunks: dict[tuple[int, ...], tuple[int, ...]], why: str) -> None:
-    found = untiled(Tensor("weight", "float32", (4, 4), None, chunks))
+    found = Chunked(Tensor("weight", "float32", (4, 4), None, chunks)).untiled()
     assert why in found
     assert bool(why) == bool(found)
 

@@ -88,8 +88,10 @@ def test_an_ungated_mlp_is_whole(tmp_path: Path) -> None:
     assert "mixed_rows" not in names(audit(tmp_path / "ungated"))
 
 
-def test_repair_refuses_them_and_names_migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repair_and_migrate_refuse_them_and_name_the_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mixed"
     saved(path, 1, 2, MIXED)
-    assert main(["repair", str(path), "--output", str(tmp_path / "repaired")]) == 2
-    assert "`ckpt-patches migrate` puts them in place" in capsys.readouterr().err
+    for command, status in (("repair", 2), ("migrate", 1)):
+        assert main([command, str(path), "--output", str(tmp_path / "new")]) == status
+        assert "load it with the fix fsdp2_swiglu_rows on as many ranks" in capsys.readouterr().err
+        assert not (tmp_path / "new").exists()

@@ -177,7 +177,7 @@ REFUSED = {
     "shards of the weight overlap": (lap_weight, "layer.weight: its chunks have 30 elements, its shape (6, 4) has 24"),
     "shards overlap, and leave a gap": (slid, "embedding.weight: the chunk at (2, 0) overlaps another one"),
     "another shape than the weight": (other_shape, "expected"),
-    "a shape that does not divide": (uneven, "even parts of [8, 3]"),
+    "a shape that does not divide": (uneven, "of its parameter's shape [6, 4], found [8, 3]"),
     "a state that is not known": (unknown_state, "optimizer.state.momentum.layer.weight is not a known state"),
     "a state without its parameter": (without_its_weight, "is the state of layer.weight, which is not there"),
     "two names become one": (two_of_one_name, "several arrays would become optimizer.state.param.layer.weight"),
@@ -292,7 +292,7 @@ def test_what_is_absent_or_foreign_is_refused_before_a_byte_is_written(
     change, expected = NOT_COMPLETE[case]
     old, _ = checkpoint(tmp_path / "old", change)
     line = refused(capsys, old, tmp_path, *options, status=1)
-    assert f"{old} is damaged or incomplete, and nothing was written: {expected}" in line
+    assert f"{old} is damaged or incomplete, or was repaired, and nothing was written: {expected}" in line
     assert command_line.main(["fingerprint", str(old)]) == (0 if case == "a square" else 2)
     migrate(old, tmp_path / "new", "--damaged-as-is")
 
@@ -435,7 +435,7 @@ def test_damage_is_found_before_a_byte_is_written(
     kind = "unrounded_master" if value == 0.5 else "not_finite"
     migrate(old, tmp_path / "new", status=1)
     said = capsys.readouterr().err
-    assert f"{old} is damaged or incomplete, and nothing was written: {kind} {STATE}" in said
+    assert f"{old} is damaged or incomplete, or was repaired, and nothing was written: {kind} {STATE}" in said
     assert "--damaged-as-is" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
     new = migrate(old, tmp_path / "new", "--damaged-as-is")
