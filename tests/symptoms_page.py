@@ -14,8 +14,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "symptoms
 HEAD = """# Symptoms
 
 Every error text that a tool or a fix of this package answers, and every visible effect with its fix. `ckpt-patches
-explain "ERROR TEXT"` searches them. `…`, numbers and paths differ between runs. `python tests/symptoms_page.py` writes
-this page.
+explain "ERROR TEXT"` searches them. `…`, numbers and paths differ between runs.
 """
 
 
@@ -27,12 +26,12 @@ def text() -> str:
     for page in topics:
         for error, answer in page.errors.items():
             answers.setdefault((answer, page.name), []).append(_code(error))
-    by_error: dict[str, list[str]] = {}
-    for symptom in fixes:
-        for error in _longest(tuple(symptom.errors)):
-            by_error.setdefault(error, []).append(symptom.name)
+    by_fixes: dict[str, list[str]] = {}  # error texts with the same answer are one row
+    for error in sorted({error for fix in fixes for error in _longest(tuple(fix.errors))}, key=_letters):
+        own = ", ".join(_linked(fix.name) for fix in fixes if error in _longest(tuple(fix.errors)))
+        by_fixes.setdefault(own, []).append(_code(error))
     answered = (("<br>".join(own), answer, _linked(name)) for (answer, name), own in answers.items())
-    errors = ((_code(error), ", ".join(map(_linked, by_error[error]))) for error in sorted(by_error, key=_letters))
+    errors = (("<br>".join(own), links) for links, own in by_fixes.items())
     effects = [load(one.name) for one in fixes if not one.errors or load(one.name).silent]
     rows = ((*row(fix)[:3], _linked(fix.name)) for fix in sorted(effects, key=lambda f: _letters(f.symptom)))
     lines = [
