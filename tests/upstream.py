@@ -78,12 +78,11 @@ _PROGRAMS = {
         hybrid_reload layer_wise layer_wise_torch megatron_fsdp_saving megatron_healthy megatron_saving mixed_groups
         param_remainders proof padded_saving param_groups run_proof shifted_saving
     """,
-    ("bridge_imports", "megatron.core.optimizer", "torch._dynamo"): "bridge_finetune",
     CORE_ALONE: "strip_shapes",
     ("torch",): "damaged_zero dcp_loading dcp_saving",
     ZARR_WRITES: "zarr_failures zarr_race zarr_ranges",
     ZERO: """
-        convert foreign_files own_files same_universal autoep_training experts stage_settings universal_loading
+        convert foreign_files own_files same_universal autoep_training experts stage_settings
         explore_deepspeed zero3_slices zero_resuming zero_training write_parallel_checkpoint
     """,
 }
@@ -147,7 +146,6 @@ RELEASES: tuple[Release, ...] = (
             {*PACKAGES[TORCH].releases} - {INSTALLED_TORCH}, "not the installed torch; `make stacks` runs it"
         ),
     ),
-    *_table("megatron-bridge", ["0.3.1"], default="0.3.1", notes={}),
     *_table("numpy", ["2.2.6"], default="2.2.6", notes={}),
     *_table("triton", ["3.9.0"], default="3.9.0", notes={}),
 )
@@ -596,15 +594,32 @@ def newest_affected(fix: str) -> tuple[str, str]:
     return distribution, next(filter(loaded.affects, runnable(distribution)), newest(distribution))
 
 
-def shown(file: str, version: str, delivery: str, function: str = "bug", **keywords: Any) -> str:
-    """What a function of a fix's proof finds wrong on a release, in words, or an error of a rank; "" if nothing.
+def called(
+    file: str,
+    function: str,
+    *arguments: Any,
+    version: str,
+    delivery: str,
+    folder: Path | None = None,
+    layout: Sequence[int] = (),
+    **keywords: Any,
+) -> Any:
+    """What a function of a fix's proof returns on a release. It gets a folder, by default an empty one, and arguments.
 
-    `keywords` are those of `run`.
+    With a layout (ranks, pipeline stages, tensor-parallel size) it runs on these ranks of megatron-core, and this is
+    a list; see `proof.py`. `keywords` are those of `run`.
     """
     package = fix_files.package_of(Path(file).stem.removeprefix("test_"))
+    options = ["--folder", str(folder)] if folder else []
+    options += ["--arguments", json.dumps(arguments)] if arguments else []
     on = {"imports": IMPORTED.get(package, ()), **keywords}
-    found: str = run_json("proof", file, function, tree=tree(DISTRIBUTIONS[package], version), delivery=delivery, **on)
-    return found
+    root = tree(DISTRIBUTIONS[package], version)
+    return run_json("proof", file, function, *map(str, layout), *options, tree=root, delivery=delivery, **on)
+
+
+def shown(file: str, version: str, delivery: str, function: str = "bug", **keywords: Any) -> str:
+    """What a function of a fix's proof finds wrong on a release, in words, or an error of a rank; "" if nothing."""
+    return str(called(file, function, version=version, delivery=delivery, **keywords))
 
 
 # Options of pytest without this repository's settings.

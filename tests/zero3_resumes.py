@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from upstream import once, run, run_json, tree
+from upstream import once, run, tree
 from zero_checkpoints import PERMISSIVE, convert
 
 
@@ -25,23 +25,6 @@ def _saved(version: str, kind: str, ranks: int) -> Path:
         (out / "converted" / kind).rename(out / kind / "universal")
 
     return once(f"zero3-of-{version}-{kind}-{ranks}", train)
-
-
-def resumed(version: str, kind: str, ranks: int, delivery: str, *options: str, **keywords: Any) -> dict[str, Any]:
-    """The state of a run after the load, and its next steps."""
-    folder = saved(version, kind, ranks)
-    arguments: tuple[str | Path, ...] = ("resume", folder, "universal", kind, "--ranks", str(ranks), *options)
-    env = PERMISSIVE if delivery == "none" else {}
-    found = run_json(
-        "zero_training", *arguments, tree=tree("deepspeed", version), delivery=delivery, env=env, **keywords
-    )
-    assert isinstance(found, dict)
-    return found
-
-
-def uninterrupted(version: str, kind: str, ranks: int) -> dict[str, Any]:
-    """What `resumed` must return: equal main parameters, moments, steps and settings, and the next losses."""
-    return kept(saved(version, kind, ranks))
 
 
 def kept(folder: Path) -> dict[str, Any]:

@@ -1,13 +1,9 @@
 """dcp_async_copy: `dcp.async_save` writes the tensors of its step."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from ckpt_patches.engine.plan import Outcome, plan_tree
-from ckpt_patches.engine.registry import TORCH
 from upstream import INSTALLED_TORCH, affected, run_json, shown, tree, with_fix, without_fix
 
 RELEASES = affected("dcp_async_copy")
@@ -46,41 +42,6 @@ def test_a_cached_copy_is_of_the_last_save(tmp_path: Path) -> None:
 
 def test_a_sharded_tensor_without_a_shard_here_is_left_alone(tmp_path: Path) -> None:
     assert run_json("dcp_async_save", "empty", tmp_path, tree=tree("torch", INSTALLED_TORCH), delivery="hook") is True
-
-
-def test_a_fingerprint_refuses_a_save_of_the_next_step(tmp_path: Path) -> None:
-    without, with_it = (
-        run_json(
-            "dcp_async_save", "verified", tmp_path / delivery, tree=tree("torch", INSTALLED_TORCH), delivery=delivery
-        )
-        for delivery in ("none", "hook")
-    )
-    assert "scale" in without
-    assert with_it == "verified"
-
-
-def test_a_stager_of_another_kind_is_left_alone(tmp_path: Path) -> None:
-    """The fix does not match a stager that copies by functions that it does not know: `status` reports that."""
-    (installed,) = tree("torch", INSTALLED_TORCH).glob("torch/distributed/checkpoint")
-    copy = tmp_path / "torch/distributed/checkpoint"
-    copy.mkdir(parents=True)
-    for name in ("staging.py", "state_dict_saver.py"):
-        text = (installed / name).read_text()
-        (copy / name).write_text(text.replace("_create_cpu_state_dict(state_dict", "_staged_on_cpu(state_dict"))
-    (result,) = plan_tree(str(tmp_path), TORCH, ["dcp_async_copy"]).results
-    assert result.outcome is Outcome.NO_MATCH
-    assert "_create_cpu_state_dict in stage, found neither" in result.reason
-
-
-def test_import_of_torch_loads_nothing_of_ours() -> None:
-    """Only the finder is there: the hook and the fixes are loaded at the first module of checkpoints."""
-    ours = "sorted(name for name in sys.modules if name.startswith('ckpt_patches.hook.'))"
-    program = f"import sys, torch, torch.distributed; print({ours}); import torch.distributed.checkpoint; print({ours})"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
-        "[]",
-        "['ckpt_patches.hook.functions', 'ckpt_patches.hook.log_lines', 'ckpt_patches.hook.running']",
-    ]
 
 
 # What the ranks run

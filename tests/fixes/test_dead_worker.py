@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-import edits
-from upstream import affected, newest, newest_by_default, run_json, tree
+from upstream import affected, newest_by_default, run_json, tree
 
 pytestmark = pytest.mark.slow
 
@@ -50,10 +49,3 @@ def test_who_asks_no_other_rank_raises_alone(package: str, version: str, tmp_pat
 @each_release
 def test_upstream_waits_or_says_nothing(package: str, version: str, what: str, found: str, tmp_path: Path) -> None:
     assert told(package, version, "none", tmp_path, what, "--ranks", "1", "--blocking") == [found]
-
-
-def test_another_wait_for_the_worker_is_left_alone(tmp_path: Path) -> None:
-    fix = "async_dead_worker"
-    copy = edits.copy_of(tree("megatron-core", newest("megatron-core")), fix, tmp_path)
-    module = "megatron.core.dist_checkpointing.strategies.async_utils"
-    edits.check_left_alone(copy, fix, module, "_persistent_preload_q.join()", "_persistent_preload_q.wait()")

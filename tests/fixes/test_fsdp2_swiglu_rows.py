@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_patches.audit.audit import audit
+from ckpt_patches.cli import command_line
 from upstream import affected, newest, once, run, run_json, shown, tree, with_fix, without_fix
 
 RELEASES = affected("fsdp2_swiglu_rows")
@@ -32,6 +32,7 @@ IN_PLACE, MIXED = "", " of 0.18"  # as the release saves, and as those up to 0.1
 TWO, THREE, FOUR = ("--ranks", "2"), ("--ranks", "3"), ("--ranks", "4", "--tensor-parallel", "2")
 ALONE = ("--ranks", "1", "--without-fsdp2")
 REFUSED = "refused"
+TRUTH = "truth.json"  # the rows that the run had, beside its checkpoints
 
 
 def saved(ranks: Sequence[str], delivery: str = "hook", version: str = SAVED_BY) -> Path:
@@ -42,11 +43,6 @@ def saved(ranks: Sequence[str], delivery: str = "hook", version: str = SAVED_BY)
         run("fsdp2_rows", "save", folder, *ranks, tree=tree("megatron-core", version), delivery=delivery)
 
     return once(f"fsdp2-rows-{version}-{delivery}-{'-'.join(ranks)}", save)
-
-
-def mixed_by_audit(folder: Path) -> set[str]:
-    """The tensors in which the audit finds mixed rows."""
-    return {found.array for found in audit(folder).findings if found.kind.name == "mixed_rows"}
 
 
 def other_rows(folder: Path, ranks: Sequence[str], version: str, delivery: str) -> dict[str, int | str]:
@@ -90,17 +86,17 @@ def test_tensor_parallel_ranks(ranks: Sequence[str]) -> None:
         assert other_rows(saved(FOUR), ranks, NEWEST, "hook") == {IN_PLACE: 0, MIXED: mixed}
 
 
-def test_the_audit_tells_which_rows_are_mixed() -> None:
-    folder = saved(THREE)
-    states = ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
-    assert mixed_by_audit(folder / f"saved{MIXED}") == {f"{state}linear_fc1.weight" for state in states}
-    assert mixed_by_audit(folder / f"saved{IN_PLACE}") == set()
-
-
 @pytest.mark.slow
-def test_the_audit_finds_none_in_what_the_newest_release_saves() -> None:
-    assert mixed_by_audit(saved(TWO, "none") / f"saved{IN_PLACE}")
-    assert mixed_by_audit(saved(TWO, "none", NEWEST) / f"saved{IN_PLACE}") == set()
+@pytest.mark.parametrize("loading", [TWO, FOUR, ALONE], ids=" ".join)
+def test_the_newest_release_loads_what_a_release_without_the_fix_saved_and_was_migrated(
+    loading: Sequence[str], tmp_path: Path
+) -> None:
+    (tmp_path / TRUTH).symlink_to(saved(TWO, "none") / TRUTH)
+    for form in (IN_PLACE, MIXED):
+        old = saved(TWO, "none") / f"saved{form}"
+        assert command_line.main(["migrate", str(old), "--output", str(tmp_path / old.name)]) == 0
+    for delivery in ("none", "hook"):
+        assert other_rows(tmp_path, loading, NEWEST, delivery) == {IN_PLACE: 0, MIXED: 0}
 
 
 # What the ranks run

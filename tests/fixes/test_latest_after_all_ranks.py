@@ -39,15 +39,6 @@ def on_ranks(what: str, out: Path, version: str, delivery: str, kind: str = "sta
     return run_lines("latest_too_early", what, out, kind, env=PERMISSIVE, **on)
 
 
-def test_upstream_does_not_start_again_from_it(tmp_path: Path) -> None:
-    """Each restart fails, until a user selects the checkpoint before it."""
-    assert on_ranks("save", tmp_path, NEWEST, "none") == [{"latest": "second", "codes": [1, 3]}]
-    assert len(list((tmp_path / "second").glob("*_optim_states.pt"))) == 1
-    found = {one["rank"]: one for one in on_ranks("resume", tmp_path, NEWEST, "none")}
-    assert found[1]["error"].startswith("FileNotFoundError")
-    assert found[0] == {"rank": 0, "error": "", "tag": "second", "no moments": False}  # it waits for rank 1
-
-
 @pytest.mark.parametrize("kind", ["stage1", "stage2", "stage3"])
 def test_starts_again_from_the_one_before_it(kind: str, tmp_path: Path) -> None:
     (saved,) = on_ranks("save", tmp_path, NEWEST, "hook", kind)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import edits
 from upstream import affected, newest_affected, run, run_lines, shown, tree, with_fix, without_fix
 
 RELEASES = affected("legacy_expert_save")
@@ -30,7 +29,6 @@ def test_each_file_is_written_once_and_loads_as_it_was_saved(version: str, deliv
 
 FIX = "legacy_expert_save"
 NEWEST = newest_affected(FIX)[1]
-MODULE = "megatron.training.checkpointing"
 FILE = "iter_0000001/mp_rank_00/model_optim_rng.pt"
 
 
@@ -59,15 +57,6 @@ def test_a_save_that_would_write_over_them_is_refused_before_it_writes(tmp_path:
     assert refused["files"] == []
 
 
-@pytest.mark.slow
-def test_a_file_is_of_its_own_tensor_and_expert_parallel_rank(tmp_path: Path) -> None:
-    options = ("--ranks", 6, "--tp", 2, "--ep", 3)
-    assert len(line("none", "save", tmp_path / "none", *options)["files"]) == 3
-    assert len(line("hook", "save", tmp_path / "hook", *options)["files"]) == 6
-    for delivery in ("none", "hook"):  # such a checkpoint needs no fix to be loaded
-        assert line(delivery, "load", tmp_path / "hook", *options)["right"] == [True] * 6
-
-
 @pytest.mark.parametrize("version", [NEWEST, pytest.param("0.17.1", marks=pytest.mark.slow)])
 def test_context_parallel_ranks_have_files_of_their_own_of_the_layer_wise_optimizer(
     version: str, tmp_path: Path
@@ -92,22 +81,6 @@ def test_context_parallel_ranks_have_files_of_their_own_of_the_layer_wise_optimi
     assert "layer_wise_optimizer_1.pt" in resume("hook", "--lost", check=False).stderr
     for delivery in ("none", "hook"):  # without context parallelism the names are the same
         assert found(delivery, "--cp", "1") == {"errors": ["", ""], "files": both, "wrong": [0, 0]}
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("        or dp_rank == 0\n", "        or dp_rank <= 0\n"),
-        (
-            "    checkpoint_name = get_checkpoint_name(\n        save_dir,",
-            "    checkpoint_name = str(\n        save_dir,",
-        ),
-        ("        rank0=False,\n", "        rank0=bool(),\n"),
-    ],
-)
-def test_code_of_another_shape_is_left_alone(tmp_path: Path, old: str, new: str) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    edits.check_left_alone(copy, FIX, MODULE, old, new)
 
 
 # What the ranks run

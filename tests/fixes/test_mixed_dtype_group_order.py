@@ -56,13 +56,6 @@ def test_it_loads_on_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_release_reads_its_own_right_on_as_many_ranks_alone(tmp_path: Path) -> None:
-    line("none", "save", tmp_path, ranks=2)
-    assert line("none", "load", tmp_path, ranks=2) == {"differ": [], "error": ""}
-    assert line("none", "load", tmp_path, ranks=1)["differ"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["none", "hook"])
 def test_equal_weights_with_different_moments_are_refused(saved: str, tmp_path: Path) -> None:
     """Such states, as at a learning rate of 0, are refused: their owner is unknown."""

@@ -1,18 +1,14 @@
 """override_learning_rate: with the flag the real megatron-core resumes at the run's own rates."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import edits
-from megatron.patches.override_learning_rate import OptimizerParamScheduler
 from test_resume_param_groups import WITH_COLLISIONS, Run, differences, programs
-from upstream import affected, newest_affected, numbers, tree, with_fix, without_fix
+from upstream import affected, newest_affected, numbers, with_fix, without_fix
 
 FIX = "override_learning_rate"
-SCHEDULER = "megatron.core.optimizer_param_scheduler"
 AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 
@@ -79,13 +75,6 @@ def test_the_checkpoint_holds_where_it_is_asked_for(version: str, tmp_path: Path
     assert resumes(version, "hook", tmp_path, CHECKPOINT) == {name: [] for name in runs_for(version)}
 
 
-def test_with_neither_flag_upstreams_assertion_speaks(tmp_path: Path) -> None:
-    runs: list[Run] = [{"do": "save", "name": "x"}, {"do": "load", "name": "x", **NEW}]
-    for version in ("0.12.0", NEWEST):
-        _, ((found,)) = programs(version, "hook", tmp_path / version, runs)
-        assert found["error"].startswith("AssertionError: OptimizerParamScheduler: class input value 0.0005")
-
-
 def test_with_neither_flag_another_decoupled_rate_alone_is_a_warning(tmp_path: Path) -> None:
     """The checkpoint's rate stays, as the scheduler has none to compare, with a warning."""
     runs: list[Run] = [
@@ -102,18 +91,6 @@ def test_each_group_keeps_its_own_where_all_are_told_global_bounds(tmp_path: Pat
     """Groups keep their bounds if all get global ones after a load, as in Megatron-LM d98e8a64dd (2026-08-22)."""
     found = resumes(NEWEST, "hook", tmp_path, OVERRIDE, bounds_of_all=3e-4)
     assert found == {name: [] for name in runs_for(NEWEST)}
-
-
-@pytest.mark.slow
-def test_where_the_scheduler_is_loaded_first_the_rates_are_right_from_its_next_step_on(tmp_path: Path) -> None:
-    found = resumes(NEWEST, "hook", tmp_path, OVERRIDE, scheduler_first=True)
-    assert {key.rpartition("/")[2] for wrong in found.values() for key in wrong} == {"now"}
-
-
-def test_without_this_fix_alone_the_rate_of_the_checkpoint_stays(tmp_path: Path) -> None:
-    runs: list[Run] = [{"do": "save", "name": "x"}, {"do": "load", "name": "x", **NEW, **OVERRIDE}]
-    saved, loaded = programs(NEWEST, "hook", tmp_path, runs, fixes=["resume_param_groups"])
-    assert differences(saved, loaded) == []
 
 
 def test_what_an_overriding_resume_saves_is_the_runs_own(tmp_path: Path) -> None:
@@ -146,29 +123,3 @@ def test_rates_that_an_unpatched_resume_has_mixed_up_are_put_right(tmp_path: Pat
     for version in (WITH_COLLISIONS, NEWEST):
         (loaded,) = programs(version, "hook", tmp_path, [{"do": "load", "name": "y", **decoupled, **OVERRIDE}])
         assert differences(saved, loaded) == []
-
-
-def test_a_run_without_a_load_may_change_the_bounds_of_a_group(tmp_path: Path) -> None:
-    train = {"do": "train", **OVERRIDE}
-    plain, changed = programs(NEWEST, "hook", tmp_path, [train, {**train, "bounds_of_all": 3e-4}])
-    assert len(differences(plain, changed)) == 4
-
-
-def test_a_group_that_the_scheduler_was_not_made_with_is_told() -> None:
-    scheduler = OptimizerParamScheduler()
-    scheduler.own_bounds = [{"max_lr": 1.0}]
-    scheduler.optimizer = SimpleNamespace(param_groups=[{"max_lr": 2.0}, {"max_lr": 3.0}])
-    with pytest.raises(AssertionError, match="expected the 1 param groups that the scheduler was made with, found 2"):
-        scheduler._restore_own_bounds()
-    assert scheduler.optimizer.param_groups == [{"max_lr": 2.0}, {"max_lr": 3.0}]
-
-
-def test_upstreams_own_fix_is_there_already(tmp_path: Path) -> None:
-    """Megatron-LM#5213, on a side branch, is recognized by its method and the step's position."""
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    edits.rewrite(copy, SCHEDULER, "        self.step(increment=num_steps)\n", "")
-    last = '"weight decay incr style"\n            )\n'
-    theirs = "        self._restore_param_group_scheduler_overrides()\n        self.step(increment=num_steps)\n"
-    method = "\n    def _restore_param_group_scheduler_overrides(self):\n        pass\n"
-    edits.rewrite(copy, SCHEDULER, last, last + theirs + method)
-    edits.check_not_needed(copy, FIX)

@@ -10,15 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import edits
-from ckpt_patches.engine.format_patch import message_of, page
-from ckpt_patches.engine.registry import CORE
-from ckpt_patches.engine.series import plan_series
-from megatron.patches.resume_param_groups import MegatronOptimizer, _pair_param_groups
+from megatron.patches.resume_param_groups import _pair_param_groups
 from upstream import newest_affected, numbers, releases, run_json, tree, with_fix, without_fix
 
 FIX = "resume_param_groups"
-OPTIMIZER = "megatron.core.optimizer.optimizer"
-DISTRIB_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 VERSIONS = releases("megatron-core")
 NEWEST = newest_affected(FIX)[1]
 WITH_COLLISIONS = "0.18.2"
@@ -168,12 +163,6 @@ def test_a_resume_with_rates_of_a_group_that_has_another_says_so(tmp_path: Path)
     assert "settings saved for wd_mult 1.0, lr_mult 1.0, max_lr 0.001, min_lr 0.0001, eps" in new[0]["warnings"][0]
 
 
-def test_only_the_first_rank_says_so(tmp_path: Path) -> None:
-    runs: list[Run] = [{"do": "save", "name": "x"}, {"do": "load", "name": "x", "lr": 5e-4, "keep": "checkpoint"}]
-    _, loaded = programs(NEWEST, "hook", tmp_path, runs, "--stages")
-    assert [len(found["warnings"]) for found in loaded] == [2, 0]
-
-
 def test_a_group_without_a_saved_one_is_told_with_the_groups_of_both_sides(tmp_path: Path) -> None:
     """The error for an unpaired group lists the groups of both sides. Upstream continues at the main rate or fails."""
     runs: list[Run] = [{"do": "save", "name": "x"}, {"do": "load", "name": "x", "decoupled_lr": 1e-4}]
@@ -203,45 +192,12 @@ def test_what_an_unpatched_resume_has_saved_goes_on_as_it_was_and_is_told(tmp_pa
     assert "max_lr 0.0001" in warning.partition("resumes with")[2]
 
 
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        (OPTIMIZER, "return final_groups", "return list(final_groups)"),
-        (DISTRIB_OPTIMIZER, "    inner_state_dict = self.optimizer.state_dict()\n", ""),
-        (DISTRIB_OPTIMIZER, "param_groups_map = {}", "param_groups_map = dict()"),
-    ],
-)
-def test_code_of_another_shape_is_left_alone(tmp_path: Path, module: str, old: str, new: str) -> None:
-    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
-    edits.check_left_alone(copy, FIX, module, old, new)
-
-
-# By release, the text about its bug. No other release's patch contains it.
-WRONG = {
-    **dict.fromkeys(("0.12.0", "0.13.1"), "paired by index"),
-    "0.16.1": "the last one wins",
-    NEWEST: "a resume with another `--lr`",
-}
-
-
-@pytest.mark.parametrize("version", WRONG)
-def test_the_message_of_the_patch_is_about_the_bug_of_the_release(version: str) -> None:
-    (patch,) = plan_series(str(tree("megatron-core", version)), CORE, [FIX]).patches
-    message = " ".join(message_of(page(FIX).read_text(), patch).body.split())
-    assert {text for text in WRONG.values() if text in message} == {WRONG[version]}
-    assert ("dictionary" in message) == (WRONG[version] != "paired by index")
-
-
 # As in 0.13.0 to 0.18.2.
 KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 def pairs_of(current: list[Run], saved: list[Run], keys: tuple[str, ...] = KEYS) -> dict[int, int]:
     return _pair_param_groups(current, saved, keys)
-
-
-def test_releases_without_keys_of_their_own_have_those_of_the_next_ones() -> None:
-    assert MegatronOptimizer._saved_param_groups_in_order.__defaults__ == (KEYS,)
 
 
 # The pairing function. Each group has its own traits; its kind is the first two of them.
@@ -291,43 +247,9 @@ def test_groups_in_any_order_and_at_any_new_rate_find_their_own(
             assert found[index] == order.index(index)
 
 
-@given(traits=TRAITS, factor=st.sampled_from([0.1, 1.0, 3.0]))
-def test_a_run_that_loads_its_own_groups_changes_nothing(traits: list[Any], factor: float) -> None:
-    """Groups paired with themselves stay in place, also with duplicates. Every sharded load does this first."""
-    groups = scaled([group(*one) for one in [*traits, *traits[:2]]], factor)
-    assert pairs_of(groups, groups) == {index: index for index in range(len(groups))}
-
-
-@given(ours=TRAITS, theirs=TRAITS)
-def test_a_group_gets_its_own_settings_or_those_of_the_only_one_of_its_kind(ours: list[Any], theirs: list[Any]) -> None:
-    """A group pairs with an equal one, or with the only one of its kind. A rate of its own is part of the kind."""
-    pairs = pairs_of([group(*one) for one in ours], [group(*one) for one in theirs])
-    assert len(set(pairs.values())) == len(pairs)
-    for index, pair in pairs.items():
-        kind = ours[index][:2]
-        assert theirs[pair][:2] == kind
-        assert ours[index] == theirs[pair] or [one[:2] for one in (*ours, *theirs)].count(kind) == 2
-
-
 ORDINARY, NO_DECAY = (1.0, 1.0, False), (0.0, 1.0, False)
 MAIN, EMBEDDING = group(ORDINARY, False, (1e-3, 1e-4)), group(ORDINARY, True, (1e-4, 1e-5))
 BIASES = group(NO_DECAY, False, (1e-3, 1e-4))
-
-
-def test_what_an_unpatched_resume_has_put_on_all_is_theirs() -> None:
-    assert pairs_of([MAIN, BIASES, EMBEDDING], [BIASES, EMBEDDING, EMBEDDING]) == {0: 1, 1: 0, 2: 2}
-
-
-def test_two_groups_that_nothing_tells_apart_take_the_settings_of_one() -> None:
-    assert pairs_of([BIASES, MAIN, BIASES], [BIASES, MAIN]) == {0: 0, 1: 1, 2: 0}
-
-
-def test_optimizers_tell_groups_apart_where_all_say_theirs() -> None:
-    """The key `optimizer` counts only if all groups have it. Upstream has it since 0.19."""
-    keys = (*KEYS, "optimizer")
-    adam, muon = ({**MAIN, "optimizer": name} for name in ("adam", "muon"))
-    assert pairs_of([adam, muon], [muon, adam], keys) == {0: 1, 1: 0}
-    assert pairs_of([adam, BIASES], [MAIN, BIASES], keys) == {0: 0, 1: 1}
 
 
 @pytest.mark.parametrize(
@@ -348,22 +270,3 @@ def test_optimizers_tell_groups_apart_where_all_say_theirs() -> None:
 )
 def test_what_cannot_be_told_is_no_pair(current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     assert len(pairs_of(current, saved)) < len(current)
-
-
-def test_a_saved_group_that_this_run_does_not_have_is_left() -> None:
-    assert pairs_of([MAIN, BIASES], [BIASES, EMBEDDING, MAIN]) == {0: 2, 1: 0}
-
-
-def test_names_of_nemo_and_of_older_releases() -> None:
-    nemo = [{"pre_wd_mult": one["wd_mult"], "pre_lr_mult": 1.0, "max_lr": one["max_lr"]} for one in (MAIN, BIASES)]
-    assert pairs_of([BIASES, MAIN], nemo) == {0: 1, 1: 0}
-    without = [{"wd_mult": 1.0, "max_lr": 1e-3, "min_lr": 1e-4}, {**BIASES, "lr_mult": None}]
-    assert pairs_of([BIASES, MAIN], without) == {0: 1, 1: 0}
-    older = [{key: value for key, value in one.items() if key != "default_config"} for one in (MAIN, EMBEDDING)]
-    older[1]["is_decoupled_lr"] = True
-    assert pairs_of(scaled([EMBEDDING, MAIN], 0.1), older) == {0: 1, 1: 0}
-
-
-def test_groups_that_say_nothing_are_taken_in_their_order() -> None:
-    """Groups without these keys are paired in order, as for an optimizer built in another way."""
-    assert pairs_of([{"lr": 1.0}, {"lr": 2.0}], [{"lr": 1.0}, {"lr": 2.0}]) == {0: 0, 1: 1}

@@ -118,26 +118,3 @@ def test_other_trainings(stage: int, saved: tuple[str, ...], tmp_path: Path) -> 
     resumed(tmp_path, NEWEST, stage, "--ep", "2", "4", "1", *options, saved=saved, delivery="hook", fixes=(FIX,))
     for ep in EXPERT_PARALLEL:
         check_is_where_the_training_was(tmp_path / f"ep{ep}", trained(NEWEST, stage, *saved).parent)
-
-
-@more
-def test_upstream_loads_other_experts_where_one_rank_has_saved(tmp_path: Path) -> None:
-    """Each rank silently loads the first experts."""
-    resumed(tmp_path, NEWEST, 1, "--ep", "4", saved=("--ep", "1"))
-    expected = states(trained(NEWEST, 1, "--ep", "1").parent)
-    found = states(tmp_path / "ep4")
-    wrong = {name for name in expected if not found[name]["fp32"].equal(expected[name]["fp32"])}
-    experts_of = "experts.deepspeed_moe.experts.deepspeed_experts."
-    assert wrong == {name for name in expected if name.startswith(experts_of) and name[len(experts_of)] != "0"}
-    assert found[f"{experts_of}3.0.weight"]["fp32"].equal(expected[f"{experts_of}0.0.weight"]["fp32"])
-
-
-@more
-def test_what_an_old_release_has_saved_is_converted_after_a_resume(tmp_path: Path) -> None:
-    old = trained("0.16.2", 1)
-    refused = ours(old, tmp_path / "old", "--inject_missing_state", check=False)
-    assert refused.returncode == 2
-    assert "resume on the same ranks with a later one" in refused.stderr
-    run("experts", tmp_path / "new", "1", "--resume", old, tree=tree("deepspeed", NEWEST))
-    check_is_where_the_training_was(tmp_path / "new", old.parent, losses=False)
-    ours(tmp_path / "new/global_step8", tmp_path / "universal", "--inject_missing_state")

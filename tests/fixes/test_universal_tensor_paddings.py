@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import edits
-from ckpt_patches.engine.plan import Outcome
-from upstream import affected, newest, releases, run, run_json, shown, tree, with_fix, without_fix
+from upstream import affected, newest, releases, run_json, shown, tree, with_fix, without_fix
 from zero_checkpoints import CRASH, convert, converted, differences, dp768, losses, trained
 
 RELEASES = affected("universal_tensor_paddings")[-1:]
@@ -51,45 +49,12 @@ def test_converts_what_was_trained(version: str, delivery: str, checkpoints: dic
         assert differences(converted(tmp_path / kind), source) == []
 
 
-def test_the_report_dp768_upstream(tmp_path: Path) -> None:
-    assert convert(tmp_path, dp768()["dp768"], version=NEW_WRITER, delivery="none") == {"dp768": CRASH}
-
-
 @pytest.mark.parametrize("version", ["0.15.0", NEW_WRITER])
 def test_the_report_dp768(version: str, tmp_path: Path) -> None:
     """The reported checkpoint converts: 65 x 4096 elements on 768 partitions of 348; the padding is 1024."""
     source = dp768()["dp768"]
     assert convert(tmp_path, source, version=version, delivery="hook", by_upstream=True) == {"dp768": ""}
     assert differences(converted(tmp_path / "dp768"), source) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("how", "version"), [("module", NEW_WRITER), ("script", NEW_WRITER), ("script", OLD_WRITER)])
-def test_as_a_program(how: str, version: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """The output is right as `python -m`, and as a script: its __main__ bypasses the hook, but not its imports."""
-    arguments = ("--input_folder", checkpoints["stage1"], "--output_folder", tmp_path / "universal")
-    env = {"CKPT_PATCHES_SKIP": "universal_converter"}
-    run("converter_as", how, *arguments, tree=tree("deepspeed", version), delivery="hook", env=env)
-    assert differences(converted(tmp_path / "universal"), checkpoints["stage1"]) == []
-
-
-@pytest.mark.slow
-def test_upstream_crashes_as_a_script(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    arguments = ("--input_folder", checkpoints["stage1"], "--output_folder", tmp_path / "universal")
-    done = run("converter_as", "script", *arguments, tree=tree("deepspeed", NEW_WRITER), check=False)
-    assert done.returncode == 1
-    assert CRASH in done.stderr
-
-
-@pytest.mark.slow
-def test_spawned_workers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Spawned workers convert correctly: new interpreters import the converter themselves."""
-    options = ("--start-method", "spawn")
-    found = convert(
-        tmp_path, checkpoints["stage1"], version=NEW_WRITER, delivery="hook", by_upstream=True, options=options
-    )
-    assert found == {"stage1": ""}
-    assert differences(converted(tmp_path / "stage1"), checkpoints["stage1"]) == []
 
 
 @pytest.mark.parametrize(("kind", "version"), [("stage1", OLD_WRITER), ("bf16_optimizer", NEW_WRITER)])
@@ -106,27 +71,6 @@ def test_resumes_on_another_number_of_ranks(
 
 
 # The edits themselves
-
-STRIP_AT_MOST = "raw_length = max(0, state_value.numel() - group_paddings[key])"
-
-
-@pytest.fixture(params=["0.15.0", OLD_WRITER, NEW_WRITER])
-def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """The edited files of a release, writable."""
-    return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
-
-
-def test_fixed_upstream_in_another_form(copy: Path) -> None:
-    """A release that bounds the length in its own way and asks for no stripping needs no edit."""
-    edits.write(edits.plan(copy, FIX)[1])
-    edits.rewrite(
-        copy,
-        "deepspeed.checkpoint.zero_checkpoint",
-        STRIP_AT_MOST,
-        STRIP_AT_MOST.replace("0, ", "").replace("[key])", "[key], 0)"),
-    )
-    result, plan = edits.plan(copy, FIX)
-    assert (result.outcome, plan.files) == (Outcome.NOT_NEEDED, {})
 
 
 # What the ranks run

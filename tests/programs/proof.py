@@ -1,11 +1,13 @@
-"""Call a proof's function (tests/fixes/) with an empty folder, and print what it returns, as JSON.
+"""Call a proof's function (tests/fixes/) with a folder, and print what it returns, as JSON.
 
-    proof.py FILE FUNCTION [RANKS [PIPELINE_STAGES]]
+    proof.py FILE FUNCTION [RANKS [PIPELINE_STAGES [TENSOR_PARALLEL]]] [--folder FOLDER] [--arguments JSON]
 
-With RANKS it is called with the rank as well, on each of these ranks of megatron-core. Without, it starts ranks itself,
-and an error of one of them is what it returns.
+Without FOLDER it gets an empty one; the arguments, a list, come after it. With RANKS it is called with the rank before
+it, on each of these ranks of megatron-core. Without, it starts ranks itself, and an error of one of them is what it
+returns.
 """
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -18,28 +20,35 @@ from trainers.ranks import RankError
 
 
 def main() -> None:
-    file, function, *layout = sys.argv[1:]
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", type=Path)
+    parser.add_argument("function")
+    parser.add_argument("layout", type=int, nargs="*")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--arguments", type=json.loads, default=[])
+    args = parser.parse_args()
+    spec = importlib.util.spec_from_file_location(args.file.stem, args.file)
     assert spec
     assert spec.loader
     proof = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(proof)
-    with tempfile.TemporaryDirectory() as folder:
-        found = call(vars(proof)[function], Path(folder, "checkpoint"), list(map(int, layout)))
-    print(json.dumps(found), flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary, "checkpoint")
+        found = call(vars(proof)[args.function], folder, args.layout, args.arguments)
+    print("\n" + json.dumps(found), flush=True)
 
 
-def call(function: Callable[..., Any], folder: Path, layout: list[int]) -> Any:
+def call(function: Callable[..., Any], folder: Path, layout: list[int], arguments: list[Any]) -> Any:
     if not layout:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         try:
-            return function(folder)
+            return function(folder, *arguments)
         except RankError as error:
             return str(error).replace(f"{folder}/", "")
     from trainers import megatron_training as mt
 
-    ranks, *stages = layout
-    return mt.results(function, ranks, folder, parallel=(1, stages[0] if stages else 1))
+    ranks, stages, tensor = [*layout, 1, 1][:3]
+    return mt.results(function, ranks, folder, *arguments, parallel=(tensor, stages))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from zero_resumes import PROGRAM
 
 pytestmark = pytest.mark.slow
 
+FIXES_TESTED = Path(__file__).parent.with_name("fixes")
 CAUGHT = "FingerprintError: resume differs: "
 
 
@@ -70,11 +71,9 @@ def test_a_load_is_caught(bug: Bug, tmp_path: Path) -> None:
 
 def test_a_second_universal_load_that_leaves_the_masters_as_they_are(tmp_path: Path) -> None:
     """The second load is detected. The result of `safe_get_full_fp32_param` is not part of the state."""
-    release = "0.19.2"
-    output("universal_loading", "write", tmp_path, "stage1", release=release)
-    resume = ("universal_loading", "resume", tmp_path, "stage1")
-    assert output(*resume, release=release).count("resume verified: ") == 2
-    wrong = output(*resume, release=release, skip="universal_fragment_rebind")
+    release, proof = "0.19.2", FIXES_TESTED / "test_universal_fragment_rebind.py"
+    assert output("proof", proof, "two_loads", release=release).count("resume verified: ") == 4  # of two cases
+    wrong = output("proof", proof, "two_loads", release=release, skip="universal_fragment_rebind")
     assert (wrong.count("resume verified: "), CAUGHT in wrong) == (1, True)
 
 
@@ -98,7 +97,7 @@ def test_experts_of_another_rank(tmp_path: Path, capfd: pytest.CaptureFixture[st
 
 def test_frozen_parameters_and_buffers_are_verified_and_missed() -> None:
     """With the fix, both are verified at stages 1 and 3 on another number of ranks; upstream loads neither."""
-    proof = Path(__file__).parent.with_name("fixes") / "test_universal_frozen_and_buffers.py"
+    proof = FIXES_TESTED / "test_universal_frozen_and_buffers.py"
     verified = output("proof", proof, "bug_of_two", release=newest("deepspeed"), check=True)
     what = "resume verified: 7 parameters, 17 states, 1 buffer, settings, counters, loss scale, "
     assert verified.count(what) == 2

@@ -3,25 +3,19 @@
 dcp_async_save.py id|writer FOLDER [KIND ...]     prints the kinds of tensors whose saved values are of the step
 dcp_async_save.py cached FOLDER                   prints a scalar DTensor's staged value of two saves, at 0 and at 1
 dcp_async_save.py empty FOLDER                    prints whether a sharded tensor without a shard is staged as it is
-dcp_async_save.py verified FOLDER                 prints what a run's fingerprint says of such a save, once it is loaded
 """
 
 import json
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, TensorProperties
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckpt_patches import fingerprint
 from trainers import dcp_saving
 from trainers.ranks import free_port
 
@@ -53,58 +47,12 @@ def is_staged_as_it_is() -> bool:
     return BlockingAsyncStager().stage({"weight": tensor})["weight"] is tensor
 
 
-class Scaled(torch.nn.Module):
-    """A model with a learned temperature, as tensor parallelism has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(dcp_saving.KINDS["scalar DTensor"](torch.ones(dcp_saving.SHAPE)))
-
-    def forward(self) -> torch.Tensor:
-        return self.scale * self.scale
-
-
-def said_of_a_resume(folder: Path) -> str:
-    """What `prove` says of the state that a save before a step has, loaded after it."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    model = Scaled()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def step() -> None:
-        model().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    record = fingerprint.of_training(model, optimizer)
-    stepped = threading.Event()
-    writer, planner = dcp.FileSystemWriter(folder), dcp_saving.AfterStep(stepped)
-    saving = dcp.async_save(state_of(model, optimizer), storage_writer=writer, planner=planner)
-    step()
-    stepped.set()
-    saving.result()
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    try:
-        fingerprint.prove(model, optimizer, record)
-    except fingerprint.FingerprintError as error:
-        return str(error)
-    finally:
-        dist.destroy_process_group()
-    return "verified"
-
-
-def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-
-
 def main(target: str, folder: Path, *kinds: str) -> None:
     if target == "empty":
         print(json.dumps(is_staged_as_it_is()))
         return
-    if target in ("cached", "verified"):
-        print(json.dumps(staged_values() if target == "cached" else said_of_a_resume(folder)))
+    if target == "cached":
+        print(json.dumps(staged_values()))
         return
     chosen = {"kinds": kinds} if kinds else {}
     print(json.dumps(dcp_saving.save_and_step(0, folder, by_writer=target == "writer", **chosen)))
