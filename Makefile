@@ -42,9 +42,9 @@ bench: $(VENV)/ready
 explore: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m explore
 
-# The stacks that people run, each in an environment of its own that pip makes: `make stacks [ROW=verl_0.9] [KEEP=1]`.
-# A row takes minutes, and gigabytes in .stacks/ while it runs. FIX=…: a fix alone. ROW=hugging_face: Transformers and
-# Accelerate. It prints a table with the result of each row; docs/reference/compatibility.md is written by hand.
+# `make prove` in an environment of each stack that people run, which pip makes: `make stacks [ROW=verl_0.9] [KEEP=1]`.
+# A row takes minutes, and gigabytes in .stacks/ while it runs. ROW=hugging_face: Transformers and Accelerate. It prints
+# a line for each row; docs/reference/compatibility.md is written by hand.
 stacks: $(VENV)/ready
 	PYTHONPATH=tests $(PY) -m stacks
 

@@ -74,16 +74,15 @@ IMPORTED = {CORE: MEGATRON, DEEPSPEED: ZERO, TORCH: ("torch",)}  # by proofs, by
 # The programs by these modules.
 _PROGRAMS = {
     MEGATRON: """
-        async_saving empty_state exact_resume explore_megatron fsdp2_rows expert_rng gpt_resume hybrid_old_step
-        hybrid_reload layer_wise layer_wise_torch megatron_fsdp_saving megatron_healthy megatron_saving mixed_groups
-        param_remainders proof padded_saving param_groups run_proof shifted_saving
+        async_saving exact_resume explore_megatron expert_rng gpt_resume layer_wise layer_wise_torch
+        megatron_fsdp_saving megatron_healthy megatron_saving proof param_groups run_proof shifted_saving
     """,
     CORE_ALONE: "strip_shapes",
     ("torch",): "damaged_zero dcp_loading dcp_saving",
-    ZARR_WRITES: "zarr_failures zarr_race zarr_ranges",
+    ZARR_WRITES: "zarr_race",
     ZERO: """
-        convert foreign_files own_files same_universal autoep_training experts stage_settings
-        explore_deepspeed zero3_slices zero_resuming zero_training write_parallel_checkpoint
+        convert foreign_files own_files same_universal autoep_training experts explore_deepspeed zero3_slices
+        zero_resuming zero_training write_parallel_checkpoint
     """,
 }
 IMPORTS = {program: modules for modules, programs in _PROGRAMS.items() for program in programs.split()}

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from upstream import affected, run_json, tree, with_fix, without_fix
+from upstream import affected, called, with_fix, without_fix
 
 AFFECTED = affected("chained_group_steps")
 
 
 def steps_after_a_resume(version: str, delivery: str, function: str = "resume") -> Any:
     """The steps of the groups with parameters on the second stage: those of the dense layer, those of the expert."""
-    found = run_json("proof", __file__, function, "2", "2", tree=tree("megatron-core", version), delivery=delivery)
+    found = called(__file__, function, version=version, delivery=delivery, layout=[2, 2])
     return found[1]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from upstream import affected, newest_affected, run_json, tree, with_fix, without_fix
+from upstream import affected, called, newest_affected, with_fix, without_fix
 
 FIX = "ckpt_step_non_persistent"
 AFFECTED = affected(FIX)
@@ -13,7 +13,7 @@ AFFECTED = affected(FIX)
 
 def resumed(version: str, delivery: str, function: str = "resume") -> Any:
     """The iteration that a resume goes on from, and the one whose weights, main parameters and moments it has."""
-    return run_json("proof", __file__, function, "2", tree=tree("megatron-core", version), delivery=delivery)[0]
+    return called(__file__, function, version=version, delivery=delivery, layout=[2])[0]
 
 
 @without_fix(AFFECTED)

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from upstream import affected, run_json, tree, with_fix, without_fix
+from upstream import affected, called, with_fix, without_fix
 
 AFFECTED = affected("ckpt_step_optimizer")
 
 
 def resumed(version: str, delivery: str) -> Any:
     """The iteration that `--ckpt-step 3` goes on from, and which iteration's weights and optimizer state it loads."""
-    found = run_json("proof", __file__, "resume", "2", tree=tree("megatron-core", version), delivery=delivery)
+    found = called(__file__, "resume", version=version, delivery=delivery, layout=[2])
     return found[0]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from upstream import affected, run_json, tree, with_fix, without_fix
+from upstream import affected, called, with_fix, without_fix
 
 AFFECTED = affected("dcp_empty_group")
 SETTINGS = ["betas", "eps", "lr", "weight_decay"]
@@ -13,8 +13,7 @@ SETTINGS = ["betas", "eps", "lr", "weight_decay"]
 
 def resumed(version: str, delivery: str, function: str = "resume") -> Any:
     """Of the group without parameters, the settings that are as they were saved; and the error of the next step."""
-    root = tree("torch", version)
-    return run_json("proof", __file__, function, tree=root, delivery=delivery, imports=("torch",))
+    return called(__file__, function, version=version, delivery=delivery)
 
 
 @without_fix(AFFECTED)

@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 
-from upstream import affected, run_json, tree, with_fix, without_fix
+from upstream import affected, called, with_fix, without_fix
 
 AFFECTED = affected("dcp_touched_state")
 
 
 def resumed(version: str, delivery: str, function: str = "resume") -> Any:
     """The names of the states that a resume has restored as they were saved, of those that the saved run had."""
-    root = tree("torch", version)
-    return run_json("proof", __file__, function, tree=root, delivery=delivery, imports=("torch",))
+    return called(__file__, function, version=version, delivery=delivery)
 
 
 @without_fix(AFFECTED)

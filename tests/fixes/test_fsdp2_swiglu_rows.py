@@ -1,7 +1,8 @@
 """fsdp2_swiglu_rows: the rows of SwiGLU under torch FSDP2 are loaded on other ranks as they were."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_patches.cli import command_line
-from upstream import affected, newest, once, run, run_json, shown, tree, with_fix, without_fix
+from upstream import affected, called, newest, once, shown, with_fix, without_fix
 
 RELEASES = affected("fsdp2_swiglu_rows")
 
@@ -29,38 +30,34 @@ def test_all_rows_are_as_saved(version: str, delivery: str) -> None:
 
 SAVED_BY, NEWEST = "0.18.2", newest("megatron-core")  # the last release that mixes rows, and one that does not
 IN_PLACE, MIXED = "", " of 0.18"  # as the release saves, and as those up to 0.18 do
-TWO, THREE, FOUR = ("--ranks", "2"), ("--ranks", "3"), ("--ranks", "4", "--tensor-parallel", "2")
-ALONE = ("--ranks", "1", "--without-fsdp2")
+Layout = tuple[int, int, bool]  # ranks, tensor-parallel size, FSDP2
+TWO, THREE, FOUR, ALONE = (2, 1, True), (3, 1, True), (4, 2, True), (1, 1, False)
 REFUSED = "refused"
 TRUTH = "truth.json"  # the rows that the run had, beside its checkpoints
 
 
-def saved(ranks: Sequence[str], delivery: str = "hook", version: str = SAVED_BY) -> Path:
+def saved(layout: Layout, delivery: str = "hook") -> Path:
     """The folder of a run: its checkpoints, and the rows that it had."""
-
-    def save(folder: Path) -> None:
-        folder.mkdir()
-        run("fsdp2_rows", "save", folder, *ranks, tree=tree("megatron-core", version), delivery=delivery)
-
-    return once(f"fsdp2-rows-{version}-{delivery}-{'-'.join(ranks)}", save)
+    name = f"fsdp2-rows-{delivery}-{layout}"
+    on: dict[str, Any] = {"version": SAVED_BY, "delivery": delivery}
+    return once(name, lambda folder: called(__file__, "save_on", *layout[:2], folder=folder, **on))
 
 
-def other_rows(folder: Path, ranks: Sequence[str], version: str, delivery: str) -> dict[str, int | str]:
+def other_rows(folder: Path, layout: Layout, version: str, delivery: str) -> dict[str, int | str]:
     """The number of rows that differ from the saved run after a load, or `refused`, by form."""
-    found: dict[str, int | str] = run_json(
-        "fsdp2_rows", "load", folder, *ranks, tree=tree("megatron-core", version), delivery=delivery
-    )
+    on: dict[str, Any] = {"version": version, "delivery": delivery}
+    found: dict[str, int | str] = called(__file__, "load_on", *layout, folder=folder, **on)
     return found
 
 
-@pytest.mark.parametrize("ranks", [TWO, ALONE], ids=" ".join)
-def test_the_newest_release_loads_what_the_fix_saved_on_three_ranks(ranks: Sequence[str]) -> None:
+@pytest.mark.parametrize("ranks", [TWO, ALONE], ids=str)
+def test_the_newest_release_loads_what_the_fix_saved_on_three_ranks(ranks: Layout) -> None:
     """All rows are right, though the middle rank has rows of W and of V."""
     assert other_rows(saved(THREE), ranks, NEWEST, "none")[IN_PLACE] == 0
 
 
-@pytest.mark.parametrize("ranks", [TWO, THREE], ids=" ".join)
-def test_mixed_rows_of_three_ranks_load_on_as_many_and_are_refused_on_others(ranks: Sequence[str]) -> None:
+@pytest.mark.parametrize("ranks", [TWO, THREE], ids=str)
+def test_mixed_rows_of_three_ranks_load_on_as_many_and_are_refused_on_others(ranks: Layout) -> None:
     """Mixed rows are identified by the rank that wrote each chunk, not by the number of chunks."""
     mixed = 0 if ranks == THREE else REFUSED
     assert other_rows(saved(THREE), ranks, SAVED_BY, "hook") == {IN_PLACE: 0, MIXED: mixed}
@@ -78,8 +75,8 @@ def test_a_release_saves_mixed_rows_and_the_newest_one_loads_them_with_the_fix()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [TWO, THREE, FOUR, ALONE], ids=" ".join)
-def test_tensor_parallel_ranks(ranks: Sequence[str]) -> None:
+@pytest.mark.parametrize("ranks", [TWO, THREE, FOUR, ALONE], ids=str)
+def test_tensor_parallel_ranks(ranks: Layout) -> None:
     mixed = 0 if ranks == FOUR else REFUSED
     assert other_rows(saved(FOUR), ranks, SAVED_BY, "hook") == {IN_PLACE: 0, MIXED: mixed}
     if ranks != THREE:
@@ -87,9 +84,9 @@ def test_tensor_parallel_ranks(ranks: Sequence[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loading", [TWO, FOUR, ALONE], ids=" ".join)
+@pytest.mark.parametrize("loading", [TWO, FOUR, ALONE], ids=str)
 def test_the_newest_release_loads_what_a_release_without_the_fix_saved_and_was_migrated(
-    loading: Sequence[str], tmp_path: Path
+    loading: Layout, tmp_path: Path
 ) -> None:
     (tmp_path / TRUTH).symlink_to(saved(TWO, "none") / TRUTH)
     for form in (IN_PLACE, MIXED):
@@ -104,34 +101,45 @@ def test_the_newest_release_loads_what_a_release_without_the_fix_saved_and_was_m
 FC1 = "linear_fc1.weight"
 MOMENT = f"optimizer.state.exp_avg.{FC1}"
 
-FORMS = ("", " of 0.18")  # as this release saves, and as releases up to 0.18 did
+FORMS = (IN_PLACE, MIXED)
 WHY_REFUSED = "The rows of W and V are mixed in"
-
-
-SAVING = 2  # ranks
 LOADS = ((2, "under FSDP2"), (1, "without FSDP2"))
 
 
 def bug(folder: Path) -> str:
+    rows = save_on(folder, 2, 1)
+    found = []
+    for ranks, how in LOADS:
+        for form, wrong in load_on(folder, ranks, 1, how == "under FSDP2").items():
+            if wrong not in (0, REFUSED):
+                by = f"saved by 2 ranks{form}, loaded by {ranks} {how}"
+                found.append(f"{by}: {wrong} of {rows} rows are others")
+    return "; ".join(found)
+
+
+def save_on(folder: Path, ranks: int, tensor_parallel: int) -> int:
+    """Save in each form, and the rows beside it. Returns their number."""
     from trainers import megatron_training as mt
 
-    saved = mt.results(save, SAVING, folder)
-    return "; ".join(text for ranks, how in LOADS for text in loaded_as_others(folder, saved, ranks, how))
+    saved = mt.results(save, ranks, folder, parallel=(tensor_parallel, 1))
+    (folder / TRUTH).write_text(json.dumps(saved))
+    return sum(map(len, whole([rank[IN_PLACE] for rank in saved]).values()))
 
 
-def loaded_as_others(folder: Path, saved: list[Any], ranks: int, how: str) -> Iterator[str]:
+def load_on(folder: Path, ranks: int, tensor_parallel: int, fsdp2: bool) -> dict[str, int | str]:
+    """By form, the number of rows that differ from the saved run's."""
     from trainers import megatron_training as mt
 
-    loaded = mt.results(load, ranks, folder, how == "under FSDP2")
+    loaded = mt.results(load, ranks, folder, fsdp2, parallel=(tensor_parallel, 1))
+    saved = json.loads((folder / TRUTH).read_text())
+    found: dict[str, int | str] = {}
     for form in FORMS:
         if None in [rank[form] for rank in loaded]:
-            continue  # an error
-        truth, found = (whole([rank[form] for rank in of_run]) for of_run in (saved, loaded))
-        wrong = sum(int((truth[name] != found[name]).any(1).sum()) for name in truth)
-        rows = sum(map(len, truth.values()))
-        by = f"saved by {SAVING} ranks{form}, loaded by {ranks} {how}"
-        if wrong:
-            yield f"{by}: {wrong} of {rows} rows are others"
+            found[form] = REFUSED
+            continue
+        truth, own = (whole([rank[form] for rank in of_run]) for of_run in (saved, loaded))
+        found[form] = sum(int((truth[name] != own[name]).any(1).sum()) for name in truth)
+    return found
 
 
 def write_as_torch_asks() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from upstream import affected, newest_affected, run_json, shown, tree, with_fix, without_fix
+from upstream import affected, called, newest_affected, shown, with_fix, without_fix
 
 RELEASES = affected("hpz_secondary_weights")
 
@@ -27,39 +27,44 @@ FIX = "hpz_secondary_weights"
 NEWEST = newest_affected(FIX)[1]
 # The last release that drops no secondary partition after a load, and the first that drops trained parameters'.
 NONE, TRAINED = "0.18.2", "0.18.3"
-LOADS = ("all", "module", "weights", "universal")
+LOADS: dict[str, dict[str, bool]] = {
+    "all": {},
+    "module": {"load_module_only": True},
+    "weights": {"load_optimizer_states": False},
+    "universal": {},  # enabled by a setting
+}
 
 
-def right(version: str, fixed: bool, folder: Path, *arguments: str) -> list[str]:
+def right(version: str, fixed: bool, *loads: str, **options: bool) -> list[str]:
     """The loads after which the loss equals the saved run's, with all other fixes on."""
-    root, env = tree("deepspeed", version), {} if fixed else {"CKPT_PATCHES_SKIP": FIX}
-    found = run_json("hpz_loads", folder, *arguments, tree=root, delivery="hook", env=env)
+    env = {} if fixed else {"CKPT_PATCHES_SKIP": FIX}
+    found = called(__file__, "losses_after", loads, options, version=version, delivery="hook", env=env)
     expected = found.pop("expected")
-    assert list(found) == [argument for argument in arguments if argument in LOADS]
+    assert list(found) == list(loads)
     return [name for name, loss in found.items() if loss == expected]
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_every_load(fixed: bool, tmp_path: Path) -> None:
+def test_every_load(fixed: bool) -> None:
     """Every load is right with the fix; without it, since 0.18.3, only loads into gathered parameters are."""
-    assert right(NEWEST, fixed, tmp_path, *LOADS) == (list(LOADS) if fixed else ["module", "weights"])
+    assert right(NEWEST, fixed, *LOADS) == (list(LOADS) if fixed else ["module", "weights"])
 
 
-def test_persistent_parameters_are_gathered_from_what_was_loaded(tmp_path: Path) -> None:
+def test_persistent_parameters_are_gathered_from_what_was_loaded() -> None:
     """Every load is right: their secondary partitions are not read, so dropping them has no effect."""
-    assert right(NEWEST, True, tmp_path, *LOADS, "--persistent") == list(LOADS)
+    assert right(NEWEST, True, *LOADS, persistent=True) == list(LOADS)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_every_load_where_no_load_renews_them(fixed: bool, tmp_path: Path) -> None:
-    assert right(NONE, fixed, tmp_path, *LOADS) == (list(LOADS) if fixed else [])
+def test_every_load_where_no_load_renews_them(fixed: bool) -> None:
+    assert right(NONE, fixed, *LOADS) == (list(LOADS) if fixed else [])
 
 
 @pytest.mark.parametrize(
     ("version", "fixed", "expected"), [(NONE, False, []), (NONE, True, ["all"]), (TRAINED, False, ["all"])]
 )
-def test_trained_parameters(version: str, fixed: bool, expected: list[str], tmp_path: Path) -> None:
-    assert right(version, fixed, tmp_path, "all", "--trained") == expected
+def test_trained_parameters(version: str, fixed: bool, expected: list[str]) -> None:
+    assert right(version, fixed, "all", trained=True) == expected
 
 
 # What the ranks run
@@ -119,3 +124,33 @@ def bug(folder: Path) -> str:
 
     dt.allow_pickles()
     return str(dt.results(resume, RANKS, folder, node=NODE)[0])
+
+
+def losses_after(folder: Path, loads: list[str], options: dict[str, bool]) -> dict[str, float]:
+    """The next loss of the saved run, as `expected`, and of a run with other weights after each load.
+
+    Options: `persistent` parameters are not partitioned between their uses; all are `trained`.
+    """
+    from trainers import deepspeed_training as dt
+
+    if options.get("persistent"):
+        dt.KINDS["stage3_hpz"]["zero_optimization"]["stage3_param_persistence_threshold"] = 1000
+    dt.allow_pickles()
+    found: dict[str, float] = dt.results(losses, RANKS, folder, loads, not options.get("trained"), node=NODE)[0]
+    return found
+
+
+def losses(rank: int, folder: Path, loads: list[str], frozen: bool) -> dict[str, float]:
+    from trainers import deepspeed_training as dt
+
+    saved = engine(seed=0, frozen=frozen)
+    dt.train(saved, rank, RANKS, first=0)
+    dt.save(saved, folder)
+    if "universal" in loads:
+        dt.convert(folder)
+    found = {"expected": dt.train(saved, rank, RANKS, first=dt.STEPS)[0]}
+    for name in loads:
+        run = engine(seed=1, universal=name == "universal", frozen=frozen)
+        dt.load(run, folder, dt.UNIVERSAL if name == "universal" else dt.TAG, **LOADS[name])
+        found[name] = dt.train(run, rank, RANKS, first=dt.STEPS)[0]
+    return found

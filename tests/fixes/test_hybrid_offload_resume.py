@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ckpt_patches.audit.audit import UNKNOWN, audit
-from upstream import affected, checkpoint_formats, newest_affected, run_json, run_lines, tree, with_fix, without_fix
+from upstream import affected, called, checkpoint_formats, newest_affected, run_lines, tree, with_fix, without_fix
 
 FIX = "hybrid_offload_resume"
 AFFECTED = affected(FIX)
@@ -50,12 +51,43 @@ def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> N
 
 def test_moments_without_a_step_are_refused(tmp_path: Path) -> None:
     """A checkpoint that was saved without the fix, with nothing offloaded, is loaded with it."""
-    on = tree("megatron-core", NEWEST)
-    run_json("hybrid_old_step", tmp_path, "save", tree=on)
-    found = run_json("hybrid_old_step", tmp_path, "load", tree=on, delivery="hook")
+    called(__file__, "save", version=NEWEST, delivery="none", folder=tmp_path, layout=[1])
+    (found,) = called(__file__, "load", version=NEWEST, delivery="hook", folder=tmp_path, layout=[1])
     assert found.startswith("expected the optimizer's step in the checkpoint, found moments that are not zeros")
     assert found.endswith("Load the weights alone (--no-load-optim).")
     report = audit(tmp_path / "checkpoint")
     assert (report.verdict, report.checkpoint.step) == (UNKNOWN, None)
     (finding,) = [finding for finding in report.findings if finding.kind.name == "unusual"]
     assert finding.detail.endswith(", and no step: a load counts from 0")
+
+
+# What the rank runs
+
+FORMAT = "fully_reshardable"
+
+
+def build() -> Any:
+    from trainers import megatron_training as mt
+
+    mt.use_inner_optimizer("fused")
+    return mt.build(offload_fraction=0.0, precision_aware=True)
+
+
+def save(rank: int, folder: Path) -> None:
+    from trainers import megatron_training as mt
+
+    model, optimizer = build()
+    for iteration in range(5):
+        mt.step(model, optimizer, iteration)
+    mt.save(FORMAT, model, optimizer, folder / "checkpoint")
+
+
+def load(rank: int, folder: Path) -> str:
+    from trainers import megatron_training as mt
+
+    model, optimizer = build()
+    try:
+        mt.load(FORMAT, model, optimizer, folder / "checkpoint")
+    except RuntimeError as error:
+        return str(error)
+    return ""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from upstream import affected, newest_affected, run, run_lines, shown, tree, with_fix, without_fix
+from upstream import affected, called, newest_affected, run, shown, tree, with_fix, without_fix
 
 RELEASES = affected("legacy_expert_save")
 
@@ -32,29 +32,34 @@ NEWEST = newest_affected(FIX)[1]
 FILE = "iter_0000001/mp_rank_00/model_optim_rng.pt"
 
 
-def line(delivery: str, what: str, folder: Path, *options: object) -> dict[str, Any]:
-    upstream = tree("megatron-core", NEWEST)
-    (found,) = run_lines(FIX, what, folder, *map(str, options), tree=upstream, delivery=delivery)
-    return found
+def on_two(what: str, delivery: str, folder: Path, **options: int) -> tuple[list[str], list[bool]]:
+    """Save or load a `torch` checkpoint on two ranks. Returns each rank's error, and whether it has its own weights."""
+    found = called(__file__, "caught", what, options, version=NEWEST, delivery=delivery, folder=folder, layout=[2])
+    errors, right = zip(*found, strict=True)
+    return [*errors], [*right]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.pt"))
 
 
 @pytest.mark.parametrize("experts", [6, 0])
 def test_a_checkpoint_with_files_that_ranks_wrote_over_is_refused(tmp_path: Path, experts: int) -> None:
     """With ETP 2 and TP 1 saved, a checkpoint with experts is refused: their two parts share one file."""
-    saved = line("none", "save", tmp_path, "--experts", experts, "--saved-etp", 2)
-    assert saved == {"errors": ["", ""], "right": [True, True], "files": [FILE]}
-    assert line("none", "load", tmp_path)["right"] == [True, True]  # without a check of the parts
-    loaded = line("hook", "load", tmp_path)
-    assert loaded["right"] == [not experts] * 2
-    for error in loaded["errors"] if experts else ():
+    assert on_two("save", "none", tmp_path, experts=experts, saved_etp=2) == (["", ""], [True, True])
+    assert files(tmp_path) == [FILE]
+    assert on_two("load", "none", tmp_path)[1] == [True, True]  # without a check of the parts
+    errors, right = on_two("load", "hook", tmp_path)
+    assert right == [not experts] * 2
+    for error in errors if experts else ():
         assert "expected a file for each part of the experts, found 1 files for 2 parts" in error
         assert "(TP 1, EP 1, ETP 2)" in error
 
 
 def test_a_save_that_would_write_over_them_is_refused_before_it_writes(tmp_path: Path) -> None:
-    refused = line("hook", "save", tmp_path, "--etp", 2)
-    assert ["Save with --ckpt-format torch_dist." in error for error in refused["errors"]] == [True, True]
-    assert refused["files"] == []
+    errors, _ = on_two("save", "hook", tmp_path, etp=2)
+    assert ["Save with --ckpt-format torch_dist." in error for error in errors] == [True, True]
+    assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize("version", [NEWEST, pytest.param("0.17.1", marks=pytest.mark.slow)])
@@ -211,3 +216,25 @@ def state(model: Any, optimizer: Any) -> list[torch.Tensor]:
                 moments = one.optimizer.state[main]
                 found += [main.detach(), moments["exp_avg"], moments["exp_avg_sq"]]
     return found
+
+
+def caught(rank: int, folder: Path, what: str, options: dict[str, int]) -> tuple[str, bool]:
+    """Save or load a model whose weights are all 7, with other numbers of expert-tensor-parallel ranks if asked."""
+    from trainers import megatron_lm
+    from trainers import megatron_training as mt
+
+    checkpointing, etp = megatron_lm.import_training(), options.get("etp", 1)
+    more = {"ckpt_format": "torch", "use_dist_ckpt": False, "num_experts": options.get("experts", 6)}
+    args = megatron_lm.arguments(folder, 1, 1, etp, **more)
+    args.expert_tensor_parallel_size = options.get("saved_etp", etp)
+    megatron_lm.start(1, 1, etp)
+    model = mt.tiny_model(mt.transformer_config(torch.bfloat16), torch.bfloat16, False)
+    try:
+        if what == "save":
+            mt.set_weights(model, {name: torch.full_like(p, 7) for name, p in model.named_parameters()})
+            megatron_lm.save(checkpointing, model, args)
+        else:
+            megatron_lm.load(checkpointing, model, args)
+    except RuntimeError as error:
+        return str(error), False
+    return "", all(bool((p == 7).all()) for p in model.parameters())

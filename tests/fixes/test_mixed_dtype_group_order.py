@@ -6,11 +6,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 
-from upstream import affected, newest_affected, run_lines, shown, tree, with_fix, without_fix
+from upstream import affected, called, newest_affected, shown, with_fix, without_fix
 
-RELEASES = affected("mixed_dtype_group_order")
+FIX = "mixed_dtype_group_order"
+RELEASES = affected(FIX)
 
 
 @without_fix(RELEASES)
@@ -25,105 +25,102 @@ def test_each_parameter_has_its_own_states(version: str, delivery: str) -> None:
 
 # Further cases
 
-NEWEST = newest_affected("mixed_dtype_group_order")[1]
+NEWEST = newest_affected(FIX)[1]
 REFUSED = "ValueError: Cannot tell whose states were loaded"
+FORMATS = ("fully_reshardable", "torch")
 
 
-def line(delivery: str, what: str, folder: Path, *options: str, ranks: int) -> dict[str, object]:
-    where = {"tree": tree("megatron-core", NEWEST), "delivery": delivery}
-    (found,) = run_lines("mixed_groups", what, folder, "--ranks", str(ranks), *options, **where)
-    return found
+def run(delivery: str, function: str, folder: Path, *arguments: object) -> str:
+    return str(called(__file__, function, *arguments, version=NEWEST, delivery=delivery, folder=folder))
 
 
-@pytest.mark.parametrize("kind", ["fully_reshardable", "torch"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_what_a_release_saved_is_put_right_on_as_many_ranks_and_refused_on_others(kind: str, tmp_path: Path) -> None:
-    options = ("--format", kind)
-    assert line("none", "save", tmp_path, *options, ranks=2) == {"differ": [], "error": ""}
-    assert line("hook", "load", tmp_path, *options, ranks=2) == {"differ": [], "error": ""}
-    assert str(line("hook", "load", tmp_path, *options, ranks=1)["error"]).startswith(REFUSED)
+    run("none", "save_on", tmp_path, 2, kind)
+    assert run("hook", "load_on", tmp_path, 2, kind) == ""
+    assert run("hook", "load_on", tmp_path, 1, kind).startswith(REFUSED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fully_reshardable", "torch"])
-def test_it_loads_on_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
-    for saved_on in (1, 2):
-        folder = tmp_path / str(saved_on)
-        folder.mkdir()
-        line("hook", "save", folder, "--format", kind, ranks=saved_on)
-        for ranks in (1, 2):
-            found = line("hook", "load", folder, "--format", kind, ranks=ranks)
-            assert found == {"differ": [], "error": ""}, (saved_on, ranks)
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("saved_on", [1, 2])
+def test_it_loads_on_any_number_of_ranks(saved_on: int, kind: str, tmp_path: Path) -> None:
+    run("hook", "save_on", tmp_path, saved_on, kind)
+    assert [run("hook", "load_on", tmp_path, ranks, kind) for ranks in (1, 2)] == ["", ""]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", ["none", "hook"])
 def test_equal_weights_with_different_moments_are_refused(saved: str, tmp_path: Path) -> None:
     """Such states, as at a learning rate of 0, are refused: their owner is unknown."""
-    assert line(saved, "save", tmp_path, "--alike", ranks=2)["error"] == ""
-    assert str(line("hook", "load", tmp_path, "--alike", ranks=2)["error"]).startswith(REFUSED)
+    run(saved, "save_on", tmp_path, 2, FORMATS[0], True)
+    assert run("hook", "load_on", tmp_path, 2, FORMATS[0], True).startswith(REFUSED)
 
 
 # What the ranks run
 
-FORMAT = "fully_reshardable"
-STATES = ("param", "exp_avg", "exp_avg_sq")
-
 
 def bug(folder: Path) -> str:
-    """Save on two ranks, and load on one."""
+    save_on(folder, 2)
+    return load_on(folder, 1)
+
+
+def save_on(folder: Path, ranks: int, kind: str = FORMATS[0], alike: bool = False) -> None:
     from trainers import megatron_training as mt
 
-    mt.results(save, 2, folder)
-    different = mt.results(load, 1, folder)[0]
-    return f"{len(different)} of 9 states differ, and no error" if different else ""
+    mt.results(save, ranks, folder, kind, alike)
 
 
-def network(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
+def load_on(folder: Path, ranks: int, kind: str = FORMATS[0], alike: bool = False) -> str:
     from trainers import megatron_training as mt
 
-    tiny = mt.tiny_model(config, dtype, native_fp32)
-    del tiny.a, tiny.b
-    tiny.a = torch.nn.Module()
-    tiny.a.weight = torch.nn.Parameter(torch.rand(64).to(dtype))
-    tiny.bias = torch.nn.Parameter(torch.rand(64).to(dtype))
-    tiny.gain = torch.nn.Parameter(torch.rand(64))
-    tiny.forward = lambda x: (x.repeat(1, 4) * tiny.a.weight + tiny.bias).float() * tiny.gain
-    return tiny
+    return str(mt.results(load, ranks, folder, kind, alike)[0])
 
 
-def trained(start: int) -> tuple[Any, Any]:
+def save(rank: int, folder: Path, kind: str, alike: bool) -> None:
     from trainers import megatron_training as mt
+
+    model, optimizer = trained(0, alike)
+    mt.save(kind, model, optimizer, folder / "checkpoint")
+    states = live(model, optimizer)
+    if rank == 0:
+        torch.save(states, folder / "states.pt")
+
+
+def load(rank: int, folder: Path, kind: str, alike: bool) -> str:
+    from trainers import megatron_training as mt
+
+    model, optimizer = trained(3, alike)
+    mt.load(kind, model, optimizer, folder / "checkpoint")
+    return mt.how_many_differ(torch.load(folder / "states.pt"), live(model, optimizer))
+
+
+def trained(start: int, alike: bool) -> tuple[Any, Any]:
+    """A run after three steps; with `alike` all weights are and stay 1, but moments differ."""
+    from trainers import megatron_training as mt
+
+    def network(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
+        tiny = mt.tiny_model(config, dtype, native_fp32)
+        del tiny.a, tiny.b
+        make = torch.ones if alike else torch.rand
+        tiny.a = torch.nn.Module()
+        tiny.a.weight = torch.nn.Parameter(make(64).to(dtype))
+        tiny.bias = torch.nn.Parameter(make(64).to(dtype))
+        tiny.gain = torch.nn.Parameter(make(64))
+        tiny.forward = lambda x: (x.repeat(1, 4) * tiny.a.weight + tiny.bias).float() * tiny.gain
+        return tiny
 
     mt.use_inner_optimizer("fused")
     if not hasattr(numpy, "product"):
         vars(numpy)["product"] = numpy.prod  # 0.11 calls it, but NumPy 2 removed it
-    model, optimizer = mt.build(make_model=network)
+    model, optimizer = mt.build(make_model=network, settings={"lr": 0.0} if alike else {})
     for iteration in range(start, start + 3):
         mt.step(model, optimizer, iteration)
     return model, optimizer
 
 
-def save(rank: int, folder: Path) -> None:
-    from trainers import megatron_training as mt
-
-    model, optimizer = trained(0)
-    mt.save(FORMAT, model, optimizer, folder / "checkpoint")
-    states = live_states(model, optimizer)
-    if rank == 0:
-        torch.save(states, folder / "states.pt")
-
-
-def load(rank: int, folder: Path) -> list[str]:
-    from trainers import megatron_training as mt
-
-    model, optimizer = trained(3)
-    mt.load(FORMAT, model, optimizer, folder / "checkpoint")
-    saved, found = torch.load(folder / "states.pt"), live_states(model, optimizer)
-    return [key for key, state in saved.items() if not torch.equal(state, found[key])]
-
-
-def live_states(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Complete main parameters and moments, looked up as a step does, by pairs of parameter and shard."""
+def live(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Weights, and complete main parameters and moments, looked up as a step does, by pairs of parameter and shard."""
     from trainers import megatron_training as mt
 
     own = mt.inner(optimizer)
@@ -136,14 +133,14 @@ def live_states(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
         for group in zip(params, shards, strict=True)
         for pair in zip(*group, strict=True)
     ]
-    states = {}
+    states = mt.weights(model)
     for name, param in model.named_parameters():
-        for key in STATES:
+        for key in ("param", "exp_avg", "exp_avg_sq"):
             full = torch.zeros(param.numel())
             for shard in (shard for other, shard in pairs if other is param):
                 owned = own._get_model_param_range_map(param)["param"]
                 state = shard if key == "param" else own.optimizer.state[shard][key]
                 full[owned.start : owned.end] = state.detach()
-            dist.all_reduce(full)
+            torch.distributed.all_reduce(full)
             states[f"{name}.{key}"] = full
     return states

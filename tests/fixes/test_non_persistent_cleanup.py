@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from upstream import affected, run_json, tree, with_fix, without_fix
+from upstream import affected, called, with_fix, without_fix
 
 AFFECTED = affected("non_persistent_cleanup")
 
 
 def after_two_failed_saves(version: str, delivery: str) -> Any:
     """The folders and the iteration of the resume, or the error, after a save at 3 and failed ones at 6 and 9."""
-    return run_json("proof", __file__, "resume", "2", tree=tree("megatron-core", version), delivery=delivery)[0]
+    return called(__file__, "resume", version=version, delivery=delivery, layout=[2])[0]
 
 
 @without_fix(AFFECTED)

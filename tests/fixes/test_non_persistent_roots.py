@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from upstream import affected, newest_affected, run_json, tree, with_fix, without_fix
+from upstream import affected, called, newest_affected, with_fix, without_fix
 
 FIX = "non_persistent_roots"
 AFFECTED = affected(FIX)
@@ -14,7 +14,7 @@ NEWEST = newest_affected(FIX)[1]
 
 def restarted(version: str, delivery: str, function: str = "restart") -> Any:
     """The iterations at which a run starts first, and after it was killed, and whose states it has."""
-    return run_json("proof", __file__, function, "2", tree=tree("megatron-core", version), delivery=delivery)[0]
+    return called(__file__, function, version=version, delivery=delivery, layout=[2])[0]
 
 
 @without_fix(AFFECTED)

@@ -8,15 +8,16 @@ import torch
 from packaging.version import Version
 
 from ckpt_patches.audit.audit import UNKNOWN, WHOLE, audit
-from upstream import affected, newest_affected, run_lines, shown, tree, with_fix, without_fix
+from upstream import affected, called, newest_affected, shown, with_fix, without_fix
 
-RELEASES = affected("param_remainders")
+FIX = "param_remainders"
+RELEASES = affected(FIX)
 
 
 @without_fix(RELEASES)
 def test_main_parameters_are_wrong_or_the_load_fails(version: str, delivery: str) -> None:
     found = shown(__file__, version, delivery)
-    assert "tensors differ, and no error" in found or found.startswith("AssertionError")
+    assert "states differ, and no error" in found or found.startswith("AssertionError")
 
 
 @with_fix(RELEASES)
@@ -26,41 +27,40 @@ def test_main_parameters_are_those_of_the_run(version: str, delivery: str) -> No
 
 # Further cases
 
-NEWEST = newest_affected("param_remainders")[1]
+NEWEST = newest_affected(FIX)[1]
 
 
-def line(delivery: str, what: str, folder: Path, kind: str, *options: str, ranks: int = 2) -> dict[str, object]:
-    where = {"tree": tree("megatron-core", NEWEST), "delivery": delivery}
-    (found,) = run_lines("param_remainders", what, folder, "--ranks", str(ranks), "--format", kind, *options, **where)
-    return found
+def run(delivery: str, function: str, folder: Path, *arguments: object) -> str:
+    """Arguments: ranks, format, whether the run keeps remainders."""
+    return str(called(__file__, function, *arguments, version=NEWEST, delivery=delivery, folder=folder))
 
 
-@pytest.mark.parametrize("kind", ["fully_reshardable", pytest.param("torch", marks=pytest.mark.slow)])
-def test_they_load_on_other_ranks_with_remainders_and_without(kind: str, tmp_path: Path) -> None:
-    assert line("none", "save", tmp_path, kind, "--remainders") == {"differ": [], "error": ""}
-    ranks = 1 if kind == "fully_reshardable" else 2
-    for options in (("--remainders",), ()):
-        assert line("hook", "load", tmp_path, kind, *options, ranks=ranks) == {"differ": [], "error": ""}
-    assert len(line("none", "load", tmp_path, kind, ranks=ranks)["differ"]) == 4  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [("fully_reshardable", 1), pytest.param("torch", 2, marks=pytest.mark.slow)],
+)
+def test_they_load_on_other_ranks_with_remainders_and_without(kind: str, ranks: int, tmp_path: Path) -> None:
+    run("none", "save_on", tmp_path, 2, kind, True)
+    assert [run("hook", "load_on", tmp_path, ranks, kind, remainders) for remainders in (True, False)] == ["", ""]
+    assert run("none", "load_on", tmp_path, ranks, kind, False) == "4 of 4 states differ, and no error"
 
 
 @pytest.mark.slow
 def test_dp_reshardable_keeps_their_type_and_loads_without_remainders(tmp_path: Path) -> None:
-    line("none", "save", tmp_path, "dp_reshardable", "--remainders")
-    for options in (("--remainders",), ()):
-        assert line("hook", "load", tmp_path, "dp_reshardable", *options) == {"differ": [], "error": ""}
+    run("none", "save_on", tmp_path, 2, "dp_reshardable", True)
+    assert [run("hook", "load_on", tmp_path, 2, "dp_reshardable", one) for one in (True, False)] == ["", ""]
 
 
 def test_main_params_are_refused_by_a_run_that_keeps_remainders(tmp_path: Path) -> None:
-    line("none", "save", tmp_path, "fully_reshardable")
-    found = line("hook", "load", tmp_path, "fully_reshardable", "--remainders")
-    assert str(found["error"]).startswith("ValueError: expected remainders of main parameters")
-    assert audit(tmp_path / "fully_reshardable").verdict == WHOLE
+    run("none", "save_on", tmp_path, 2, "fully_reshardable", False)
+    found = run("hook", "load_on", tmp_path, 2, "fully_reshardable", True)
+    assert found.startswith("ValueError: expected remainders of main parameters")
+    assert audit(tmp_path / "checkpoint").verdict == WHOLE
 
 
 def test_the_audit_calls_them_unknown_and_not_damaged(tmp_path: Path) -> None:
-    line("none", "save", tmp_path, "fully_reshardable", "--remainders")
-    found = audit(tmp_path / "fully_reshardable")
+    run("none", "save_on", tmp_path, 2, "fully_reshardable", True)
+    found = audit(tmp_path / "checkpoint")
     assert found.verdict == UNKNOWN
     told = [finding for finding in found.findings if "whole numbers of 16 bits" in finding.detail]
     assert len(told) == 4  # one per parameter
@@ -71,27 +71,22 @@ def test_the_audit_calls_them_unknown_and_not_damaged(tmp_path: Path) -> None:
 
 
 def bug(folder: Path) -> str:
-    from trainers import megatron_training as mt
-
-    found = []
-    for number, (saved, resumed) in enumerate([(True, False), (True, True)]):
-        found += mt.results(resume, 1, folder / str(number), saved, resumed)
+    """Save with remainders; load with remainders and without, and compare one step later, too."""
+    save_on(folder, 1, "dp_zero_gather_scatter", True)
+    found = [load_on(folder, 1, "dp_zero_gather_scatter", remainders) for remainders in (False, True)]
     return "; ".join(filter(None, found))
 
 
-def resume(rank: int, folder: Path, saved: bool, resumed: bool) -> str:
-    """Save after three steps, load, and compare the main parameters, then the weights one step later."""
+def save_on(folder: Path, ranks: int, kind: str, remainders: bool) -> None:
     from trainers import megatron_training as mt
 
-    model, optimizer = trained(saved, range(3))
-    mt.save("dp_zero_gather_scatter", model, optimizer, folder)
-    of_other, other = trained(resumed, range(3, 6))
-    mt.load("dp_zero_gather_scatter", of_other, other, folder)
-    different = not_equal(main_params(optimizer), main_params(other))
-    for one, its_optimizer in ((model, optimizer), (of_other, other)):
-        mt.step(one, its_optimizer, 3)
-    different += not_equal(mt.weights(model), mt.weights(of_other))
-    return f"{len(different)} of 8 tensors differ, and no error" if different else ""
+    mt.results(save, ranks, folder, kind, remainders)
+
+
+def load_on(folder: Path, ranks: int, kind: str, remainders: bool) -> str:
+    from trainers import megatron_training as mt
+
+    return str(mt.results(load, ranks, folder, kind, remainders)[0])
 
 
 def trained(remainders: bool, iterations: range) -> tuple[Any, Any]:
@@ -109,18 +104,45 @@ def trained(remainders: bool, iterations: range) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def main_params(optimizer: Any) -> dict[str, torch.Tensor]:
-    """The main parameters in fp32, from the optimizer's memory."""
+def save(rank: int, folder: Path, kind: str, remainders: bool) -> None:
+    from trainers import megatron_training as mt
+
+    model, optimizer = trained(remainders, range(3))
+    mt.save(kind, model, optimizer, folder / "checkpoint")
+    own = main_params(model, optimizer)
+    mt.step(model, optimizer, 3)
+    later = mt.weights(model)
+    if rank == 0:
+        torch.save((own, later), folder / "states.pt")
+
+
+def load(rank: int, folder: Path, kind: str, remainders: bool) -> str:
+    from trainers import megatron_training as mt
+
+    model, optimizer = trained(remainders, range(3, 6))
+    mt.load(kind, model, optimizer, folder / "checkpoint")
+    saved, later = torch.load(folder / "states.pt")
+    if wrong := mt.how_many_differ(saved, main_params(model, optimizer)):
+        return wrong
+    mt.step(model, optimizer, 3)
+    return mt.how_many_differ(later, mt.weights(model))
+
+
+def main_params(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """The full main parameters of all ranks, in fp32, from the optimizer's memory."""
     from trainers import megatron_training as mt
     from trainers.stub_fused_adam import joined
 
-    found: dict[str, torch.Tensor] = {}
-    own: Any = mt.inner(optimizer).optimizer
-    for number, param in enumerate(param for group in own.param_groups for param in group["params"]):
-        kept = own.state[param]["master_param"]
-        found[str(number)] = joined(param.detach(), kept) if kept.dtype == torch.int16 else kept.detach().clone()
+    own, found = mt.inner(optimizer), {}
+    for name, param in model.named_parameters():
+        full = torch.zeros(param.numel())
+        if param in own.model_param_group_index_map:
+            group, order = own.model_param_group_index_map[param]
+            shard = own.optimizer.param_groups[group]["params"][order]
+            kept = own.optimizer.state[shard]["master_param"]
+            owned = own._get_model_param_range_map(param)["param"]
+            weights = param.detach().view(-1)[owned.start : owned.end]
+            full[owned.start : owned.end] = joined(weights, kept) if kept.dtype == torch.int16 else kept.detach()
+        torch.distributed.all_reduce(full)
+        found[name] = full
     return found
-
-
-def not_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name, tensor in one.items() if not torch.equal(tensor.flatten(), other[name].flatten())]

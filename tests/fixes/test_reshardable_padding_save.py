@@ -1,10 +1,13 @@
 """reshardable_padding_save: the real megatron-core saves buckets with padding beyond the end of one rank's shard."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from upstream import affected, newest_affected, numbers, run_lines, tree, with_fix, without_fix
+from upstream import affected, called, newest_affected, numbers, with_fix, without_fix
 
 FIX = "reshardable_padding_save"
 AFFECTED = affected(FIX)
@@ -17,59 +20,122 @@ def cases(version: str) -> tuple[str, ...]:
     return ("shared embedding", *EMPTY) if numbers(version) >= (0, 15) else EMPTY
 
 
-def reshardable(version: str) -> str:
-    """The name of the format in a release."""
-    return "dp_reshardable" if numbers(version) >= (0, 15) else "fully_sharded_bucket_space"
-
-
-def results(
-    version: str,
-    delivery: str,
-    folder: Path,
-    *names: str,
-    ranks: int = 4,
-    load: Path | None = None,
-    kind: str = "",
+def run(
+    what: str, version: str, delivery: str, folder: Path, *names: str, ranks: int = 4, kind: str = ""
 ) -> dict[str, str]:
-    """The result of each case's save and load, in the format of buckets or in `kind`."""
-    options = ["--format", kind or reshardable(version), "--ranks", str(ranks), "--cases", ",".join(names)]
-    options += ["--load", str(load)] if load else []
-    lines = run_lines("padded_saving", folder, *options, tree=tree("megatron-core", version), delivery=delivery)
-    return {line["case"]: line["result"] for line in lines}
+    """`save` or `load` each case, in the format of buckets or in `kind`. Returns what differs, or the error."""
+    kind = kind or ("dp_reshardable" if numbers(version) >= (0, 15) else "fully_sharded_bucket_space")
+    arguments = (what, ranks, kind, names)
+    found: dict[str, str] = called(__file__, "each", *arguments, version=version, delivery=delivery, folder=folder)
+    return found
 
 
 @without_fix(AFFECTED)
-def test_upstream_dies_saving(version: str, delivery: str, tmp_path: Path) -> None:
-    found = results(version, delivery, tmp_path, "plain", *cases(version))
-    assert found.pop("plain") == "bit-equal"
-    assert found.keys() == set(cases(version))
-    assert all(result.startswith("save died: ") for result in found.values()), found
+def test_upstream_fails_to_save(version: str, delivery: str, tmp_path: Path) -> None:
+    found = run("save", version, delivery, tmp_path, "plain", *cases(version))
+    assert found.pop("plain") == ""
+    assert run("load", version, delivery, tmp_path, "plain") == {"plain": ""}
     words = {"shared embedding": "out of bounds chunk", **dict.fromkeys(EMPTY, "empty bucket encountered")}
     assert all(words[case] in result for case, result in found.items()), found
 
 
 @with_fix(AFFECTED)
 def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> None:
-    names = ("plain", *cases(version))
-    assert results(version, delivery, tmp_path, *names) == dict.fromkeys(names, "bit-equal")
+    exact = dict.fromkeys(("plain", *cases(version)), "")
+    assert run("save", version, delivery, tmp_path, *exact) == exact
+    assert run("load", version, delivery, tmp_path, *exact) == exact
 
 
 @pytest.mark.slow
 def test_on_another_number_of_ranks(tmp_path: Path) -> None:
-    names = ("plain", *cases(NEWEST))
-    results(NEWEST, "hook", tmp_path, *names, ranks=2)
-    assert results(NEWEST, "hook", tmp_path, *names, load=tmp_path) == dict.fromkeys(names, "bit-equal")
+    exact = dict.fromkeys(("plain", *cases(NEWEST)), "")
+    run("save", NEWEST, "hook", tmp_path, *exact, ranks=2)
+    assert run("load", NEWEST, "hook", tmp_path, *exact) == exact
 
 
 @pytest.mark.slow
-def test_a_load_without_the_fix_dies_where_a_rank_has_saved_nothing_of_a_bucket(tmp_path: Path) -> None:
-    results(NEWEST, "hook", tmp_path, *cases(NEWEST))
-    found = results(NEWEST, "none", tmp_path, *cases(NEWEST), load=tmp_path)
-    assert found.pop("shared embedding") == "bit-equal"
-    assert {result.partition(": ")[0] for result in found.values()} == {"load died"}
+def test_a_load_without_the_fix_fails_where_a_rank_has_saved_nothing_of_a_bucket(tmp_path: Path) -> None:
+    run("save", NEWEST, "hook", tmp_path, *cases(NEWEST))
+    found = run("load", NEWEST, "none", tmp_path, *cases(NEWEST))
+    assert found.pop("shared embedding") == ""
+    assert all(found.values())
 
 
 @pytest.mark.slow
 def test_a_checkpoint_that_was_saved_without_the_fix_loads(tmp_path: Path) -> None:
-    results(NEWEST, "none", tmp_path, "plain")
-    assert results(NEWEST, "hook", tmp_path, "plain", load=tmp_path) == {"plain": "bit-equal"}
+    run("save", NEWEST, "none", tmp_path, "plain")
+    assert run("load", NEWEST, "hook", tmp_path, "plain") == {"plain": ""}
+
+
+# What the ranks run
+
+# The parameters of each case, in the order of their creation: the last is the first in the buffer; its bucket size.
+CASES: dict[str, tuple[dict[str, tuple[int, ...]], int | None]] = {
+    # One bucket, with padding at its end.
+    "plain": ({}, None),
+    # A shared embedding has its own bucket. The bucket before it ends in the gap that aligns the next parameter.
+    "shared embedding": ({"shared_embedding": (20, 16), "first": (33,)}, None),
+    # A bucket in which the last rank's shard is only padding.
+    "small bucket": ({"first": (33,)}, 1000),
+    # On four ranks the second rank's shard is only the gap between two parameters.
+    "gap": ({"second": (30,), "first": (30,)}, 40),
+    # So few parameters that the second of four ranks owns only the gap between the two.
+    "rank without parameters": ({"first": (30, 1)}, None),
+}
+FEW = "rank without parameters"
+
+
+def each(folder: Path, what: str, ranks: int, kind: str, names: list[str]) -> dict[str, str]:
+    from trainers import megatron_training as mt
+    from trainers.ranks import RankError
+
+    found = {}
+    for case in names:
+        try:
+            found[case] = mt.results(save if what == "save" else load, ranks, folder / case, case, kind)[0]
+        except RankError as error:
+            found[case] = str(error)
+    return found
+
+
+def save(rank: int, folder: Path, case: str, kind: str) -> str:
+    from trainers import megatron_training as mt
+
+    mt.save_and_keep(rank, kind, folder, build(case), steps=3)
+    return ""
+
+
+def load(rank: int, folder: Path, case: str, kind: str) -> str:
+    from trainers import megatron_training as mt
+
+    return mt.load_kept(kind, folder, build(case))
+
+
+def build(case: str) -> Callable[[], tuple[Any, Any]]:
+    from trainers import megatron_training as mt
+
+    parameters, bucket_size = CASES[case]
+
+    def network(config: Any, dtype: Any, native_fp32: bool) -> Any:
+        import torch
+        from megatron.core.transformer.module import MegatronModule
+
+        class Net(MegatronModule):
+            def __init__(self) -> None:
+                super().__init__(config)
+                for name, shape in parameters.items():
+                    parameter = torch.nn.Parameter(torch.randn(shape))
+                    parameter.shared_embedding = name == "shared_embedding"
+                    self.register_parameter(name, parameter)
+                self.a = torch.nn.Linear(16, 1 if case == FEW else 64, bias=case != FEW)
+                self.b = torch.nn.Identity() if case == FEW else torch.nn.Linear(64, 8)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                out: torch.Tensor = self.b(torch.relu(self.a(x)))
+                for name in parameters:
+                    out = out + self.get_parameter(name).float().pow(2).sum().to(out.dtype) * 0.01
+                return out
+
+        return Net().to(dtype)
+
+    return partial(mt.build, make_model=network, bucket_size=bucket_size)

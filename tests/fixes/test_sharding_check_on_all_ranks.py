@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from upstream import affected, run_json, tree, with_fix, without_fix
+from upstream import affected, called, with_fix, without_fix
 
 AFFECTED = affected("sharding_check_on_all_ranks")
 WAITS = "rank 1 still waits, 10 s after the error of rank 0"
@@ -15,7 +15,7 @@ WHAT_TO_DO = "are they frozen? Then save the optimizer in dp_reshardable"
 
 def refused(version: str, delivery: str) -> Any:
     """What a save of a model with a frozen layer in fully_reshardable raises on each rank."""
-    return run_json("proof", __file__, "save", "2", tree=tree("megatron-core", version), delivery=delivery)
+    return called(__file__, "save", version=version, delivery=delivery, layout=[2])
 
 
 @without_fix(AFFECTED)

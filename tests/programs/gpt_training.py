@@ -1,9 +1,6 @@
 """Small GPTs with their optimizers and schedulers, for trainings with the real megatron-core on CPU ranks."""
 
-import importlib
 import random
-import sys
-import types
 from typing import Any
 from unittest import mock
 
@@ -15,11 +12,6 @@ Options = dict[str, Any]
 VOCABULARY, SEEN, LENGTH, HIDDEN, LAYERS, EXPERTS = 64, 40, 8, 16, 2, 4
 SEQUENCES = 12  # per step; divisible by 1 to 4 and 6 data-parallel ranks
 RATE, DECAY = 1e-2, 0.1
-# The names that megatron-core 0.7 imports from the layers of Transformer Engine.
-NOT_USED = (
-    "SplitAlongDim", "TEDelayedScaling", "TEDotProductAttention", "TELayerNormColumnParallelLinear",
-    "TERowParallelLinear", "get_cpu_offload_context", "te_checkpoint",
-)  # fmt: skip
 
 
 def initialize(layout: Options) -> None:
@@ -150,7 +142,6 @@ def scheduler(optimizer: Any, options: Options) -> Any:
 
 def gpt(options: Options, dtype: torch.dtype, seed: int) -> Any:
     """Create this rank's part of a GPT with two layers."""
-    stub_kernels()
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -180,37 +171,6 @@ def gpt(options: Options, dtype: torch.dtype, seed: int) -> Any:
         if options["zero_initialized"] and "linear_proj" in name:
             torch.nn.init.zeros_(parameter)
     return model
-
-
-class Norm:
-    """A stub for Apex's kernel."""
-
-    @staticmethod
-    def forward(*_: Any) -> None:
-        """megatron-core 0.7 inspects the parameters of this function."""
-
-    @staticmethod
-    def apply(data: Any, weight: Any, bias: Any, size: Any, eps: float) -> Any:
-        return torch.nn.functional.layer_norm(data, size, weight, bias, eps)
-
-
-def stub_kernels() -> None:
-    """Replace the kernels that megatron-core 0.7 needs.
-
-    It imports layers of Transformer Engine for any GPT but uses only one of them, for the last norm.
-    The other norms use Apex.
-    """
-    layers = "megatron.core.transformer.custom_layers.transformer_engine"
-    try:
-        importlib.import_module(layers)
-    except ModuleNotFoundError as error:
-        if error.name != "transformer_engine":  # 0.10 and later have another module
-            return
-        from megatron.core.fusions import fused_layer_norm
-
-        vars(fused_layer_norm).update(FusedLayerNormAffineFunction=Norm, HAVE_FUSED_LAYER_NORM=True)
-        sys.modules[layers] = types.ModuleType(layers)
-        vars(sys.modules[layers]).update(dict.fromkeys(NOT_USED), TENorm=fused_layer_norm.FusedLayerNorm)
 
 
 def transformer_config(options: Options, dtype: torch.dtype) -> Any:

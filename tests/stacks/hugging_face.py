@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 3 hugging_face.py FOLDER universal --stage 2
 
 `first` takes 6 steps, saves after the third, and keeps the live state after the third and the sixth. `resume` and
-`universal` begin with other weights, load the checkpoint of `first`, and continue to the sixth step. The last line of
-rank 0 is JSON. It lists the states that differ from those at the save, and the states that differ at the end.
+`universal` begin with other weights, load the checkpoint of `first`, and continue to the sixth step. Rank 0 prints JSON
+lines: the states that differ from those at the save (`saved`), and those that differ at the end (`end`).
 """
 
 import argparse
@@ -72,39 +72,36 @@ def samples() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in drawn]
 
 
-class Judge:
-    """Compares a run's live state with the live state of `first`."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.folder, self.keeps = args.folder, args.mode == "first"
-        self.differ: dict[str, list[str]] = {}
-
-    def look(self, run: Any, moment: str) -> None:
-        """Inspect the state at the save or right after the load, and at the end."""
-        live, path = dt.snapshot(run), self.folder / f"{moment}.pt"
-        if not self.keeps:
-            self.differ[moment] = dt.on_any_rank(dt.differences(live, torch.load(path, weights_only=False)))
-        elif torch.distributed.get_rank() == 0:
-            torch.save(live, path)
+def look(run: Any, args: argparse.Namespace, moment: str) -> None:
+    """Keep the live state of `first`; print the names of states that differ from it in another run."""
+    live, path = dt.snapshot(run), args.folder / f"{moment}.pt"
+    if args.mode != "first":
+        different = dt.on_any_rank(dt.differences(live, torch.load(path, weights_only=False)))
+        if torch.distributed.get_rank() == 0:
+            print("\n" + json.dumps({moment: different}), flush=True)
+    elif torch.distributed.get_rank() == 0:
+        torch.save(live, path)
 
 
-def train_with_trainer(args: argparse.Namespace, judge: Judge) -> None:
+def train_with_trainer(args: argparse.Namespace) -> None:
+    first = args.mode == "first"
+
     class Looks(transformers.TrainerCallback):
         def on_save(self, *_: Any, **__: Any) -> None:
-            if judge.keeps and trainer.state.global_step == SAVED_AT:
-                judge.look(trainer.model_wrapped, "saved")
+            if first and trainer.state.global_step == SAVED_AT:
+                look(trainer.model_wrapped, args, "saved")
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if not judge.keeps and trainer.state.global_step == SAVED_AT:
-                judge.look(trainer.model_wrapped, "saved")
+            if not first and trainer.state.global_step == SAVED_AT:
+                look(trainer.model_wrapped, args, "saved")
 
     arguments = transformers.TrainingArguments(
-        output_dir=str(args.folder if judge.keeps else args.folder / "later"),
+        output_dir=str(args.folder if first else args.folder / "later"),
         deepspeed=config_of(args),
         per_device_train_batch_size=BATCH // int(os.environ["WORLD_SIZE"]),
         max_steps=STEPS,
         save_steps=SAVED_AT,
-        save_strategy="steps" if judge.keeps else "no",
+        save_strategy="steps" if first else "no",
         warmup_steps=2,
         learning_rate=1e-2,
         weight_decay=0.1,
@@ -115,11 +112,11 @@ def train_with_trainer(args: argparse.Namespace, judge: Judge) -> None:
         report_to=[],
     )
     trainer = transformers.Trainer(model=model_of(args), args=arguments, train_dataset=samples(), callbacks=[Looks()])
-    trainer.train(resume_from_checkpoint=None if judge.keeps else str(args.folder / TRAINER_FOLDER))
-    judge.look(trainer.model_wrapped, "end")
+    trainer.train(resume_from_checkpoint=None if first else str(args.folder / TRAINER_FOLDER))
+    look(trainer.model_wrapped, args, "end")
 
 
-def train_with_accelerate(args: argparse.Namespace, judge: Judge) -> None:
+def train_with_accelerate(args: argparse.Namespace) -> None:
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config_of(args)))
     model = model_of(args)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, weight_decay=0.1)
@@ -127,16 +124,16 @@ def train_with_accelerate(args: argparse.Namespace, judge: Judge) -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
     run, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     batches = iter(loader)
-    if judge.keeps:
+    if args.mode == "first":
         take_steps(accelerator, run, optimizer, scheduler, batches, SAVED_AT)
         accelerator.save_state(str(args.folder / ACCELERATE_FOLDER))
     else:
         accelerator.load_state(str(args.folder / f"{args.mode}-{ACCELERATE_FOLDER}"))
         for _ in range(SAVED_AT):
             next(batches)
-    judge.look(run, "saved")
+    look(run, args, "saved")
     take_steps(accelerator, run, optimizer, scheduler, batches, STEPS - SAVED_AT)
-    judge.look(run, "end")
+    look(run, args, "end")
 
 
 def take_steps(accelerator: Any, run: Any, optimizer: Any, scheduler: Any, batches: Iterator[Any], steps: int) -> None:
@@ -165,11 +162,8 @@ def main() -> None:
     args = parser.parse_args()
     dt.prepare()
     allow_bf16_on_a_cpu()
-    judge = Judge(args)
-    (train_with_accelerate if args.accelerate else train_with_trainer)(args, judge)
+    (train_with_accelerate if args.accelerate else train_with_trainer)(args)
     torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        print("\n" + json.dumps(judge.differ), flush=True)
     os._exit(0)  # Gloo and DeepSpeed leave threads running
 
 

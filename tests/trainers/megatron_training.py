@@ -26,6 +26,7 @@ import torch.distributed as dist
 Model = Any
 Optimizer = Any
 Make = Callable[[], tuple[Model, Optimizer]]
+CHECKPOINT, TRUTH = "checkpoint", "truth.pt"  # in the folder of a run
 
 
 def spawn(
@@ -178,13 +179,7 @@ def build(
             pin_cpu_grads=True,
             pin_cpu_params=True,
         )
-    try:
-        model = DistributedDataParallel(config, ddp, model)
-    except TypeError:  # 0.7: the data-parallel group is an argument
-        from megatron.core import parallel_state
-
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        model = DistributedDataParallel(config, ddp, model, data_parallel_group=group)
+    model = DistributedDataParallel(config, ddp, model)
     with contextlib.ExitStack() as stack:
         if precision_aware and offload_fraction is None:
             stack.enter_context(fused_adam_of_transformer_engine())
@@ -376,18 +371,21 @@ def weights(model: Model) -> dict[str, torch.Tensor]:
 
 
 def optimizer_state(model: Model, optimizer: Optimizer, group: Any = None) -> dict[str, torch.Tensor]:
-    """Every parameter's full main parameter and moments, in fp32, from the shards of a group's ranks."""
+    """Every parameter's full main parameter and moments, in fp32, from the shards of a group's ranks.
+
+    A moment that does not exist is zeros.
+    """
     distributed, state = inner(optimizer), {}
     for name, p in model.named_parameters():
         full = {key: torch.zeros(p.numel()) for key in ("param", "exp_avg", "exp_avg_sq")}
         if p in distributed.model_param_group_index_map:  # this rank owns a part of it
             number, order = distributed.model_param_group_index_map[p]
             main_param = distributed.optimizer.param_groups[number]["params"][order]
-            own = distributed.optimizer.state[main_param]
+            own = distributed.optimizer.state.get(main_param, {})
             owned = distributed._get_model_param_range_map(p)["param"]
-            for key in full:
-                shard = own.get("master_param", main_param) if key == "param" else own[key]
-                full[key][owned.start : owned.end] = shard.detach().float()
+            found = {**own, "param": own.get("master_param", main_param)}
+            for key in full.keys() & found.keys():  # before the first step there are no moments
+                full[key][owned.start : owned.end] = found[key].detach().float()
         for key, tensor in full.items():
             dist.all_reduce(tensor, group=group)
             state[f"{name}.{key}"] = tensor
@@ -409,19 +407,39 @@ def resumed(name: str, make: Make, folder: Path, *, steps: int, inner: str = "fu
 def resume(rank: int, name: str, folder: Path, make: Make, steps: int, inner: str = "fused") -> str:
     """Train `steps` steps, save in a format, load into a fresh run, and take two steps in both runs.
 
-    Returns how many weights, main parameters and moments differ, in words, or "" if none.
+    Returns how many weights, main parameters and moments differ after the load, or after the steps, in words.
     """
+    save_and_keep(rank, name, folder, make, steps, inner)
+    return load_kept(name, folder, make, inner)
+
+
+def save_and_keep(rank: int, name: str, folder: Path, make: Make, steps: int, inner: str = "fused") -> None:
+    """Train `steps` steps, save, and keep the live state then and two steps later beside the checkpoint."""
     use_inner_optimizer(inner)
     model, optimizer = make()
     for iteration in range(steps):
         step(model, optimizer, iteration)
-    save(name, model, optimizer, folder)
-    resumed, of_resumed = make()
-    load(name, resumed, of_resumed, folder)
+    save(name, model, optimizer, folder / CHECKPOINT)
+    saved = everything(model, optimizer)
     for iteration in range(steps, steps + 2):
         step(model, optimizer, iteration)
-        step(resumed, of_resumed, iteration)
-    return how_many_differ(everything(model, optimizer), everything(resumed, of_resumed))
+    end = everything(model, optimizer)
+    if rank == 0:
+        torch.save((steps, saved, end), folder / TRUTH)
+    dist.barrier()
+
+
+def load_kept(name: str, folder: Path, make: Make, inner: str = "fused") -> str:
+    """Load what `save_and_keep` saved, on any number of ranks. Returns what differs then, or two steps later."""
+    use_inner_optimizer(inner)
+    model, optimizer = make()
+    load(name, model, optimizer, folder / CHECKPOINT)
+    steps, saved, end = torch.load(folder / TRUTH)
+    if different := how_many_differ(saved, everything(model, optimizer)):
+        return different
+    for iteration in range(steps, steps + 2):
+        step(model, optimizer, iteration)
+    return how_many_differ(end, everything(model, optimizer))
 
 
 def how_many_differ(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str:

@@ -11,29 +11,11 @@ import pytest
 from ckpt_patches.audit.audit import WHOLE, audit
 from registered import FIXES
 from trainers.gpu import SWITCH
-from upstream import REPOSITORY, newest, newest_affected, numbers, run, run_lines, shown, tree
+from upstream import REPOSITORY, newest, newest_affected, numbers, run, shown, tree
 
 pytestmark = pytest.mark.gpu
 NEWEST = newest("megatron-core")
 ON_A_GPU = {SWITCH: "1"}
-
-
-def lines(program: str, *options: str | Path, delivery: str, ranks: int = 1) -> list[dict[str, Any]]:
-    on = tree("megatron-core", NEWEST)
-    return run_lines(program, *options, "--ranks", str(ranks), tree=on, delivery=delivery, env=ON_A_GPU)
-
-
-def test_the_hybrid_optimizer_keeps_the_loaded_weights() -> None:
-    assert any(result["lost"] for result in lines("hybrid_reload", delivery="none"))
-    assert not any(result["lost"] or result["stale"] for result in lines("hybrid_reload", delivery="hook"))
-
-
-def test_an_empty_state_is_saved_and_resumed(tmp_path: Path) -> None:
-    options = ("--inner", "torch", "--formats", "torch,dp_zero_gather_scatter,dp_reshardable,fully_reshardable")
-    (without, *_) = lines("empty_state", tmp_path / "none", *options, delivery="none")
-    assert without["error"] == "save: KeyError: 'exp_avg'"
-    for result in lines("empty_state", tmp_path / "hook", *options, delivery="hook"):
-        assert (result["error"], result["resume"]) == ("", "bit-equal")
 
 
 @pytest.mark.parametrize("form", ["dp_reshardable", "fully_reshardable"])
