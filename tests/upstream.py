@@ -81,7 +81,7 @@ _PROGRAMS = {
     ("torch",): "damaged_zero dcp_loading dcp_saving",
     ZARR_WRITES: "zarr_race",
     ZERO: """
-        convert foreign_files own_files same_universal autoep_training experts explore_deepspeed zero3_slices
+        convert foreign_files same_universal autoep_training experts explore_deepspeed zero3_slices
         zero_resuming zero_training write_parallel_checkpoint
     """,
 }

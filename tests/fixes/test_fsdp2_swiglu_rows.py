@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_patches.cli import command_line
 from upstream import affected, called, newest, once, shown, with_fix, without_fix
 
 RELEASES = affected("fsdp2_swiglu_rows")
@@ -81,19 +80,6 @@ def test_tensor_parallel_ranks(ranks: Layout) -> None:
     assert other_rows(saved(FOUR), ranks, SAVED_BY, "hook") == {IN_PLACE: 0, MIXED: mixed}
     if ranks != THREE:
         assert other_rows(saved(FOUR), ranks, NEWEST, "hook") == {IN_PLACE: 0, MIXED: mixed}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loading", [TWO, FOUR, ALONE], ids=str)
-def test_the_newest_release_loads_what_a_release_without_the_fix_saved_and_was_migrated(
-    loading: Layout, tmp_path: Path
-) -> None:
-    (tmp_path / TRUTH).symlink_to(saved(TWO, "none") / TRUTH)
-    for form in (IN_PLACE, MIXED):
-        old = saved(TWO, "none") / f"saved{form}"
-        assert command_line.main(["migrate", str(old), "--output", str(tmp_path / old.name)]) == 0
-    for delivery in ("none", "hook"):
-        assert other_rows(tmp_path, loading, NEWEST, delivery) == {IN_PLACE: 0, MIXED: 0}
 
 
 # What the ranks run

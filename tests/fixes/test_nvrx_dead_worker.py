@@ -9,36 +9,47 @@ RELEASES = affected("nvrx_dead_worker")
 
 @without_fix(RELEASES)
 def test_a_save_that_was_not_written_is_called_saved(version: str, delivery: str) -> None:
-    assert "a file that could not be written was called saved" in shown(__file__, version, delivery)
+    found = shown(__file__, version, delivery)
+    assert "a file that could not be written was called saved" in found
+    assert "writing: a worker was killed, and " in found
+    assert "forked: a worker was killed, and " in found
 
 
 @with_fix(RELEASES)
 def test_all_ranks_raise_an_error(version: str, delivery: str) -> None:
     assert shown(__file__, version, delivery) == ""
+    assert shown(__file__, version, delivery, "where_upstream_waits") == ""
 
 
 # What the ranks run
 
 
 def bug(folder: Path) -> str:
-    found = [case(folder) for case in (killed, failed)]
-    return "; ".join(filter(None, found))
+    from trainers import dead_worker
+
+    return "; ".join(filter(None, [*map(killed, dead_worker.WRITING), failed(folder)]))
 
 
-def killed(folder: Path) -> str:
+def where_upstream_waits(folder: Path) -> str:
+    from trainers import dead_worker
+
+    return "; ".join(filter(None, map(killed, dead_worker.WAITING)))
+
+
+def killed(how: str) -> str:
     from trainers import dead_worker
     from trainers.ranks import free_port, results
 
-    return dead_worker.summary(results(told, dead_worker.RANKS, free_port()))
+    return dead_worker.summary(how, results(told, dead_worker.RANKS, free_port(), how))
 
 
-def told(rank: int, port: int) -> str:
+def told(rank: int, port: int, how: str) -> str:
     from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 
     from trainers import dead_worker, nvrx_saving
 
     nvrx_saving.join_group(rank, dead_worker.RANKS, port)
-    return dead_worker.told(rank, AsyncCallsQueue(persistent=True), AsyncRequest)
+    return dead_worker.told(rank, AsyncCallsQueue(persistent=how != "forked"), AsyncRequest, how)
 
 
 def failed(folder: Path) -> str:

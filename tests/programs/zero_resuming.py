@@ -8,23 +8,17 @@ With `--node N` there are N ranks per node. `--no-states` loads everything excep
 kind and the number of param groups: `stage1-2`. `train` saves in FOLDER/CASE/global_step2, takes two more steps, and
 writes the run's state at the save and at the end beside it. `resume` loads that into a new run with other weights,
 reports the differences on any rank, and takes the same two steps; its output is by the folders as given. If a rank
-fails, the case has its "error", and the differences if it had loaded by then. If only settings of param groups differ,
-the two steps use the right ones.
+fails, the case has only its "error". If only settings of param groups differ, the two steps use the right ones.
 """
 
 import argparse
 import copy
 import json
-import multiprocessing
-import tempfile
-import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from patience import seconds
 from trainers.deepspeed_training import (
     STEPS,
     TAG,
@@ -33,17 +27,12 @@ from trainers.deepspeed_training import (
     groups_of,
     load,
     on_any_rank,
-    prepare,
-    rank_main,
-    reduce_as_on_a_gpu,
+    results,
     save,
     snapshot,
     train,
 )
-from trainers.ranks import free_port
-
-# For a rank that does not notice the end of another rank.
-PATIENCE = seconds(20)
+from trainers.ranks import RankError
 
 
 def is_settings(name: str) -> bool:
@@ -78,54 +67,11 @@ def resume(rank: int, args: argparse.Namespace) -> dict[str, Any]:
         for number, group in enumerate(groups_of(run)):
             group.update(truth["saved"][f"group {number}"])
     found = {"different": different, "masters are weights": masters_are_weights(states), "steps": states["steps"]}
-    try:
-        losses = train(run, rank, args.ranks, first=STEPS)
-    except Exception as error:
-        return {**found, "error": last_words(error)}
+    losses = train(run, rank, args.ranks, first=STEPS)
     if args.save:
         run.save_checkpoint(str(args.folder / args.save), tag=TAG, client_state=client_state)
     end = on_any_rank(differences(snapshot(run), truth["end"]))
     return {**found, "losses": losses, "expected": truth["losses"], "different_end": end}
-
-
-def last_words(error: Exception) -> str:
-    traceback.print_exc()
-    return f"{type(error).__name__}: {error}"
-
-
-def work_and_tell(rank: int, args: argparse.Namespace) -> None:
-    """Write the outcome to the rank's file: its result, or its error."""
-    try:
-        told = args.do(rank, args)
-    except Exception as error:
-        told = {"error": last_words(error)}
-    Path(args.told, str(rank)).write_text(json.dumps(told))
-    if "error" in told:
-        raise SystemExit(1)
-
-
-def on_ranks(args: argparse.Namespace) -> dict[str, Any]:
-    """The result of rank 0; if ranks failed, the first error."""
-    context = multiprocessing.get_context("fork")
-    port = free_port()
-    ranks = [context.Process(target=rank_main, args=(rank, port, args)) for rank in range(args.ranks)]
-    for process in ranks:
-        process.start()
-    died = float("inf")
-    while any(process.is_alive() for process in ranks):
-        time.sleep(0.02)
-        if any(process.exitcode for process in ranks):
-            died = min(died, time.monotonic())
-        if time.monotonic() > died + PATIENCE:
-            for process in ranks:
-                process.kill()
-    found = [json.loads(path.read_text()) for path in sorted(Path(args.told).iterdir())]
-    errors = [one for one in found if "error" in one]
-    if not errors and any(process.exitcode for process in ranks):
-        errors = [{"error": f"exit statuses {[process.exitcode for process in ranks]}"}]
-    # A rank that lost its connection to another one reports that; any other error is the cause.
-    causes = [one for one in errors if "gloo/transport" not in one["error"]]
-    return dict([*causes, *errors, *found][0])
 
 
 def main() -> None:
@@ -140,19 +86,18 @@ def main() -> None:
     without = {"load_optimizer_states": False}
     resuming.add_argument("--no-states", dest="asked", action="store_const", const=without, default={})
     for command in (training, resuming):
-        command.set_defaults(work=work_and_tell)
         command.add_argument("cases", nargs="+")
         command.add_argument("--ranks", type=int, required=True)
         command.add_argument("--node", type=int)
     args = parser.parse_args()
-    prepare()
-    reduce_as_on_a_gpu()
     found = {}
     for case in args.cases:
-        with tempfile.TemporaryDirectory() as told:
-            one = copy.copy(args)
-            one.folder, one.told = args.folder / case, told
-            found[case] = on_ranks(one)
+        one = copy.copy(args)
+        one.folder = args.folder / case
+        try:
+            found[case] = results(args.do, args.ranks, one, node=args.node)[0]
+        except RankError as error:
+            found[case] = {"error": error.full}
     print("\n" + json.dumps(found))
 
 

@@ -16,7 +16,11 @@ from typing import Any
 
 
 class RankError(Exception):
-    """A rank raised an error: its type and the first sentence of its message."""
+    """A rank raised an error: its type and the first sentence of its message; `full` has the whole message."""
+
+    def __init__(self, full: str) -> None:
+        self.full = full
+        super().__init__(re.split(r"\. |\n", full)[0])
 
 
 def results(rank_main: Callable[..., Any], ranks: int, *args: object) -> list[Any]:
@@ -39,8 +43,7 @@ def _keep_result(rank: int, folder: str, rank_main: Callable[..., Any], args: tu
     try:
         result = rank_main(rank, *args)
     except Exception as error:
-        message = re.split(r"\. |\n", str(error).strip())[0]
-        Path(folder, f"{rank}.error").write_text(f"{type(error).__name__}: {message}".removesuffix(": "))
+        Path(folder, f"{rank}.error").write_text(f"{type(error).__name__}: {str(error).strip()}".removesuffix(": "))
         traceback.print_exc()  # torch shows that of one rank: it may be one that has lost the connection to this one
         raise
     Path(folder, str(rank)).write_text(json.dumps(result))
@@ -53,7 +56,9 @@ def _cause(folder: Path) -> str:
     """The first error in rank order that is not a lost connection to a failed rank, else the first error."""
     found = [path.read_text() for path in sorted(folder.glob("*.error"))]
     errors = [text for text in found if text]  # empty if a rank was killed while writing
-    return next((text for text in errors if "onnection" not in text), errors[0] if errors else "")
+    lost = ("onnection", "gloo/transport")
+    others = (text for text in errors if not any(word in text.partition("\n")[0] for word in lost))
+    return next(others, errors[0] if errors else "")
 
 
 def gathered(value: Any) -> list[Any]:

@@ -1,8 +1,6 @@
 """CPU ranks and flattened shards for saves with the real megatron-core's zarr strategy."""
 
 import os
-import random
-import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -125,26 +123,3 @@ def lost_slices(
             if bool((slices[dp_rank] != rank + 1).any()):
                 lost.append((key, rank))
     return lost
-
-
-def write_in_pieces() -> None:
-    pwrite = os.pwrite
-
-    def some_bytes(file: int, content: Any, offset: int) -> int:
-        time.sleep(random.random() * 1e-3)
-        return pwrite(file, content[: random.randrange(1, 100)], offset)
-
-    os.pwrite = some_bytes
-
-
-def pause_behind_reads() -> None:
-    import zarr
-
-    read_chunk = zarr.Array._process_for_setitem
-
-    def read_and_pause(self: Any, *args: Any, **kwargs: Any) -> Any:
-        chunk = read_chunk(self, *args, **kwargs)
-        time.sleep(random.random() * 3e-3)
-        return chunk
-
-    zarr.Array._process_for_setitem = read_and_pause

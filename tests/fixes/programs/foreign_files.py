@@ -11,8 +11,6 @@ import builtins
 import json
 import random
 import shutil
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,16 +87,6 @@ def read(rank_file: Path) -> dict[str, str]:
     }
 
 
-def nebula(path: Path) -> str:
-    """The error of a load by the Nebula engine. Nebula's package is not public: a stub with `init` is enough here."""
-    sys.modules["torch_nebula"] = types.SimpleNamespace(init=lambda **parameters: None)  # type: ignore[assignment]
-    from deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine import NebulaCheckpointEngine
-
-    config = types.SimpleNamespace(enable_nebula_load=False, load_path="", persistent_storage_path="")
-    config.__dict__.update(persistent_time_interval=100, num_of_version_in_retention=2)
-    return said(lambda: NebulaCheckpointEngine(config_params=config).load(str(path)))
-
-
 def main() -> None:
     args = parsed({"checkpoint": Path, "folder": Path})
     engine, path, marker = TorchCheckpointEngine(), str(args.folder / "client.pt"), args.folder / "ran"
@@ -120,7 +108,6 @@ def main() -> None:
     Path(path).write_bytes(b"no checkpoint")
     found["damaged"] = said(lambda: engine.load(path))
 
-    found["nebula"] = nebula(min(args.checkpoint.glob("*/*optim_states.pt")))
     found["attack"] = read(attacked_copy(args.checkpoint, args.folder / "attack", marker))
     found["ran"] = marker.exists()
     print("\n" + json.dumps(found))
