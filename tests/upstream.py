@@ -74,7 +74,7 @@ IMPORTED = {CORE: MEGATRON, DEEPSPEED: ZERO, TORCH: ("torch",)}  # by proofs, by
 # The programs by these modules.
 _PROGRAMS = {
     MEGATRON: """
-        async_saving exact_resume explore_megatron expert_rng gpt_resume layer_wise layer_wise_torch
+        async_saving exact_resume explore_megatron gpt_resume layer_wise
         megatron_fsdp_saving megatron_healthy megatron_saving proof param_groups run_proof shifted_saving
     """,
     CORE_ALONE: "strip_shapes",

@@ -30,7 +30,6 @@ from upstream import (
     MAIN,
     OLDEST_REPORTED,
     REPOSITORY,
-    all_releases,
     in_place,
     newest,
     newest_affected,
@@ -176,18 +175,6 @@ def in_the_newest() -> list[Any]:
     """The fixes of bugs that the newest release of their package still has."""
     found = [(name, newest(DISTRIBUTIONS[fixes.package_of(name)])) for name in NAMES]
     return [pytest.param(*one, id=one[0]) for one in found if fixes.load(one[0]).affects(one[1])]
-
-
-@pytest.mark.parametrize(("name", "version"), in_the_newest())
-def test_a_moved_file_is_no_match(name: str, version: str, tmp_path: Path) -> None:
-    copy = edits.copy_of(tree_for(name, version), name, tmp_path)
-    for module in {edit.module for edit in fixes.load(name).edits if is_of(edit, fixes.load(name), version)}:
-        path = Path(plan.module_path(str(copy), module))
-        path.rename(path.with_suffix(".moved"))
-        result, made = edits.plan(copy, name)
-        assert (result.outcome, made.files) == (Outcome.NO_MATCH, {}), module
-        assert f"{path}: there is no such file" in result.reason
-        path.with_suffix(".moved").rename(path)
 
 
 @pytest.mark.parametrize(("name", "version"), in_the_newest())
@@ -352,18 +339,6 @@ def test_the_order_of_the_fixes_does_not_matter(package: str, version: str, tmp_
             assert sorted(edits.text(copy, module).splitlines()) == sorted(file.patched.decode().splitlines())
         again = plan_tree(str(copy), package, applied)
         assert (again.files, again.named(Outcome.NOT_NEEDED)) == ({}, applied)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("package", "version"), companies())
-def test_a_fix_applies_alone_and_the_others_without_it(package: str, version: str) -> None:
-    root = str(tree(DISTRIBUTIONS[package], version))
-    applied = plan_tree(root, package).named(Outcome.APPLIES)
-    for name in applied:
-        assert plan_tree(root, package, [name]).named(Outcome.APPLIES) == [name]
-        others = [other for other in applied if other != name]
-        if version == newest(DISTRIBUTIONS[package]) or all_releases():
-            assert plan_tree(root, package, others).named(Outcome.APPLIES) == others
 
 
 @pytest.mark.parametrize(("package", "version"), companies(PACKAGES))

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, TO_RESUME_FROM, WHOLE, Report, audit
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, TO_RESUME_FROM, Report, audit
 from ckpt_patches.audit.repair.repair import repair
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
@@ -21,19 +21,6 @@ def verdict(tag: Path) -> str:
         return audit(tag, 1).verdict
     except UserError as error:
         return str(error)
-
-
-def not_whole(tag: Path) -> str:
-    """The audit's verdict on an incomplete checkpoint, or nothing."""
-    found = verdict(tag)
-    return "" if found == WHOLE else f"audit: {found}"
-
-
-def unlike_its_record(tag: Path) -> str:
-    """The objections of `fingerprint` to a checkpoint with recorded fingerprints, or nothing."""
-    command = [sys.executable, "-m", "ckpt_patches", "fingerprint", str(tag)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CKPT_PATCHES": "off"})
-    return "" if (done.returncode, done.stderr) == (0, "") else f"fingerprint: {done.stderr}{done.stdout[-500:]}"
 
 
 def objections(tag: Path) -> tuple[str, str]:

@@ -1,12 +1,14 @@
 """expert_rng: experts on other ranks go on with their own random numbers."""
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from upstream import affected, newest_affected, run_lines, shown, tree, with_fix, without_fix
+from upstream import affected, called, newest_affected, shown, with_fix, without_fix
 
 RELEASES = affected("expert_rng")
 
@@ -27,79 +29,76 @@ FIX = "expert_rng"
 NEWEST = newest_affected(FIX)[1]
 IGNORED = "RNG state will be ignored"
 SEEDED = "seeded"
-FSDP = ("--format", "fsdp_dtensor")
+TORCH_DIST: dict[str, Any] = {}
+FSDP = {"format": "fsdp_dtensor"}
+each_format = pytest.mark.parametrize("form", [TORCH_DIST, FSDP], ids=str)
 
 
-def line(
-    delivery: str, what: str, folder: Path, *options: object, ranks: int = 2, version: str = NEWEST, **more: Any
-) -> dict[str, Any]:
+def run(what: str, delivery: str, folder: Path, ranks: int, version: str, options: dict[str, Any]) -> Any:
+    on: dict[str, Any] = {"version": version, "delivery": delivery, "folder": folder, "layout": [ranks]}
+    return called(__file__, what, options, **on)
+
+
+def save(delivery: str, folder: Path, *, ranks: int = 2, version: str = NEWEST, **options: Any) -> None:
     folder.mkdir(exist_ok=True)
-    arguments = ["--ranks", str(ranks), *map(str, options)]
-    (found,) = run_lines(
-        "expert_rng", what, folder, *arguments, tree=tree("megatron-core", version), delivery=delivery, **more
-    )
-    return found
+    run("save_drawn", delivery, folder, ranks, version, options)
 
 
-def save(delivery: str, folder: Path, *options: object, **on: Any) -> None:
-    assert line(delivery, "save", folder, *options, **on) == {"error": ""}
-
-
-def load(delivery: str, folder: Path, *options: object, **on: Any) -> tuple[list[Any], bool, str]:
+def load(
+    delivery: str, folder: Path, *, ranks: int = 2, version: str = NEWEST, **options: Any
+) -> tuple[list[Any], bool, str]:
     """The saved rank of each rank's expert RNG state, whether other states are the saved ones, and the warning."""
-    found = line(delivery, "load", folder, *options, **on)
-    assert found["error"] == ""
-    assert len(found["said"]) < 2
-    return found["experts"], found["model"], "".join(found["said"])
+    experts, model, said = zip(*run("load_drawn", delivery, folder, ranks, version, options), strict=True)
+    assert len(said[0]) < 2
+    return [*experts], all(model), "".join(said[0])
 
 
 @pytest.mark.parametrize("version", ["0.17.0", "0.18.2"])
-@pytest.mark.parametrize("form", [(), FSDP])
-def test_earlier_releases_with_the_bug(form: tuple[str, ...], version: str, tmp_path: Path) -> None:
+@each_format
+def test_earlier_releases_with_the_bug(form: dict[str, Any], version: str, tmp_path: Path) -> None:
     """They read the arguments of a checkpoint in another place."""
     for ep in (2, 1):
-        options = ("--ep", ep, *form)
-        save("hook", tmp_path / str(ep), *options, version=version)
+        save("hook", tmp_path / str(ep), ep=ep, version=version, **form)
         experts = [0, 1] if ep == 2 else [0, 0]
-        found, model, said = load("hook", tmp_path / str(ep), *options, version=version)
+        found, model, said = load("hook", tmp_path / str(ep), ep=ep, version=version, **form)
         assert ([0 if ep == 1 else own for own in found], model, said) == (experts, True, "")
 
 
-@pytest.mark.parametrize("form", [(), FSDP])
+@each_format
 def test_a_checkpoint_with_the_states_of_one_rank_is_ignored_with_a_warning(
-    form: tuple[str, ...], tmp_path: Path
+    form: dict[str, Any], tmp_path: Path
 ) -> None:
     """In fsdp_dtensor the rank is unknown: torch lets the rank that wrote the least so far write a shared key."""
-    save("none", tmp_path, "--ep", 4, *form, ranks=4)
-    experts, model, said = load("none", tmp_path, "--ep", 4, *form, ranks=4)
+    save("none", tmp_path, ep=4, ranks=4, **form)
+    experts, model, said = load("none", tmp_path, ep=4, ranks=4, **form)
     assert (len(set(experts)), set(experts) <= {0, 1, 2, 3}, model, said) == (1, True, True, "")
     for ep in (4, 2):
-        experts, model, said = load("hook", tmp_path, "--ep", ep, *form, ranks=4)
+        experts, model, said = load("hook", tmp_path, ep=ep, ranks=4, **form)
         assert (experts, model) == ([SEEDED] * 4, False)
         assert IGNORED in said
     # A run without experts loads it as upstream does.
-    assert load("hook", tmp_path, "--ep", 1, *form, ranks=4) == load("none", tmp_path, "--ep", 1, *form, ranks=4)
+    assert load("hook", tmp_path, ep=1, ranks=4, **form) == load("none", tmp_path, ep=1, ranks=4, **form)
 
 
-@pytest.mark.parametrize("form", [(), FSDP])
+@each_format
 @pytest.mark.parametrize(("ep", "ranks"), [(2, 2), (4, 4), (1, 4)])
-def test_in_another_layout_states_are_ignored(ep: int, ranks: int, form: tuple[str, ...], tmp_path: Path) -> None:
-    save("hook", tmp_path, "--ep", 2, *form, ranks=4)
-    experts, model, said = load("hook", tmp_path, "--ep", ep, *form, ranks=ranks)
+def test_in_another_layout_states_are_ignored(ep: int, ranks: int, form: dict[str, Any], tmp_path: Path) -> None:
+    save("hook", tmp_path, ep=2, ranks=4, **form)
+    experts, model, said = load("hook", tmp_path, ep=ep, ranks=ranks, **form)
     assert (experts, model) == ([SEEDED] * ranks, False)
     assert IGNORED in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ep", [1, 2, 4])
-@pytest.mark.parametrize("form", [(), FSDP])
-def test_expert_tensor_parallel_ranks_of_their_own(form: tuple[str, ...], ep: int, tmp_path: Path) -> None:
+@each_format
+def test_expert_tensor_parallel_ranks_of_their_own(form: dict[str, Any], ep: int, tmp_path: Path) -> None:
     """States are lost only with EP 4, where, at TP 2 and ETP 1, data-parallel ranks have different experts."""
-    options = ("--tp", 2, "--etp", 1, "--ep", ep, *form)
-    save("none", tmp_path / "none", *options, ranks=4)
+    options: dict[str, Any] = {"tp": 2, "etp": 1, "ep": ep, "ranks": 4, **form}
+    save("none", tmp_path / "none", **options)
     if not form:  # since 0.19 upstream loads the first rank's in fsdp_dtensor
-        assert load("none", tmp_path / "none", *options, ranks=4) == ([0, 1, 0, 1], True, "")
-    experts, model, said = load("hook", tmp_path / "none", *options, ranks=4)
+        assert load("none", tmp_path / "none", **options) == ([0, 1, 0, 1], True, "")
+    experts, model, said = load("hook", tmp_path / "none", **options)
     first, second = experts[:2]
     if ep == 4:
         assert (first, second) == (SEEDED, SEEDED)
@@ -107,34 +106,34 @@ def test_expert_tensor_parallel_ranks_of_their_own(form: tuple[str, ...], ep: in
         assert (first in (0, 2), second in (1, 3)) == (True, True)
     assert (experts, model) == ([first, second] * 2, ep != 4)
     assert (IGNORED in said) == (ep == 4)
-    save("hook", tmp_path / "hook", *options, ranks=4)
-    assert load("hook", tmp_path / "hook", *options, ranks=4) == ([0, 1, 2, 3], True, "")
+    save("hook", tmp_path / "hook", **options)
+    assert load("hook", tmp_path / "hook", **options) == ([0, 1, 2, 3], True, "")
 
 
-@pytest.mark.parametrize("form", [(), FSDP])
+@each_format
 @pytest.mark.parametrize("saved", ["none", "hook"])
-def test_with_random_init_the_states_of_all_ranks_are_there(saved: str, form: tuple[str, ...], tmp_path: Path) -> None:
-    save(saved, tmp_path, "--random", *form)
-    assert load("hook", tmp_path, "--random", *form) == ([0, 1], True, "")
+def test_with_random_init_the_states_of_all_ranks_are_there(saved: str, form: dict[str, Any], tmp_path: Path) -> None:
+    save(saved, tmp_path, random=True, **form)
+    assert load("hook", tmp_path, random=True, **form) == ([0, 1], True, "")
     if saved == "hook":
-        assert load("hook", tmp_path, *form) == ([0, 1], True, "")
+        assert load("hook", tmp_path, **form) == ([0, 1], True, "")
 
 
-@pytest.mark.parametrize("form", [(), FSDP])
-def test_without_experts_nothing_changes(form: tuple[str, ...], tmp_path: Path) -> None:
-    options = ("--ep", 1, *form)
-    save("hook", tmp_path, *options)
-    (first, second), *others = load("none", tmp_path, *options)
+@each_format
+def test_without_experts_nothing_changes(form: dict[str, Any], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"ep": 1, **form}
+    save("hook", tmp_path, **options)
+    (first, second), *others = load("none", tmp_path, **options)
     assert (first, others) == (second, [True, ""])
-    assert load("hook", tmp_path, *options) == ([first, first], True, "")
+    assert load("hook", tmp_path, **options) == ([first, first], True, "")
 
 
 def test_what_was_saved_in_fsdp_dtensor_has_the_state_of_each_tensor_parallel_rank(tmp_path: Path) -> None:
     """With the fix, each rank loads its own state; since 0.19, upstream loads the first rank's."""
-    options = ("--tp", 2, "--ep", 1, *FSDP)
-    save("none", tmp_path, *options)
-    assert load("none", tmp_path, *options) == ([0, 0], False, "")
-    assert load("hook", tmp_path, *options) == ([0, 1], True, "")
+    options: dict[str, Any] = {"tp": 2, "ep": 1, **FSDP}
+    save("none", tmp_path, **options)
+    assert load("none", tmp_path, **options) == ([0, 0], False, "")
+    assert load("hook", tmp_path, **options) == ([0, 1], True, "")
 
 
 # What the ranks run
@@ -188,11 +187,66 @@ def resume(rank: int, folder: Path, tensor: int, expert: int, name: str) -> bool
     return bool(torch.equal(goes_on, draw()))
 
 
-def draw(times: int = 1) -> torch.Tensor:
+EXPERTS, MODEL = "expert-parallel-rng", "model-parallel-rng"
+
+
+def draw(times: int = 1, name: str = EXPERTS) -> torch.Tensor:
     """The next random numbers for this rank's experts, drawn like those of the router and dropout."""
     from megatron.core.tensor_parallel import random
 
-    with random.get_cuda_rng_tracker().fork(random.get_expert_parallel_rng_tracker_name()):
+    with random.get_cuda_rng_tracker().fork(name):
         for _ in range(times):
             drawn = torch.rand(8, device="cuda")
     return drawn.cpu()
+
+
+def peek() -> dict[str, torch.Tensor]:
+    """The next random numbers of each stream; the states are restored, so they are drawn again."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    states = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
+    found = {name: draw(1, name) for name in (EXPERTS, MODEL)}
+    get_cuda_rng_tracker().set_states(states)
+    return found
+
+
+def begin(folder: Path, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Options: `tp`, `ep`, `etp`; `random`: with --data-parallel-random-init; `format`."""
+    from trainers import megatron_lm
+    from trainers import megatron_training as mt
+
+    checkpointing = megatron_lm.import_training()
+    layout = options.get("tp", 1), options.get("ep", 2), options.get("etp")
+    name = options.get("format", "torch_dist")
+    more = {"ckpt_format": name, "use_megatron_fsdp": name == "fsdp_dtensor"}
+    random = options.get("random", False)
+    args = megatron_lm.arguments(folder / "run", *layout, data_parallel_random_init=random, **more)
+    megatron_lm.start(*layout)
+    return checkpointing, mt.tiny_model(mt.transformer_config(torch.bfloat16), torch.bfloat16, False), args
+
+
+def save_drawn(rank: int, folder: Path, options: dict[str, Any]) -> None:
+    """Save a run whose ranks have drawn random numbers, and beside it those that come next."""
+    from trainers import megatron_lm
+
+    checkpointing, model, args = begin(folder, options)
+    draw(rank + 1)
+    draw(3, MODEL)
+    megatron_lm.save(checkpointing, model, args)
+    torch.save(peek(), folder / f"{rank}.pt")
+
+
+def load_drawn(rank: int, folder: Path, options: dict[str, Any]) -> tuple[Any, bool, list[str]]:
+    """Whose random numbers come next for the experts, whether the model's are the saved ones, and the output."""
+    from trainers import megatron_lm
+
+    checkpointing, model, args = begin(folder, options)
+    seeded = peek()[EXPERTS]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        megatron_lm.load(checkpointing, model, args)
+    saved = [torch.load(folder / f"{n}.pt") for n in range(len(list(folder.glob("*.pt"))))]
+    found = peek()
+    same = [n for n, numbers in enumerate(saved) if torch.equal(numbers[EXPERTS], found[EXPERTS])]
+    whose = next(iter([rank] if rank in same else same), SEEDED if torch.equal(seeded, found[EXPERTS]) else None)
+    lines = [line for line in said.getvalue().splitlines() if "RNG" in line]
+    return whose, torch.equal(saved[rank % options.get("tp", 1)][MODEL], found[MODEL]), lines

@@ -1,15 +1,13 @@
 """legacy_expert_save: all experts are saved in `--ckpt-format torch`, each file by one rank."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
 
-from upstream import affected, called, newest_affected, run, shown, tree, with_fix, without_fix
+from upstream import affected, called, newest_affected, shown, with_fix, without_fix
 
 RELEASES = affected("legacy_expert_save")
 
@@ -66,26 +64,23 @@ def test_a_save_that_would_write_over_them_is_refused_before_it_writes(tmp_path:
 def test_context_parallel_ranks_have_files_of_their_own_of_the_layer_wise_optimizer(
     version: str, tmp_path: Path
 ) -> None:
-    upstream = tree("megatron-core", version)
-
-    def resume(delivery: str, *options: str, check: bool = True) -> CompletedProcess[str]:
-        folder = tmp_path / f"{delivery}{len(options)}"
-        folder.mkdir()
-        return run("layer_wise_torch", folder, *options, tree=upstream, delivery=delivery, check=check)
-
-    def found(*options: str) -> Any:
-        return json.loads(resume(*options).stdout.strip().splitlines()[-1])
+    def found(delivery: str, cp: int = 2, *, lost: bool = False) -> dict[str, Any]:
+        folder = tmp_path / f"{delivery}-{cp}-{lost}"
+        on: dict[str, Any] = {"version": version, "delivery": delivery, "folder": folder, "layout": [2]}
+        errors, wrong = zip(*called(__file__, "resume_layer_wise", cp, lost, **on), strict=True)
+        names = sorted(path.name for path in folder.rglob("layer_wise*"))
+        return {"errors": [*errors], "files": names, "wrong": [*wrong]}
 
     both = [f"layer_wise_optimizer_{rank}.pt" for rank in (0, 1)]
     without = found("none")
     assert without["files"] == both[:1]
-    assert any(without["wrong"]) or any(
-        without["errors"]
-    )  # states of the other rank, or a file that both wrote at once
+    # States of the other rank, or a file that both wrote at once.
+    assert any(without["wrong"]) or any(without["errors"])
     assert found("hook") == {"errors": ["", ""], "files": both, "wrong": [0, 0]}
-    assert "layer_wise_optimizer_1.pt" in resume("hook", "--lost", check=False).stderr
+    with pytest.raises(AssertionError, match=both[1]):
+        found("hook", lost=True)
     for delivery in ("none", "hook"):  # without context parallelism the names are the same
-        assert found(delivery, "--cp", "1") == {"errors": ["", ""], "files": both, "wrong": [0, 0]}
+        assert found(delivery, 1) == {"errors": ["", ""], "files": both, "wrong": [0, 0]}
 
 
 # What the ranks run
@@ -238,3 +233,46 @@ def caught(rank: int, folder: Path, what: str, options: dict[str, int]) -> tuple
     except RuntimeError as error:
         return str(error), False
     return "", all(bool((p == 7).all()) for p in model.parameters())
+
+
+def resume_layer_wise(rank: int, folder: Path, context: int, lost: bool) -> tuple[str, int]:
+    """Save and load the layer-wise distributed optimizer. Returns an error, and how many own states differ.
+
+    With `lost` the second file is deleted before the load.
+    """
+    import layer_wise
+    from gpt_training import gathered
+    from trainers import megatron_lm
+    from trainers import megatron_training as mt
+
+    torch.distributed.all_gather = gathered
+    checkpointing = megatron_lm.import_training()
+    args = megatron_lm.arguments(
+        folder, 1, 1, ckpt_format="torch", use_dist_ckpt=False, optimizer="dist_muon",
+        use_layer_wise_distributed_optimizer=True, context_parallel_size=context, data_parallel_size=2 // context,
+    )  # fmt: skip
+    megatron_lm.start(1, 1, None, context)
+
+    def start() -> tuple[Any, Any]:
+        model, of_all = mt.build(make_model=two_alike, settings={"use_distributed_optimizer": False})
+        return model, layer_wise.layer_wise(of_all.config, [model])
+
+    model, optimizer = start()
+    mt.step(model, optimizer, 0)
+    megatron_lm.save(checkpointing, model, args, optimizer)
+    resumed, of_resumed = start()
+    if lost and rank == 1:
+        next(folder.rglob("layer_wise_optimizer_1.pt")).unlink()
+    try:
+        megatron_lm.load(checkpointing, resumed, args, of_resumed)
+    except (RuntimeError, SystemExit) as error:  # a file that two ranks wrote at once
+        return type(error).__name__, 0
+    own, loaded = layer_wise.held(model, optimizer), layer_wise.held(resumed, of_resumed)
+    return "", sum(not torch.equal(tensor, loaded[name]) for name, tensor in own.items() if " " in name)
+
+
+def two_alike(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
+    """A model in which each rank has a matrix and a bias of equal shapes."""
+    from trainers import megatron_training as mt
+
+    return mt.tiny_model(config, dtype, native_fp32, hidden=16, out=16)

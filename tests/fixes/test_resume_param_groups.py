@@ -270,3 +270,20 @@ BIASES = group(NO_DECAY, False, (1e-3, 1e-4))
 )
 def test_what_cannot_be_told_is_no_pair(current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     assert len(pairs_of(current, saved)) < len(current)
+
+
+NEMO = [{"pre_wd_mult": one["wd_mult"], "pre_lr_mult": 1.0, "max_lr": one["max_lr"]} for one in (MAIN, BIASES)]
+ADAM, MUON = ({**MAIN, "optimizer": name} for name in ("adam", "muon"))  # upstream has the key since 0.19
+
+
+@pytest.mark.parametrize(
+    ("current", "saved", "pairs"),
+    [
+        ([BIASES, MAIN], NEMO, {0: 1, 1: 0}),
+        ([ADAM, MUON], [MUON, ADAM], {0: 1, 1: 0}),
+        ([ADAM, BIASES], [MAIN, BIASES], {0: 0, 1: 1}),  # the key counts only if all groups have it
+        ([{"lr": 1.0}, {"lr": 2.0}], [{"lr": 1.0}, {"lr": 2.0}], {0: 0, 1: 1}),  # without keys, in order
+    ],
+)
+def test_names_of_nemo_and_groups_of_other_keys(current: list[Run], saved: list[Run], pairs: dict[int, int]) -> None:
+    assert pairs_of(current, saved, (*KEYS, "optimizer")) == pairs

@@ -1,7 +1,6 @@
 """The results of loads of many changed checkpoints: the live state of every rank as a digest, or an error."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,16 +22,6 @@ def by_folder(load_all: Callable[[list[str]], list[list[Any]]], folders: list[st
         middle = len(folders) // 2  # bisection finds the few that fail
         return {**by_folder(load_all, folders[:middle]), **by_folder(load_all, folders[middle:])}
     return {folder: [rank[n] for rank in ranks] for n, folder in enumerate(folders)}
-
-
-def print_differences(results: Callable[[], list[list[str]]]) -> None:
-    """Print a line of JSON: the names that rank 0 found, and the first line of a rank's error."""
-    line: dict[str, Any] = {"differ": [], "error": ""}
-    try:
-        line["differ"] = results()[0]
-    except RankError as error:
-        line["error"] = str(error).splitlines()[0]
-    print(json.dumps(line), flush=True)
 
 
 def digest(value: Any) -> str:

@@ -53,5 +53,5 @@ def call(function: Callable[..., Any], folder: Path, layout: list[int], argument
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__" and Path(sys.argv[1]).stem.startswith("test_nvrx"):
-    from trainers import nvrx_saving  # noqa: F401  in NVRx's worker, too, the GPU stub must load first
+elif __name__ == "__mp_main__" and Path(sys.argv[1]).stem.startswith(("test_async", "test_nvrx")):
+    from trainers import nvrx_saving  # noqa: F401  in a worker, too, the GPU stub must load first
