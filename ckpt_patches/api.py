@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn, optim
 
     from ckpt_patches.convert.convert import Summary as Conversion
-    from ckpt_patches.fingerprint.verdict import Verdict
+    from ckpt_patches.fingerprint.comparison import Verdict
     from ckpt_patches.migrate.migrate import Summary as Migration
 
     AnyPath = str | Path
@@ -81,14 +81,12 @@ class Verification:
     """A comparison of a training's state with a record. `ok`: states were compared, and nothing differs."""
 
     def __init__(self, verdict: "Verdict") -> None:
-        from ckpt_patches.fingerprint.verdict import sentences
-
         self.ok = bool(verdict.verified) and not verdict.is_wrong
         self.verified = len(verdict.verified)  # equal states
         self.differences = list(verdict.differences)  # of states
         self.settings = list(verdict.settings)  # of param groups and others, that differ
         self.not_verified = dict(verdict.not_verified)  # by name, the reason
-        self.text = "\n".join(sentences(verdict))  # what `fingerprint.prove` logs
+        self.text = "\n".join(verdict.lines())  # what `fingerprint.prove` logs
 
 
 def audit(path: "AnyPath", *, workers: int | None = None) -> Audit:
@@ -152,8 +150,7 @@ def compare(one: "AnyPath", other: "AnyPath", *, workers: int | None = None) -> 
     from ckpt_patches.runtime.processes import safe_workers
 
     with safe_workers(workers) as count:
-        how = {"trust": False, "with_buckets": True}
-        read = [fingerprint_command.read(_folder(own), count, Ranks(), **how) for own in (one, other)]
+        read = [fingerprint_command.read(_folder(own), count, Ranks(), trust=False) for own in (one, other)]
     found = fingerprint_command.compared(*read)
     return Result(found.is_equal, fingerprint_command.as_json(found))
 

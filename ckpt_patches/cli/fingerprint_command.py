@@ -14,12 +14,12 @@ from ckpt_patches.runtime.options import MANY, add_distributed, add_trust, add_w
 from ckpt_patches.runtime.shown import printable
 
 if TYPE_CHECKING:
-    from ckpt_patches.fingerprint.comparison import Checked
+    from ckpt_patches.fingerprint.comparison import Verdict
     from ckpt_patches.fingerprint.contents import Contents
     from ckpt_patches.runtime.distributed import Ranks
 
 MOST_LINES = 1000  # of one kind
-SCHEMA = 2  # of the JSON; increased when a key is renamed, removed or changes its meaning
+SCHEMA = 3  # of the JSON; increased when a key is renamed, removed or changes its meaning
 STATUS = "exit status: 0 verified, 1 a state differs or none could be compared, 2 a checkpoint cannot be read"
 RECORD = "If the run recorded fingerprints at the save (CKPT_PATCHES_FINGERPRINT=1), the files are compared with them."
 
@@ -80,7 +80,6 @@ def run(options: argparse.Namespace) -> int:
             workers=options.workers or ranks.workers,
             ranks=ranks,
             trust=options.trust_checkpoint,
-            with_buckets=options.against is not None,
         )
         one = how(options.path)
         other = None if options.against is None else how(options.against)
@@ -98,7 +97,7 @@ def _report(options: argparse.Namespace, one: "Contents", other: "Contents | Non
     return 0 if one.checked is None or one.checked.is_equal else 1
 
 
-def read(path: Path, workers: int, ranks: "Ranks", *, trust: bool, with_buckets: bool) -> "Contents":
+def read(path: Path, workers: int, ranks: "Ranks", *, trust: bool) -> "Contents":
     """The fingerprints in a checkpoint of any format; each of the ranks calls this.
 
     Raises:
@@ -113,7 +112,7 @@ def read(path: Path, workers: int, ranks: "Ranks", *, trust: bool, with_buckets:
         return contents.of_zero(path, *found_in_zero)
     found = files.opened(path)
     files.check_complete(found)
-    return contents.of(found, workers, ranks, with_buckets=with_buckets)
+    return contents.of(found, workers, ranks)
 
 
 def _print_unread(path: Path, unread: dict[str, str]) -> None:
@@ -146,7 +145,7 @@ def _compare(options: argparse.Namespace, one: "Contents", other: "Contents") ->
     return 0 if found.is_equal else 1
 
 
-def _print_result(found: "Checked", where: str) -> None:
+def _print_result(found: "Verdict", where: str) -> None:
     _print_first(f"{one.parameter}  {one.state}  differs: {one.what}" for one in found.differences)
     _print_first(f"{what}  not verified: {why}" for what, why in found.not_verified.items())
     print(printable(f"{where}: {found.sentence()}"))
@@ -161,18 +160,22 @@ def _print_first(lines: Iterable[str]) -> None:
         print(f"and {len(every) - MOST_LINES:,} more (--json)")
 
 
-def compared(one: "Contents", other: "Contents") -> "Checked":
-    """Compare two checkpoints, read with their buckets."""
+def compared(one: "Contents", other: "Contents") -> "Verdict":
+    """Compare two checkpoints."""
     from ckpt_patches.fingerprint import comparison
 
-    found = comparison.of_two(one.fingerprints, other.fingerprints, one.unread, other.unread)
-    return comparison.with_buckets(found, one.buckets or {}, other.buckets or {})
+    return comparison.of_two(one.fingerprints, other.fingerprints, one.unread, other.unread)
 
 
-def as_json(found: "Checked") -> dict[str, Any]:
+def as_json(found: "Verdict") -> dict[str, Any]:
     """The keys of `compare --json`: docs/reference/json.md."""
     return {"schema": SCHEMA, **_as_json(found)}
 
 
-def _as_json(found: "Checked") -> dict[str, Any]:
-    return {**found._asdict(), "differences": [one._asdict() for one in found.differences]}
+def _as_json(found: "Verdict") -> dict[str, Any]:
+    return {
+        "verified": len(found.verified),
+        "differences": [one._asdict() for one in found.differences],
+        "not_verified": dict(found.not_verified),
+        "missed": found.missed,
+    }

@@ -33,9 +33,11 @@ def of_training(model: "nn.Module", optimizer: "optim.Optimizer | Sequence[optim
         optimizer: one or several optimizers of its parameters.
         group: the process group of all ranks that hold the model; None for the default one.
     """
-    from ckpt_patches.fingerprint import training_record, training_state
+    import json
 
-    return training_record.recorded(training_state.live(model, optimizer), group)
+    from ckpt_patches.fingerprint import proof, training_state
+
+    return json.dumps(proof.recorded(training_state.live(model, optimizer), group))
 
 
 def prove(

@@ -1,7 +1,7 @@
 """Fingerprints of Megatron's buckets of many parameters. The run's record has the offset of each parameter.
 
-The formats `dp_reshardable` and `fully_sharded_bucket_space` have a tensor per bucket and state. `torch` and
-`dp_zero_gather_scatter` have one per buffer and state: its buckets without their end padding.
+The formats `dp_reshardable` and `fully_sharded_bucket_space` have a tensor per bucket and state.
+`dp_zero_gather_scatter` has one per buffer and state: its buckets without their end padding.
 """
 
 import re
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt_patches.fingerprint.boxes import Box
-from ckpt_patches.fingerprint.element_hash import MODULUS
+from ckpt_patches.fingerprint.element_hash import MODULUS, Box
 from ckpt_patches.fingerprint.record import NotARecord
 from ckpt_patches.fingerprint.states import Fingerprint
 from ckpt_patches.formats.ranged import RangedFiles
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 BUCKET = re.compile(r"(?P<chain>chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<rest>.*)")
 OF_BUCKET = re.compile(r"gbuf_idx_(?P<buffer>\d+)\.dtype_.*\.bucket_idx_(?P<bucket>\d+)(?:\.(?P<state>\w+))?")
 OF_BUFFER = re.compile(r"param_state(?:/shard_[\d.]+)?(?:_[\d.]+)?\.(?P<buffer>\d+)\..*")  # in an object
-OWN_GROUP = 0  # in the `torch` format, with one file per model-parallel rank
 
 
 class Laid(NamedTuple):
@@ -109,7 +107,7 @@ def _in_array(layout: Layout | None, bucket: int | None) -> Iterator[tuple[Laid,
             yield laid, laid.begin
 
 
-def in_distributed(found: "Checkpoint") -> Iterator[Flat]:
+def flats(found: "Checkpoint") -> Iterator[Flat]:
     """The flat arrays of a distributed checkpoint: of tensors in chunks, or of objects."""
     for parameter, shards in _by_parameter(found).items():
         place = BUCKET.fullmatch(parameter)
@@ -124,26 +122,11 @@ def in_distributed(found: "Checkpoint") -> Iterator[Flat]:
             yield from _flats(shards, key, None)
 
 
-def in_torch(found: "Checkpoint", folder: str, optimizer: int | None) -> Iterator[Flat]:
-    """The flat arrays of one optimizer of a model-parallel rank in the `torch` format.
-
-    Args:
-        found: the structure of the checkpoint.
-        folder: name of the rank's folder; empty if it is the checkpoint's.
-        optimizer: the number of the optimizer; None if there is one.
-    """
-    for parameter, shards in _by_parameter(found, folder).items():
-        prefix = "" if optimizer is None else f"{optimizer}."
-        buffer = parameter.removeprefix(prefix).partition(".")[0]
-        if parameter.startswith(prefix) and buffer.isdecimal():
-            yield from _flats(shards, key_of(None, OWN_GROUP, int(buffer)), None)
-
-
-def _by_parameter(found: "Checkpoint", folder: str | None = None) -> dict[str, list["Shard"]]:
-    """The shards of each bucket or buffer; with a folder, only those in it."""
+def _by_parameter(found: "Checkpoint") -> dict[str, list["Shard"]]:
+    """The shards of each bucket or buffer."""
     by_name: dict[str, list[Shard]] = {}
     for shard in found.shards:
-        if not shard.has_rows and folder in (None, shard.label):
+        if not shard.has_rows:
             by_name.setdefault(shard.parameter, []).append(shard)
     return dict(sorted(by_name.items()))
 

@@ -1,57 +1,227 @@
-"""Compare the fingerprints of a checkpoint's files with the record of the run that saved it, or with other files."""
+"""Compare states with a record: those of a running job, or those in the files of a checkpoint; and two checkpoints."""
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckpt_patches.fingerprint.record import NotARecord, Record, State, from_plain
+from ckpt_patches.fingerprint.element_hash import MODULUS, zeros
+from ckpt_patches.fingerprint.record import (
+    BUFFER,
+    NOT_ALIKE,
+    Key,
+    NotARecord,
+    Record,
+    SettingDifference,
+    State,
+    from_plain,
+)
 from ckpt_patches.fingerprint.states import FROZEN, OF_BUFFER, Fingerprint
-from ckpt_patches.fingerprint.verdict import Difference, Key, Total, Verdict, judge
 from ckpt_patches.formats.megatron_names import is_bucket
 
 CHAINED = re.compile(r"^chained_\d+\.")  # prefix of tensor names if there are several optimizers
 # An expert by its number on its rank; with a single expert-parallel rank, this is the global number.
 LOCAL_EXPERT = re.compile(r"\bdeepspeed_experts\.(\d+)\.")
-STEP = "step"  # a state that a record has among a parameter's settings
+EXPERT = "deepspeed_experts.global_"  # in the names of its parameters
 OF_MODEL = ("master", "weight", FROZEN, OF_BUFFER)  # states that are parameters themselves
+NOWHERE = "this run has nothing of it"  # of a value that is no parameter's
 NO_TENSOR = "it is in no tensor of its own in the files"
 NOT_RECORDED = "the run recorded nothing of it"
+NO_PLACES = "a bucket, and where parameters begin in it is not in the checkpoint (CKPT_PATCHES_FINGERPRINT=1 saves it)"
+LINES = 12  # maximum number of differences that are listed
+BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "uint8": 8}
+# Kinds of differences
+ZEROS, ANOTHERS, MISSING, NOT_SAVED, INCOMPLETE = "zeros", "another's", "missing", "not saved", "incomplete"
+SHARED, OTHER = "in another's memory", "other values"
 
 
-class Checked(NamedTuple):
+class Total(NamedTuple):
+    """The sums of a state over all ranks, including replicas, or in a checkpoint's files."""
+
+    numel: int
+    value: int  # modulo 2^64
+    whole: int  # elements of the full parameter here
+    dtype: str = ""
+
+
+class Difference(NamedTuple):
+    """A state that differs from the saved one."""
+
+    parameter: str
+    state: str
+    kind: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Verdict:
     """The result of a comparison."""
 
-    verified: int  # number of states
-    differences: list[Difference]
-    not_verified: dict[str, str]  # by name, the reason
+    verified: Sequence[Key] = ()
+    differences: Sequence[Difference] = ()
+    not_verified: Mapping[str, str] = field(default_factory=dict)  # by name, the reason
     missed: bool = False  # whether no state of an optimizer could be compared, though there is a record
-    settings: int = 0  # number of verified settings
+    settings: Sequence[SettingDifference] = ()
+    rates: Sequence[SettingDifference] = ()  # for information: a schedule changes them
+    besides: Sequence[str] = ()  # other equal values, as text: "2 buffers", "settings"
+
+    @property
+    def is_wrong(self) -> bool:
+        return bool(self.differences or self.settings)
 
     @property
     def is_equal(self) -> bool:
         """Whether there is no difference, and something was compared."""
-        return not (self.differences or self.missed)
+        return not (self.is_wrong or self.missed)
 
     def sentence(self) -> str:
         """The result in one line."""
+        states = sum(key[1] != OF_BUFFER for key in self.verified)
+        what = ", ".join([f"{states} states"] * bool(states) + [*self.besides])
         rest = f"; {len(self.not_verified)} not verified" if self.not_verified else ""
-        states = f"{self.verified} states" + (f" and {self.settings} settings" if self.settings else "")
-        if self.differences:
-            kinds = Counter(one.kind for one in self.differences)
+        if self.is_wrong:
+            kinds = Counter([*(one.kind for one in self.differences), *("settings" for _ in self.settings)])
             counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-            return f"differs: {counted}; {states} verified{rest}"
-        if not self.verified:
-            return f"not verified: no state could be compared{rest}"
-        return f"not verified; {states} verified{rest}" if self.missed else f"verified: {states}{rest}"
+            return f"differs: {counted}; {states} states verified{rest}"
+        if not what:
+            return f"not verified: nothing could be compared{rest}"
+        return f"not verified; {what} verified{rest}" if self.missed else f"verified: {what}{rest}"
+
+    def lines(self) -> list[str]:
+        """The lines for a log; the first one is a summary."""
+        rates = Counter((one.saved, one.found) for one in self.rates)
+        return [
+            f"resume {self.sentence()}",
+            *_shortened(
+                [
+                    *(f"  {one.parameter} {one.state}: {one.what}" for one in self.differences),
+                    *(f"  {one.parameter}: {one.setting} {one.found}, saved as {one.saved}" for one in self.settings),
+                ]
+            ),
+            *_shortened([f"  not verified: {what}: {why}" for what, why in self.not_verified.items()]),
+            *(f"  rate: {new} now, {old} when saved: {n} parameters" for (old, new), n in rates.most_common(3)),
+        ]
 
 
-def together(checked: Sequence[Checked]) -> Checked:
-    """Merge the results of several comparisons."""
-    differences = [one for own in checked for one in own.differences]
-    not_verified = {what: why for own in checked for what, why in own.not_verified.items()}
-    is_missed, settings = any(own.missed for own in checked), sum(own.settings for own in checked)
-    return Checked(sum(own.verified for own in checked), differences, not_verified, is_missed, settings)
+def _shortened(lines: list[str]) -> list[str]:
+    more = len(lines) - LINES
+    return lines if more <= 0 else [*lines[:LINES], f"  and {more:,} more"]
+
+
+def together(verdicts: Sequence[Verdict]) -> Verdict:
+    """Merge the results of several comparisons of states."""
+    return Verdict(
+        [key for own in verdicts for key in own.verified],
+        [one for own in verdicts for one in own.differences],
+        {what: why for own in verdicts for what, why in own.not_verified.items()},
+        any(own.missed for own in verdicts),
+    )
+
+
+def judge(
+    record: Record,
+    totals: Mapping[Key, Total],
+    left_out: Mapping[str, str],
+    *,
+    here: str = "the run",
+    saved: str = "the checkpoint's fingerprint",
+    by_name: bool = False,
+) -> Verdict:
+    """Compare states with those of a record.
+
+    Args:
+        record: of the checkpoint.
+        totals: the states of the run, or in the files.
+        left_out: what has no fingerprint there, and the reasons.
+        here, saved: names of the two sides, for messages.
+        by_name: whether only the names in `left_out` can be missing; else what is of no parameter, such as an
+            optimizer that is not known, may have had any state.
+    """
+    verified, differences = [], []
+    not_verified = {**record.left_out, **left_out}
+    held = {parameter for parameter, _ in totals}
+    parameters = held | {parameter for parameter, _ in record.states}
+
+    def absent(left: Mapping[str, str]) -> Callable[[Key], bool]:
+        """Whether a state is missing, not what one side could not read, or what may have been in that."""
+        names = {what for what, why in left.items() if why not in (NOT_ALIKE, NOWHERE)}
+        of_none = (not what.startswith(BUFFER) and what.split(" ")[0] not in parameters for what in names)
+        may_be_any = not by_name and any(of_none)
+        return lambda key: not (may_be_any or key[0] in names or " ".join(key) in names)
+
+    is_absent, was_absent = absent(left_out), absent(record.left_out)
+    for key, state in record.states.items():
+        total = totals.get(key)
+        if total is None:
+            if is_absent(key):
+                what = "state" if key[0] in held else "parameter"
+                differences.append(Difference(*key, MISSING, f"{here} has no such {what}"))
+        elif why := _why_not_comparable(record, key, total):
+            not_verified[" ".join(key)] = why
+        elif copies := _lacking(record, totals, key):
+            differences.append(Difference(*key, MISSING, f"{copies} of the parameter's copies have it"))
+        elif _is(state, total):
+            verified.append(key)
+        else:
+            differences.append(Difference(*key, *_what(record, key, total)))
+    kinds = {state for _, state in record.states}
+    for key in sorted(totals.keys() - record.states.keys()):
+        if key[1] in (FROZEN, OF_BUFFER) and key[1] not in kinds:  # version 0.2.0 recorded none
+            not_verified[" ".join(key)] = "the checkpoint's fingerprint has none of its kind"
+        elif key[1] == OF_BUFFER and f"{BUFFER}{key[0]}" in record.others:  # 0.2 recorded digests of integers
+            not_verified[" ".join(key)] = "the checkpoint's fingerprint has it in another form"
+        elif EXPERT in key[0] and not record.has_all_experts:
+            not_verified[" ".join(key)] = "version 0.2 recorded the experts of the first rank alone"
+        elif was_absent(key):
+            differences.append(Difference(*key, NOT_SAVED, f"{saved} does not have it"))
+    has_optimizer = any(state not in OF_MODEL for state in kinds)
+    is_compared = any(state not in OF_MODEL or not has_optimizer for _, state in verified)
+    return Verdict(verified, differences, not_verified, bool(kinds) and not (is_compared or differences))
+
+
+def _is(state: State, total: Total) -> bool:
+    """Whether a total equals a state. The total counts all replicas, and each replica must equal the state."""
+    replicas, rest = divmod(total.numel, state.numel) if state.numel else (1, total.numel)
+    return replicas > 0 and not rest and total.value == replicas * state.value % MODULUS
+
+
+def _lacking(record: Record, totals: Mapping[Key, Total], key: Key) -> str:
+    """How many ranks with a parameter have a state that all of them had; empty if as many."""
+    own = next((key[0], name) for name in ("master", "weight", "") if not name or (key[0], name) in totals)
+    if record.partial is None or key in record.partial or own not in totals or own not in record.states:
+        return ""
+    if record.states[own].numel != record.states[key].numel:  # it can be divided among ranks in another way
+        return ""
+    copies, expected = (totals[one].numel // max(record.states[one].numel, 1) for one in (key, own))
+    return f"{copies} of {expected}" if 0 < copies < expected else ""
+
+
+def _why_not_comparable(record: Record, key: Key, total: Total) -> str:
+    state = record.states[key]
+    whole = record.sizes.get(key[0], state.numel)
+    if total.whole != whole:
+        return f"{total.whole:,} elements here, {whole:,} in the checkpoint: another padding of the vocabulary?"
+    if BITS.get(total.dtype, 32) < BITS.get(state.dtype, 0):
+        return f"kept in {total.dtype} here, in {state.dtype} when it was saved"
+    return ""
+
+
+def _what(record: Record, key: Key, total: Total) -> tuple[str, str]:
+    """The kind of a difference, and its description."""
+    state = record.states[key]
+    if not state.numel or total.numel % state.numel:
+        return INCOMPLETE, f"{total.numel:,} elements here, of {state.numel:,}"
+    copies = total.numel // state.numel
+    if total.value == copies * zeros(state.numel) % MODULUS:
+        return ZEROS, "all zeros"
+    for other, its in record.states.items():
+        if other != key and its.numel == state.numel and total.value == copies * its.value % MODULUS:
+            return ANOTHERS, f"those of {other[0]} {other[1]}"
+    return OTHER, "other values"
+
+
+# Files
 
 
 def of_two(
@@ -59,7 +229,7 @@ def of_two(
     other: Iterable[Fingerprint],
     unread: Mapping[str, str],
     unread_of_other: Mapping[str, str],
-) -> Checked:
+) -> Verdict:
     """Compare two checkpoints.
 
     Args:
@@ -71,33 +241,23 @@ def of_two(
     keys = first.keys() | second.keys()
     read = {" ".join(key) for key in keys} | {parameter for parameter, state in keys if state == "model"}
     alone = [
-        Difference(name, "", "missing", f"in the {'first' if name in unread else 'second'} one alone")
+        Difference(name, "", MISSING, f"in the {'first' if name in unread else 'second'} one alone")
         for name in sorted(unread.keys() ^ unread_of_other.keys())
-        if not is_bucket(name) and name not in read
+        if name not in read
     ]
     record = Record(first, left_out=unread)
-    verdict = judge(
-        record,
-        _totals(record, second),
-        hints={},
-        left_out=unread_of_other,
-        here="the second one",
-        saved="the first one",
-        general=is_bucket,
-    )
-    is_missed = not verdict.verified or any(map(is_bucket, verdict.not_verified))
-    return Checked(len(verdict.verified), [*verdict.differences, *alone], dict(verdict.not_verified), is_missed)
+    sides = {"here": "the second one", "saved": "the first one"}
+    verdict = judge(record, _totals(record, second), unread_of_other, by_name=True, **sides)
+    differences, not_verified = [*verdict.differences, *alone], dict(verdict.not_verified)
+    if in_buckets := {one.parameter: NO_PLACES for one in differences if is_bucket(one.parameter)}:
+        # Others may have another padding, or other places; the states that one side alone has may be in them.
+        differences = [one for one in differences if one.kind == OTHER and not is_bucket(one.parameter)]
+        not_verified |= in_buckets
+    is_missed = not verdict.verified or bool(in_buckets)
+    return Verdict(verdict.verified, differences, not_verified, is_missed)
 
 
-def with_buckets(found: Checked, one: Mapping[str, Any], other: Mapping[str, Any]) -> Checked:
-    """The result with arrays of buckets by name: equal ones are verified; others may have other padding or places."""
-    same = {name for name in one.keys() & other.keys() if one[name] == other[name]}
-    left = {what: why for what, why in found.not_verified.items() if what not in same}
-    verified = found.verified + len(same)
-    return found._replace(verified=verified, not_verified=left, missed=not verified or any(map(is_bucket, left)))
-
-
-def with_record(plain: Any, found: Iterable[Fingerprint], unread: Mapping[str, str] | None = None) -> Checked:
+def with_record(plain: Any, found: Iterable[Fingerprint], unread: Mapping[str, str] | None = None) -> Verdict:
     """Compare the states in the files with the record.
 
     Args:
@@ -108,17 +268,15 @@ def with_record(plain: Any, found: Iterable[Fingerprint], unread: Mapping[str, s
     try:
         record = from_plain(plain)
     except NotARecord as error:
-        return Checked(0, [], {"the record": str(error)}, missed=True)
-    states = {(_recorded_name(one.parameter), one.state): one for one in found if one.state != STEP}
+        return Verdict(not_verified={"the record": str(error)}, missed=True)
+    states = {(_recorded_name(one.parameter), one.state): one for one in found if one.state != "step"}
     named = _as_recorded(record, states)
     known = {" ".join(key) for key in record.states}
-    of_record = {what: why for what, why in (unread or {}).items() if what in known or is_bucket(what)}
-    left_out = {**of_record, **_unnamed(record, states, named)}
-    totals = _totals(record, named)
-    verdict = judge(record, totals, hints={}, left_out=left_out, here="the checkpoint", general=is_bucket)
-    return Checked(
-        len(verdict.verified), list(verdict.differences), dict(verdict.not_verified), _is_missed(record, verdict)
-    )
+    left_out = {what: why for what, why in (unread or {}).items() if what in known}
+    if in_buckets := [why for what, why in (unread or {}).items() if is_bucket(what)]:
+        left_out |= {" ".join(key): in_buckets[0] for key in record.states if key not in named}
+    left_out |= _unnamed(record, states, named)
+    return judge(record, _totals(record, named), left_out, here="the checkpoint", by_name=True)
 
 
 def _recorded_name(parameter: str) -> str:
@@ -169,10 +327,3 @@ def _unnamed(record: Record, found: Mapping[Key, Fingerprint], named: Mapping[Ke
         if not alike or state.value in alike:
             unnamed[" ".join(key)] = NO_TENSOR
     return unnamed
-
-
-def _is_missed(record: Record, verdict: Verdict) -> bool:
-    """Whether no state of an optimizer could be compared, though the record has some."""
-    has_optimizer = any(state not in OF_MODEL for _, state in record.states)
-    is_compared = any(state not in OF_MODEL or not has_optimizer for _, state in verdict.verified)
-    return bool(record.states) and not (is_compared or verdict.differences)

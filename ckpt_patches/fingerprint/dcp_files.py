@@ -1,22 +1,22 @@
 """The fingerprints of checkpoints that training scripts write with torch.distributed.checkpoint. Needs no torch."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
-from ckpt_patches.fingerprint import comparison, dcp_settings
-from ckpt_patches.fingerprint.comparison import Checked
-from ckpt_patches.fingerprint.record import NotARecord, Record, from_plain
-from ckpt_patches.fingerprint.states import OF_BUFFER, Fingerprint, buffer_digest
-from ckpt_patches.fingerprint.verdict import BUFFER, OTHER, Difference, Key
-from ckpt_patches.formats import dcp, torch_dist, torch_file
+import numpy as np
+
+from ckpt_patches.fingerprint import comparison
+from ckpt_patches.fingerprint.comparison import OTHER, Difference, Verdict
+from ckpt_patches.fingerprint.element_hash import of_run
+from ckpt_patches.fingerprint.record import Key, NotARecord, Record, from_plain
+from ckpt_patches.fingerprint.states import Fingerprint
+from ckpt_patches.formats import dcp, torch_dist
 from ckpt_patches.formats.dcp import MASTERS
 from ckpt_patches.formats.ranged import RangedFiles
-from ckpt_patches.formats.recorded import KEY, from_text, is_record
+from ckpt_patches.formats.recorded import from_text, is_record
 from ckpt_patches.runtime.shown import shown
 
-Entry = TypeVar("Entry")
 UNREAD = "its elements have no fingerprint"
 Hashes = Mapping[str, tuple[int, int]]  # elements and hash, by a tensor's name in the index
 
@@ -30,98 +30,56 @@ def read(path: Path) -> torch_dist.Index:
     return dcp.merged(path, [(folder, torch_dist.read_index(folder)) for folder in dcp.folders(path)])
 
 
-def recorded(path: Path, index: torch_dist.Index) -> dict[str, Any]:
-    """The values of the records' entries, by the prefix of their names.
+def fingerprints(index: torch_dist.Index, hashed: Hashes) -> list[Fingerprint]:
+    """The fingerprints of the hashed tensors that are in an index."""
+    return [Fingerprint(*key, *hashed[name]) for name, key in sorted(_names(index).items()) if name in hashed]
+
+
+def left_out(index: torch_dist.Index, hashed: Hashes, why: Mapping[str, str]) -> dict[str, str]:
+    """The states that have no fingerprint, and the reasons, given those of some tensors."""
+    return {
+        parameter if state == "model" else f"{parameter} {state}": why.get(name, UNREAD)
+        for name, (parameter, state) in _names(index).items()
+        if name not in hashed
+    }
+
+
+def check(path: Path, index: torch_dist.Index, hashed: Hashes) -> Verdict | None:
+    """Compare states and steps with the record; None without one.
 
     Raises:
-        BadFileError, NotReadError: a record's entry cannot be read.
+        BadFileError, NotReadError: a record cannot be read.
     """
     with RangedFiles() as files:
         names = filter(is_record, sorted(index.objects))
-        return {n.removesuffix(KEY): torch_dist.read_place(files, path, index.objects[n]).value for n in names}
-
-
-def fingerprints(index: torch_dist.Index, hashed: Hashes) -> list[Fingerprint]:
-    """The fingerprints of the hashed tensors that are in an index."""
-    named = names(index)
-    return [Fingerprint(*named[name], *hashed[name]) for name in sorted(named) if name in hashed]
-
-
-def check(path: Path, index: torch_dist.Index, hashed: Hashes) -> Checked | None:
-    """Compare states and settings with the records, each with the entries beside it; None without a record.
-
-    Raises:
-        BadFileError, NotReadError: a record, or another object, cannot be read.
-    """
-    records = recorded(path, index)
-    found: dict[str, Checked] = {}
-    for prefix, value in records.items():
-        beside = _beside(index, prefix, records)
-        # The same record beside a model and its optimizer, in folders of their own, is one.
-        what = value if beside is index and isinstance(value, str) else f"of {prefix}"
-        if what not in found:
-            found[what] = _check(path, beside, from_text(value), hashed)
-    return comparison.together(list(found.values())) if found else None
-
-
-def _beside(index: torch_dist.Index, prefix: str, prefixes: Iterable[str]) -> torch_dist.Index:
-    """The entries with a record's prefix, except those of records further inside; all if no optimizer is there.
-
-    If the model is elsewhere, as in `{"model": …, "optimizer": {…, record}}`, so are the tensors of no optimizer.
-    """
-    inner = tuple(other for other in prefixes if other != prefix and other.startswith(prefix))
-
-    def own(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        return {n: entry for n, entry in entries.items() if n.startswith(prefix) and not n.startswith(inner)}
-
-    found = torch_dist.Index(own(index.tensors), own(index.objects))
-    if not (optimizers := dcp.optimizers(found.tensors, found.objects)):
-        return index
-    if not dcp.others(found.tensors, [optimizer.prefix for optimizer in optimizers]):
-        every = dcp.optimizers(index.tensors, index.objects)
-        elsewhere = dcp.others(index.tensors, [optimizer.prefix for optimizer in every])
-        found.tensors.update({name: index.tensors[name] for name in elsewhere})
-    return index if len(found.tensors) == len(index.tensors) else found
-
-
-def _check(path: Path, index: torch_dist.Index, plain: Any, hashed: Hashes) -> Checked:
-    """Compare the states and settings of an index with one record."""
+        found = [torch_dist.read_place(files, path, index.objects[name]).value for name in names]
+    if not found:
+        return None
+    if found.count(found[0]) < len(found):
+        several = "the checkpoint has several, of several models, which a load alone can compare"
+        return Verdict(not_verified={"the record": several}, missed=True)
+    plain = from_text(found[0])
     try:
         record = from_plain(plain)
     except NotARecord:
         return comparison.with_record(plain, ())  # it has the reason
     optimizers = dcp.optimizers(index.tensors, index.objects)
     of_model, doubt = _model_prefix(index, optimizers, record, hashed)
-    unread = {" ".join(key): UNREAD for name, key in names(index).items() if name not in hashed}
-    states = comparison.with_record(plain, _named(optimizers, record, fingerprints(index, hashed), of_model), unread)
-    unsure = Checked(0, [], {"the weights": doubt} if doubt else {}, missed=bool(doubt) or not record.states)
-    buffers = _buffers(path, index, record, of_model or "")
-    return comparison.together([states, dcp_settings.check(path, index, record), buffers, unsure])
+    unread = {" ".join(key): UNREAD for name, key in _names(index).items() if name not in hashed}
+    own = fingerprints(index, hashed)
+    states = comparison.with_record(plain, _named(optimizers, record, own, of_model), unread)
+    unsure = Verdict(not_verified={"the weights": doubt} if doubt else {}, missed=bool(doubt) or not record.states)
+    return comparison.together([states, Verdict(differences=list(_other_steps(record, own))), unsure])
 
 
-def _buffers(path: Path, index: torch_dist.Index, record: Record, prefix: str) -> Checked:
-    """Compare the buffers that are no floats, of which the run recorded digests; those in several parts are not.
-
-    Raises:
-        BadFileError, NotReadError: one cannot be read.
-    """
-    names = {what: index.tensors.get(prefix + what.removeprefix(BUFFER)) for what in record.others}
-    equal, differences, not_verified = 0, [], {}
-    with RangedFiles() as files:
-        for what, tensor in names.items():
-            if tensor is None or not what.startswith(BUFFER):
-                continue
-            if [*tensor.places] != [(0,) * len(tensor.size)]:
-                not_verified[what] = "it is stored in several parts"
-                continue
-            read = torch_dist.read_chunk(files, path, tensor, next(iter(tensor.places)))
-            data = memoryview(torch_file.data_of(read.path, read.value))
-            digest = buffer_digest(tensor.dtype, tensor.size, [data] if data else [])
-            if digest == record.others[what]["value"]:
-                equal += 1
-            else:
-                differences.append(Difference(what.removeprefix(BUFFER), OF_BUFFER, OTHER, "other values"))
-    return Checked(equal, differences, not_verified)
+def _other_steps(record: Record, found: Iterable[Fingerprint]) -> Iterator[Difference]:
+    """The steps in tensors that are not those that the run recorded."""
+    for one in found:
+        step: object = record.settings.get(one.parameter, {}).get("step")
+        if one.state == "step" and one.numel == 1 and isinstance(step, (int, float)) and 0 <= step < 1 << 31:
+            numbers = [np.array([step], dtype) for dtype in ("<f4", "<f8", "<i4", "<i8")]
+            if one.value not in [of_run(number.view("<u4"), 0) for number in numbers if number[0] == step]:
+                yield Difference(one.parameter, "step", OTHER, f"other than {step}, as in the run")
 
 
 def _model_prefix(
@@ -169,7 +127,7 @@ def _named(
     return list(map(named, found))
 
 
-def names(index: torch_dist.Index) -> dict[str, Key]:
+def _names(index: torch_dist.Index) -> dict[str, Key]:
     """The parameter and state of each tensor; "model" if it is not an optimizer's."""
     found: dict[str, Key] = {}
     optimizers = dcp.optimizers(index.tensors, index.objects)

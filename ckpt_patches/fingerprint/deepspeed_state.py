@@ -3,19 +3,18 @@
 They are read from the flat partitions that the optimizer steps, not from DeepSpeed's links to fragments of them.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_patches.fingerprint import deepspeed_others
-from ckpt_patches.fingerprint.boxes import Box
-from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory
+from ckpt_patches.fingerprint.element_hash import all_of
+from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory, persistent_buffers
 from ckpt_patches.fingerprint.proof import rank_in
-from ckpt_patches.fingerprint.record import Settings, add_settings, settings_of
+from ckpt_patches.fingerprint.record import BUFFER, Key, Settings, add_settings, plain_values, settings_of
 from ckpt_patches.fingerprint.states import FROZEN, state_named
-from ckpt_patches.fingerprint.verdict import Key
 
 PART_UNKNOWN = "with tensor parallelism DeepSpeed does not record which part of a parameter a rank has"
 EXPERT = "an expert that is not deepspeed.moe's, of which the number among all is not known"
@@ -23,6 +22,8 @@ EXPERT = "an expert that is not deepspeed.moe's, of which the number among all i
 LOCAL_EXPERT = re.compile(r"(?P<before>^|.*\.)deepspeed_experts\.(?P<number>\d+)\.")
 UNLIKE = "it has no element for each of the parameter's"
 MASTER = "fp32"
+SCHEDULER = "learning-rate scheduler"
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class Slice(NamedTuple):
@@ -43,7 +44,6 @@ class Flat(NamedTuple):
     group: Mapping[str, Any]
     slices: list[Slice]
     among: list[Slice]  # also those without elements on this rank
-    is_partition: bool  # whether the other data-parallel ranks have other elements, not the same ones
 
 
 def live(engine: Any, *, scheduler: bool = True) -> Live:
@@ -76,11 +76,10 @@ def live(engine: Any, *, scheduler: bool = True) -> Live:
         for flat in flats:
             for own in flat.slices:
                 if not _is_unknown_expert(own.param, names):
-                    yield from _parts(flat, own, names[id(own.param)], engine)
+                    yield from _parts(flat, own, names[id(own.param)])
         yield from _frozen_parts(engine, names, frozen)
 
-    others = deepspeed_others.others(engine, scheduler=scheduler)
-    return Live(parts, settings, left_out, in_one_memory(tensors), others=others)
+    return Live(parts, settings, left_out, in_one_memory(tensors), others=_others(engine, scheduler=scheduler))
 
 
 def _frozen(engine: Any, flats: Iterable[Flat], names: Mapping[int, str], left_out: dict[str, str]) -> list[Any]:
@@ -104,25 +103,26 @@ def _frozen(engine: Any, flats: Iterable[Flat], names: Mapping[int, str], left_o
 
 def _frozen_parts(engine: Any, names: Mapping[int, str], params: Iterable[Any]) -> Iterator[Part]:
     for param in params:
-        values, shape, first, is_main = param.detach(), tuple(param.shape), 0, _is_first(param, engine)
+        values, shape, first = param.detach(), tuple(param.shape), 0
         if hasattr(param, "ds_tensor"):  # stage 3: each rank has a partition; those of the last ranks end with padding
             numel = param.partition_numel()
-            shape, is_main = tuple(param.ds_shape), True
+            shape = tuple(param.ds_shape)
             first = rank_in(getattr(param, "ds_process_group", engine.optimizer.dp_process_group)) * numel
             values = param.ds_tensor.detach()[: max(min(numel, param.ds_numel - first), 0)]
-        box = Box((0,) * len(shape), shape, shape)
-        main = is_main and not getattr(param, "ds_pipe_replicated", False)
         if values.numel():
-            yield Part(names[id(param)], FROZEN, box, first, values.reshape(-1), main)
+            yield Part(names[id(param)], FROZEN, all_of(shape), first, values.reshape(-1), _is_main(param))
 
 
-def _parts(flat: Flat, own: Slice, name: str, engine: Any) -> Iterator[Part]:
-    box = Box((0,) * len(own.shape), own.shape, own.shape)
-    main = (flat.is_partition or _is_first(own.param, engine)) and not getattr(own.param, "ds_pipe_replicated", False)
+def _is_main(param: Any) -> bool:
+    """Whether it is no copy that another stage of a pipeline has, too."""
+    return not getattr(param, "ds_pipe_replicated", False)
+
+
+def _parts(flat: Flat, own: Slice, name: str) -> Iterator[Part]:
     for state, tensor in _tensors(flat).items():
         if _is_alike(state, tensor, flat):
             values = tensor.detach().reshape(-1)[own.at : own.at + own.numel]
-            yield Part(name, state, box, own.first, values, main)
+            yield Part(name, state, all_of(own.shape), own.first, values, _is_main(own.param))
 
 
 def _is_alike(state: str, tensor: torch.Tensor, flat: Flat) -> bool:
@@ -131,12 +131,38 @@ def _is_alike(state: str, tensor: torch.Tensor, flat: Flat) -> bool:
     return not is_number and tensor.numel() == flat.values.numel() and tensor.is_floating_point() and state != "step"
 
 
+def _others(engine: Any, *, scheduler: bool) -> dict[str, Settings]:
+    """The state besides parameters and optimizer states, by its name in messages; of buffers, digests."""
+    found: dict[str, Settings] = {
+        f"{BUFFER}{name}": {"value": _digest(one)} for name, one in persistent_buffers(engine.module)
+    }
+    if scheduler and engine.lr_scheduler is not None:
+        found[SCHEDULER] = plain_values(engine.lr_scheduler.state_dict())
+    if hasattr(engine.optimizer, "optimizer"):  # without ZeRO or 16-bit training there is no scale
+        found["loss scale"] = _loss_scale(engine.optimizer)
+    found["counters"] = {name: getattr(engine, name) for name in COUNTERS}
+    return {what: its for what, its in found.items() if its}
+
+
+def _digest(buffer: torch.Tensor) -> str:
+    """A digest of a buffer's shape, dtype and bytes."""
+    values = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    found = hashlib.blake2b(f"{buffer.dtype} {tuple(buffer.shape)}".encode(), digest_size=8)
+    found.update(memoryview(values.numpy()) if values.numel() else b"")
+    return found.hexdigest()
+
+
+def _loss_scale(optimizer: Any) -> Settings:
+    scaler = getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", optimizer))
+    values = {"scale": getattr(optimizer, "loss_scale", None), "steps": getattr(scaler, "cur_iter", None)}
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+
+
 def _left_out(engine: Any) -> Iterator[tuple[str, str]]:
     """The reasons if no parameter can be fingerprinted."""
     mpu = getattr(engine, "mpu", None)
-    size = getattr(mpu, "get_tensor_model_parallel_world_size", None) or getattr(
-        mpu, "get_slice_parallel_world_size", None
-    )
+    sizes = ("get_tensor_model_parallel_world_size", "get_slice_parallel_world_size")
+    size = next((getattr(mpu, name) for name in sizes if hasattr(mpu, name)), None)
     if size is not None and size() > 1:
         yield "the optimizer's state", PART_UNKNOWN
     elif engine.optimizer is None:
@@ -167,15 +193,6 @@ def _expert_parallel_rank(param: Any) -> int:
 
     rank: int = groups._get_expert_parallel_rank(param.group_name)
     return rank
-
-
-def _is_first(param: Any, engine: Any) -> bool:
-    """Whether this rank is the first of those that have the same elements of a parameter."""
-    if not _is_expert(param):
-        return rank_in(getattr(engine, "data_parallel_group", None)) == 0
-    from deepspeed.utils import groups
-
-    return bool(groups._get_expert_data_parallel_rank(param.group_name) == 0)
 
 
 def _is_expert(param: Any) -> bool:
@@ -225,7 +242,7 @@ def _of_shares(optimizer: Any, groups: Any, partitions: Any, offsets: Any = None
         for param, at in zip(params, places, strict=True):
             low, high = max(at, begin), min(at + param.numel(), begin + size)
             slices.append(Slice(param, tuple(param.shape), low - at, max(high - low, 0), low - begin))
-        yield _flat(optimizer.optimizer, number, partition, slices, is_partition=True)
+        yield _flat(optimizer.optimizer, number, partition, slices)
 
 
 def _of_stage_3(optimizer: Any) -> Iterator[Flat]:
@@ -241,26 +258,26 @@ def _of_stage_3(optimizer: Any) -> Iterator[Flat]:
             slices.append(Slice(param, tuple(param.ds_shape), first, there, at))
             at += numel
         if flat.numel():  # else it is offloaded to disk
-            yield _flat(optimizer.optimizer, optimizer.sub_group_to_group_id[number], flat, slices, is_partition=True)
+            yield _flat(optimizer.optimizer, optimizer.sub_group_to_group_id[number], flat, slices)
 
 
 def _of_fused(optimizer: Any) -> Iterator[Flat]:
     """16-bit training without ZeRO: each group is one tensor."""
     for number, (params, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
-        yield _flat(optimizer.optimizer, number, flat, _in_a_row(params), is_partition=False)
+        yield _flat(optimizer.optimizer, number, flat, _in_a_row(params))
 
 
 def _of_unfused(optimizer: Any) -> Iterator[Flat]:
     for number, (params, masters) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)):
         for param, master in zip(params, masters, strict=True):
-            yield _flat(optimizer.optimizer, number, master, _in_a_row([param]), is_partition=False)
+            yield _flat(optimizer.optimizer, number, master, _in_a_row([param]))
 
 
 def _of_torch(optimizer: Any, names: Mapping[int, str]) -> Iterator[Flat]:
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if id(param) in names:
-                yield _flat(optimizer, number, param, _in_a_row([param]), is_partition=False)
+                yield _flat(optimizer, number, param, _in_a_row([param]))
 
 
 def _in_a_row(params: Iterable[Any]) -> list[Slice]:
@@ -271,9 +288,9 @@ def _in_a_row(params: Iterable[Any]) -> list[Slice]:
     return slices
 
 
-def _flat(inner: Any, number: int, values: Any, slices: list[Slice], *, is_partition: bool) -> Flat:
+def _flat(inner: Any, number: int, values: Any, slices: list[Slice]) -> Flat:
     own = [one for one in slices if one.numel]
-    return Flat(values, inner.state.get(values, {}), inner.param_groups[number], own, slices, is_partition)
+    return Flat(values, inner.state.get(values, {}), inner.param_groups[number], own, slices)
 
 
 # By an attribute that only this kind of optimizer has, in lookup order.

@@ -13,133 +13,189 @@ up. Zeros are hashed like any other value, so an element that is counted twice, 
 Every factor of an element's bits is odd, so a change in one element always changes the sum. A swap of two elements is
 undetected if the product of the differences of their factors and values is 0 modulo 2^64: by chance once in 2^32 for
 two given places; never for the two elements of a word, 2 j and 2 j + 1.
+
+The same code computes with arrays of NumPy and with tensors of torch on a GPU. torch has no arithmetic for unsigned
+64-bit words; signed ones wrap around in the same way.
 """
 
 import functools
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+Array = Any  # of NumPy, or a tensor of torch
 ROW = 1 << 11  # elements
-BLOCK = 256  # rows that are hashed together, 2 MiB: a fifth faster than 64, whose calls take longer than their work
 MODULUS = 1 << 64
-HALF = np.uint64(32)  # bits of half a word
+LOW_HALF = (1 << 32) - 1
+TOGETHER = 1 << 8  # rows that NumPy hashes together: 2 MiB of words, which a processor's cache holds
+ON_DEVICE = 1 << 11  # the same of torch
+LONG = 1024  # elements: rows of a box of this length are summed one by one, shorter ones together
+SHORT_ROWS = 1 << 19  # elements of short rows that are summed together
 
 
-def scrambled(state: int) -> int:
-    """The SplitMix64 output for a 64-bit state."""
-    z = (state + 0x9E3779B97F4A7C15) % MODULUS
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % MODULUS
-    return z ^ (z >> 31)
+class Box(NamedTuple):
+    """A part's position in a tensor: its first element and size on every axis."""
+
+    offsets: tuple[int, ...]
+    size: tuple[int, ...]
+    shape: tuple[int, ...]  # of the full tensor
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    @property
+    def row(self) -> int:
+        """The number of elements that are contiguous in the full tensor: a row of the last axis that is cut."""
+        axis = len(self.shape)
+        while axis and self.size[axis - 1] == self.shape[axis - 1]:
+            axis -= 1
+        return math.prod(self.size[max(axis - 1, 0) :])
 
 
-def mix(index: int, bits: int) -> int:
-    """The contribution of one element by the formula; a reference for the faster versions."""
-    row, column = divmod(index, ROW)
-    factor = (scrambled(2 * row + 1) | 1) * (scrambled(column & ~1) | 1) * ((1 << 32) + 1 if column % 2 else 1)
-    return factor * (bits + 1) % MODULUS
+def all_of(shape: tuple[int, ...]) -> Box:
+    """The box of a complete tensor."""
+    return Box((0,) * len(shape), shape, shape)
 
 
-def _scrambled(states: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """`scrambled` for an array of states."""
-    z = states + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-@functools.cache
-def _words() -> npt.NDArray[np.uint64]:
-    """The factors of even columns, that is of words of two elements."""
-    return _scrambled(np.arange(0, ROW, 2, dtype=np.uint64)) | np.uint64(1)
-
-
-@functools.cache
-def _columns() -> npt.NDArray[np.uint64]:
-    """The factors of all columns."""
-    return np.outer(_words(), np.array([1, (1 << 32) + 1], np.uint64)).ravel()
-
-
-def _factors_of_rows(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """The factors of these rows."""
-    return _scrambled(2 * rows.astype(np.uint64) + np.uint64(1)) | np.uint64(1)
-
-
-def of_run(bits: npt.NDArray[np.uint32], begin: int) -> int:
-    """The fingerprint sum over contiguous elements.
+def of_box(bits: Array, first: int, box: Box) -> int:
+    """The fingerprint sum over elements of a box, in C order of the box from its element `first` on.
 
     Args:
-        bits: the elements as 32-bit floats, in one dimension.
-        begin: the place of the first element in the full flattened tensor.
+        bits: the elements as 32-bit floats, in one dimension: uint32 of NumPy, int32 of torch.
+        first: index in the box of the first element.
+        box: its first element is at `box.offsets` in the full tensor.
     """
+    row, found, at = box.row, 0, 0
+    while at < len(bits):
+        if row < LONG:
+            end = min(at + SHORT_ROWS, len(bits))
+            found += of_places(bits[at:end], _places(_range(bits, first + at, first + end), box))
+        else:
+            end = min(at + row - (first + at) % row, len(bits))
+            found += of_run(bits[at:end], int(_places(np.array([first + at]), box)[0]))
+        at = end
+    return found % MODULUS
+
+
+def _places(elements: Array, box: Box) -> Array:
+    """The places in the full flattened tensor of elements, given their indices in the box."""
+    found, stride = elements * 0, 1
+    for size, offset, whole in zip(reversed(box.size), reversed(box.offsets), reversed(box.shape), strict=True):
+        found = found + (elements % size + offset) * stride
+        elements = elements // size
+        stride *= whole
+    return found
+
+
+def of_run(bits: Array, begin: int) -> int:
+    """The fingerprint sum over contiguous elements, of which the first is at the place `begin`."""
     found, at = 0, 0
+    together = TOGETHER if isinstance(bits, np.ndarray) else ON_DEVICE
     while at < len(bits):
         row, column = divmod(begin + at, ROW)
-        whole = (len(bits) - at) // ROW
-        if column == 0 and whole:
-            found += _of_rows(bits[at : at + whole * ROW].reshape(whole, ROW), row)
-            at += whole * ROW
+        rows = min((len(bits) - at) // ROW, together)
+        if column == 0 and rows:
+            found += _of_rows(bits[at : at + rows * ROW], row, rows)
+            at += rows * ROW
         else:
             part = bits[at : at + ROW - column]
-            found += _of_part(part, column) * int(_factors_of_rows(np.array([row]))[0])
+            found += of_places(part, _range(bits, begin + at, begin + at + len(part)))
             at += len(part)
     return found % MODULUS
 
 
-def of_places(bits: npt.NDArray[np.uint32], places: npt.NDArray[np.int64]) -> int:
-    """The sum over elements at any places of the tensor; slower than `of_run`, which needs contiguous elements."""
-    rows, columns = np.divmod(places, ROW)
-    factors = _columns()[columns] * _factors_of_rows(rows)
-    return int((factors * (bits.astype(np.uint64) + np.uint64(1))).sum(dtype=np.uint64))
+def of_places(bits: Array, places: Array) -> int:
+    """The sum over elements at any places of the tensor (int64); slower than `of_run`."""
+    words = bits.astype(np.int64) if isinstance(bits, np.ndarray) else bits.long() & LOW_HALF
+    factors = _columns(_device(bits))[places % ROW] * _factors_of_rows(places // ROW)
+    return int((factors * (words + 1)).sum()) % MODULUS
 
 
-def zeros(numel: int) -> int:
-    """The fingerprint of a tensor of `numel` zeros."""
-    rows, rest = divmod(numel, ROW)
-    factors = _factors_of_rows(np.arange(rows + 1))
-    of_rows = _sums_of_columns()[ROW] * int(factors[:rows].sum(dtype=np.uint64))
-    return (of_rows + _sums_of_columns()[rest] * int(factors[rows])) % MODULUS
-
-
-@functools.cache
-def _sums_of_columns() -> list[int]:
-    """The prefix sums of the column factors: the share of the 1 that the formula adds to all bits."""
-    return [0, *np.cumsum(_columns(), dtype=np.uint64).tolist()]
-
-
-def _of_part(bits: npt.NDArray[np.uint32], column: int) -> int:
-    """The sum over a part of one row, without the row's factor."""
-    end, sums = column + len(bits), _sums_of_columns()
-    return int((_columns()[column:end] * bits).sum(dtype=np.uint64)) + sums[end] - sums[column]
-
-
-def _of_rows(bits: npt.NDArray[np.uint32], first: int) -> int:
+def _of_rows(bits: Array, first: int, rows: int) -> int:
     """The sum over full rows.
 
     Two elements are one 64-bit word, low + 2^32 high. Adding the high half gives low + (2^32 + 1) high, which includes
     the extra factor of the odd element: each word is multiplied only once.
     """
-    factors = _factors_of_rows(np.arange(first, first + len(bits)))
-    ones = _sums_of_columns()[ROW] * int(factors.sum(dtype=np.uint64))
-    return int((sums_of_rows(bits) * factors).sum(dtype=np.uint64)) + ones
+    words, even = _words(bits).reshape(rows, ROW // 2), _even(_device(bits))
+    mixed = words >> 32
+    if isinstance(bits, np.ndarray):
+        mixed += words
+        of_rows = np.einsum("ij,j->i", mixed, even.view(np.uint64)).view(np.int64)
+    else:
+        mixed &= LOW_HALF  # the shift of signed words copies the sign bit
+        mixed += words
+        of_rows = mixed.mul_(even).sum(1)
+    ones = _columns(_device(bits)).sum()  # the share of the 1 that the formula adds to all bits
+    return int(((of_rows + ones) * _factors_of_rows(_range(bits, first, first + rows))).sum()) % MODULUS
 
 
-def sums_of_rows(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-    """The sum over the words of each row, modulo 2^64.
-
-    Args:
-        bits: 32-bit floats, [rows, ROW], contiguous, at any memory alignment.
-    """
-    mixed = np.empty((min(BLOCK, len(bits)), ROW // 2), np.uint64)
-    of_rows = np.empty(len(bits), np.uint64)
-    for begin in range(0, len(bits), BLOCK):
-        words = _aligned(bits[begin : begin + BLOCK]).view("<u8")
-        added = np.right_shift(words, HALF, out=mixed[: len(words)])
-        np.add(added, words, out=added)
-        np.einsum("ij,j->i", added, _words(), out=of_rows[begin : begin + BLOCK])
-    return of_rows
+def zeros(numel: int) -> int:
+    """The fingerprint of a tensor of `numel` zeros."""
+    rows, rest = divmod(numel, ROW)
+    factors, columns = _factors_of_rows(np.arange(rows + 1)), _columns(None)
+    return (int(columns.sum()) * int(factors[:rows].sum()) + int(columns[:rest].sum()) * int(factors[rows])) % MODULUS
 
 
-def _aligned(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    return bits.copy() if bits.ctypes.data % 8 else bits
+def _words(bits: Array) -> Array:
+    """Pairs of elements as words of 64 bits; a copy where they are not aligned in memory."""
+    if isinstance(bits, np.ndarray):
+        return (bits.copy() if bits.ctypes.data % 8 else bits).view("<u8")
+    import torch
+
+    return (bits.clone() if bits.storage_offset() % 2 or bits.data_ptr() % 8 else bits).view(torch.int64)
+
+
+def _device(bits: Array) -> Any:
+    """Where factors for these elements are; None for NumPy."""
+    return None if isinstance(bits, np.ndarray) else bits.device
+
+
+def _range(bits: Array, begin: int, end: int) -> Array:
+    if isinstance(bits, np.ndarray):
+        return np.arange(begin, end)
+    import torch
+
+    return torch.arange(begin, end, device=bits.device)
+
+
+@functools.cache
+def _even(device: Any) -> Array:
+    """The factors of even columns (int64), that is of words of two elements."""
+    factors = _scrambled(np.arange(0, ROW, 2)) | 1
+    if device is None:
+        return factors
+    import torch
+
+    return torch.from_numpy(factors).to(device)
+
+
+@functools.cache
+def _columns(device: Any) -> Array:
+    """The factors of all columns (int64)."""
+    factors = _even(device).repeat(2) if device is None else _even(device).repeat_interleave(2)
+    factors[1::2] *= (1 << 32) + 1
+    return factors
+
+
+def _factors_of_rows(rows: Array) -> Array:
+    return _scrambled(2 * rows + 1) | 1
+
+
+def _scrambled(states: Array) -> Array:
+    """The SplitMix64 output for each 64-bit state."""
+    z = states + _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(words: Array, by: int) -> Array:
+    """A logical right shift, without sign extension."""
+    return (words >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - MODULUS if word >= MODULUS // 2 else word

@@ -11,16 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from ckpt_patches.errors import UserError
-from ckpt_patches.fingerprint.boxes import Box, of_box
-from ckpt_patches.fingerprint.element_hash import MODULUS
-from ckpt_patches.fingerprint.states import bits_of, state_named
+from ckpt_patches.fingerprint.element_hash import MODULUS, Box, all_of, of_box
+from ckpt_patches.fingerprint.states import in_words, state_named, words_of, words_per_element
 from ckpt_patches.formats import damages, dcp, torch_dist
 from ckpt_patches.formats.checkpoint import Checkpoint, Shard, Stream
-from ckpt_patches.formats.dtypes import FLOATS, item_size
 from ckpt_patches.formats.elements import BlockReader
 from ckpt_patches.formats.megatron_arrays import CONFIG
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE
@@ -37,7 +32,6 @@ Result = TypeVar("Result")
 Hashes = Mapping[str, tuple[int, int]]  # elements and hash, by a tensor's name
 Names = Callable[[str], tuple[str, str]]  # the parameter and the state of a tensor, by its name
 BLOCK = 1 << 22  # elements that are read together
-WORD = 4  # bytes
 # Findings after which the files do not have all elements, or not the right ones.
 LOST = (
     damages.BAD_FILE,
@@ -121,23 +115,14 @@ def _placed(own: Sequence[tuple[Shard, Stream]]) -> list[Part] | None:
     """The parts of a tensor; None if its shards do not fill it, or do not state where they begin."""
     if len(own) == 1 and not own[0][0].begin:
         ((shard, stream),) = own
-        shape = shard.shape if math.prod(shard.shape) == stream.numel else (stream.numel,)
-        return [Part(Box((0,) * len(shape), shape, shape), stream)]
-    boxes = [(shard.begin, shard.shape) for shard, _ in own]
-    if len({len(sizes) for pair in boxes for sizes in pair}) > 1:
+        return [Part(all_of(shard.shape if math.prod(shard.shape) == stream.numel else (stream.numel,)), stream)]
+    if len({len(sizes) for shard, _ in own for sizes in (shard.begin, shard.shape)}) > 1:
         return None
-    whole = tuple(max(map(sum, zip(*axis, strict=True))) for axis in _axes(boxes))
+    ends = (map(sum, zip(shard.begin, shard.shape, strict=True)) for shard, _ in own)
+    whole = tuple(max(axis) for axis in zip(*ends, strict=True))
     if sum(stream.numel for _, stream in own) != math.prod(whole):
         return None
     return [Part(Box(shard.begin, shard.shape, whole), stream) for shard, stream in own]
-
-
-def _axes(
-    boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """On each axis, the begins and the sizes of all boxes."""
-    for axis in range(len(boxes[0][0])):
-        yield tuple(begin[axis] for begin, _ in boxes), tuple(size[axis] for _, size in boxes)
 
 
 def hashes(parts: Mapping[str, Sequence[Part]], workers: int, label: str, ranks: Ranks) -> Hashes:
@@ -187,23 +172,14 @@ def of_parts(parts: Sequence[Part], files: RangedFiles) -> tuple[int, int]:
 def of_elements(files: RangedFiles, stream: Stream, begin: int, end: int, box: Box, first: int) -> int:
     """The hash of elements `begin` to `end` of a stream, which are those of a box from its element `first` on."""
     reader = BlockReader(stream, min(BLOCK, end - begin), files, checked=False)
-    words = max(item_size(stream.dtype) // WORD, 1)  # of an element: 2 of an int64, on an axis of their own
-    box = box if words == 1 else Box((*box.offsets, 0), (*box.size, words), (*box.shape, words))
-    value = 0
+    words, box, value = words_per_element(stream.dtype), in_words(box, stream.dtype), 0
     for at in range(begin, end, BLOCK):
         try:
             block = memoryview(reader.read(at, min(at + BLOCK, end)))
         except OSError as error:
             raise UserError(f"{stream.extents[0].path} cannot be read: {error.strerror or error}") from None
-        value += of_box(_words(block, stream.dtype), (first + at - begin) * words, box)
+        value += of_box(words_of(block, stream.dtype), (first + at - begin) * words, box)
     return value % MODULUS
-
-
-def _words(block: memoryview, dtype: str) -> npt.NDArray[np.uint32]:
-    """The elements as words of 32 bits; those of floats are as in a running job, whatever they are stored in."""
-    if dtype in FLOATS:
-        return bits_of(block, dtype)
-    return np.frombuffer(block, f"<u{min(item_size(dtype), WORD)}").astype(np.uint32, copy=False)
 
 
 # Names

@@ -2,22 +2,21 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_patches.fingerprint import boxes, on_device
-from ckpt_patches.fingerprint.boxes import Box
-from ckpt_patches.fingerprint.record import Settings
-from ckpt_patches.fingerprint.states import bits_of
-from ckpt_patches.fingerprint.verdict import Key, Total
+from ckpt_patches.fingerprint.element_hash import MODULUS, Box, of_box
+from ckpt_patches.fingerprint.record import Key, Settings
+from ckpt_patches.fingerprint.states import in_words, words_of, words_per_element
+from ckpt_patches.formats.dtypes import FLOATS
 
 BLOCK = 1 << 21  # elements that are processed together on the CPU
 ON_DEVICE = 1 << 22  # the same on a GPU
-THREADS = 4  # at most: each has a block of its own, in up to 16 MiB, or 28 MiB if rows are shorter than boxes.LONG
+THREADS = 4  # at most: each has a block of its own, in up to 28 MiB
 
 
 class Part(NamedTuple):
@@ -27,8 +26,9 @@ class Part(NamedTuple):
     state: str  # "master", or the optimizer's name for it
     box: Box  # in the full parameter, without parallelism
     first: int  # index of the first element in the box
-    values: torch.Tensor  # one dimension, contiguous; float32, bfloat16 or float16, on any device
-    main: bool  # whether it is the first of its replicas, the only one that a save counts
+    values: torch.Tensor  # one dimension, contiguous; of a dtype in states.IN_A_RUN, on any device
+    # Whether it is the first of its replicas. Of complete parameters, it is that of the first rank that holds one.
+    main: bool = True
     kept_in: str = ""  # dtype in which the optimizer keeps them, if it has converted them
 
 
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 class Live:
     """A rank's description of its state."""
 
-    parts: Callable[[], Iterable[Part]]  # a function, as the parts are read more than once
+    parts: Callable[[], Iterable[Part]]  # a function: a part may be a copy, so that one at a time is held
     settings: Mapping[str, Settings] = field(default_factory=dict)  # by parameter
     left_out: Mapping[str, str] = field(default_factory=dict)  # what has no fingerprint, and why
     shared: Mapping[Key, Key] = field(default_factory=dict)  # states that share memory with another one
@@ -48,15 +48,29 @@ class Live:
         return type(None), ()
 
 
-def sums(parts: Iterable[Part], *, main: bool) -> dict[Key, Total]:
-    """The totals of this rank's elements of each state; with `main`, only of the first replicas."""
-    found: dict[Key, Total] = {}
+@dataclass
+class Sums:
+    """The sums over a rank's elements of one state, including replicas, and over the main ones."""
+
+    whole: int  # elements of the full parameter
+    dtype: str
+    numel: int = 0
+    value: int = 0  # modulo 2^64
+    main_numel: int = 0
+    main_value: int = 0
+
+
+def sums(parts: Iterable[Part]) -> dict[Key, Sums]:
+    """The sums of this rank's elements of each state."""
+    found: dict[Key, Sums] = {}
     for part in parts:
-        if main and not part.main:
-            continue
-        whole, dtype = math.prod(part.box.shape), part.kept_in or _dtype(part.values)
-        one = found.setdefault((part.parameter, part.state), Total(whole=whole, dtype=dtype))
-        one.add(len(part.values), _value(part))
+        one = found.setdefault(
+            (part.parameter, part.state), Sums(math.prod(part.box.shape), part.kept_in or _dtype(part.values))
+        )
+        numel, value = len(part.values), _value(part)
+        one.numel, one.value = one.numel + numel, (one.value + value) % MODULUS
+        if part.main:
+            one.main_numel, one.main_value = one.main_numel + numel, (one.main_value + value) % MODULUS
     return found
 
 
@@ -78,38 +92,40 @@ def in_one_memory(tensors: Iterable[tuple[Key, torch.Tensor]]) -> dict[Key, Key]
     return found
 
 
-def _slices(values: torch.Tensor) -> list[slice]:
-    numel = BLOCK if values.device.type == "cpu" else ON_DEVICE
-    return [slice(begin, begin + numel) for begin in range(0, len(values), numel)]
-
-
-def _block(part: Part, at: slice) -> tuple[int, Any]:
-    values = part.values[at]
-    return part.first + at.start, _bits(values) if values.device.type == "cpu" else values.float().view(torch.int32)
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a checkpoint saves, and their names."""
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def _value(part: Part) -> int:
-    is_on_cpu = part.values.device.type == "cpu"
-    of_box = boxes.of_box if is_on_cpu else on_device.of_box
+    dtype, values = _dtype(part.values), part.values.detach()
+    values = values if dtype in FLOATS else values.cpu()
+    is_on_cpu = values.device.type == "cpu"
+    numel = BLOCK if is_on_cpu else ON_DEVICE
+    begins = range(0, len(values), numel)
 
-    def of_block(at: slice) -> int:
-        first, bits = _block(part, at)
-        return of_box(bits, first, part.box)
+    def of_block(begin: int) -> int:
+        first = (part.first + begin) * words_per_element(dtype)
+        return of_box(_words(values[begin : begin + numel]), first, in_words(part.box, dtype))
 
-    blocks = _slices(part.values)
-    threads = min(torch.get_num_threads(), THREADS, len(blocks)) if is_on_cpu else 1
-    if threads < 2:
-        return sum(map(of_block, blocks))
-    try:
-        with ThreadPoolExecutor(threads) as pool:  # NumPy computes without the interpreter's lock
-            return sum(pool.map(of_block, blocks))
-    except RuntimeError:  # no thread starts at the interpreter's exit
-        return sum(map(of_block, blocks))
+    threads = min(torch.get_num_threads(), THREADS, len(begins)) if is_on_cpu else 1
+    if threads > 1:
+        try:
+            with ThreadPoolExecutor(threads) as pool:  # NumPy computes without the interpreter's lock
+                return sum(pool.map(of_block, begins))
+        except RuntimeError:  # no thread starts at the interpreter's exit
+            pass
+    return sum(map(of_block, begins))
 
 
-def _bits(values: torch.Tensor) -> Any:
-    """The bits of elements on the CPU. They are passed as bytes, because NumPy has no bfloat16."""
-    return bits_of(memoryview(values.detach().view(torch.uint8).numpy()), _dtype(values))
+def _words(values: torch.Tensor) -> Any:
+    """The words of elements. On the CPU they are passed as bytes, because NumPy has no bfloat16."""
+    if values.device.type == "cpu":
+        return words_of(memoryview(values.view(torch.uint8).numpy()), _dtype(values))
+    return values.float().view(torch.int32)
 
 
 def _dtype(values: torch.Tensor) -> str:

@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_patches.fingerprint.boxes import Box
 from ckpt_patches.fingerprint.buckets import Laid, Layout, key_of
+from ckpt_patches.fingerprint.element_hash import Box
 from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory
-from ckpt_patches.fingerprint.record import Settings, add_settings, settings_of
+from ckpt_patches.fingerprint.record import Key, Settings, add_settings, settings_of
 from ckpt_patches.fingerprint.states import state_named
-from ckpt_patches.fingerprint.verdict import Key
 
 
 class Piece(NamedTuple):
@@ -62,17 +61,6 @@ def places(model_sharded_state_dict: Any) -> Places:
     return found
 
 
-def own_places(optimizer: Any) -> Places:
-    """The places for one model-parallel rank alone: each of its parameters is complete, with its name in the model."""
-    found = {}
-    for number, chunk in enumerate(getattr(optimizer, "model_chunks", ())):
-        for name, param in chunk.named_parameters():
-            key = name.removeprefix("module.") if number == 0 else f"{number}.{name.removeprefix('module.')}"
-            box = Box((0,) * param.dim(), tuple(param.shape), tuple(param.shape))
-            found[id(param)] = Place((Piece(key, 0, box),), (0, 0, 0))
-    return found
-
-
 def _entries(value: Any) -> Iterator[Any]:
     """The sharded tensors and factories of a nested state dict."""
     if isinstance(value, dict | list | tuple):
@@ -106,13 +94,12 @@ def _box(entry: Any) -> Box:
 # Optimizers
 
 
-def live(optimizer: Any, where: Places, *, group_index: int | None = None) -> Live:
+def live(optimizer: Any, where: Places) -> Live:
     """The state that an optimizer, or a chain of optimizers, holds on this rank.
 
     Args:
         optimizer: Megatron's.
         where: the places of its parameters.
-        group_index: index of its data-parallel group in checkpoints; None for the optimizer's own.
     """
     settings: dict[str, Settings] = {}
     left_out: dict[str, str] = {}
@@ -141,11 +128,11 @@ def live(optimizer: Any, where: Places, *, group_index: int | None = None) -> Li
                 for name, values in held.states.items():
                     yield from _parts(held, place, name, values)
 
-    laid = {key: layout.as_plain() for key, layout in bucket_layouts(optimizer, where, group_index).items()}
+    laid = {key: layout.as_plain() for key, layout in bucket_layouts(optimizer, where).items()}
     return Live(parts, settings, left_out, in_one_memory(tensors), laid)
 
 
-def bucket_layouts(optimizer: Any, where: Places, group_index: int | None = None) -> dict[str, Layout]:
+def bucket_layouts(optimizer: Any, where: Places) -> dict[str, Layout]:
     """The layouts of the buffers of distributed optimizers; empty except on each one's first data-parallel rank."""
     found = {}
     of_chain = leaves(optimizer)
@@ -154,9 +141,8 @@ def bucket_layouts(optimizer: Any, where: Places, group_index: int | None = None
             continue
         if leaf.data_parallel_group.rank() or getattr(leaf, "distributed_optimizer_instance_id", 0):
             continue
-        group = leaf.data_parallel_group_idx if group_index is None else group_index
         for index, buffer in enumerate(leaf.buffers):
-            key = key_of(number if len(of_chain) > 1 else None, group, index)
+            key = key_of(number if len(of_chain) > 1 else None, leaf.data_parallel_group_idx, index)
             found[key] = _bucket_layout(buffer, where)
     return found
 
@@ -187,13 +173,6 @@ def _divided(optimizer: Any) -> set[int]:
     if getattr(optimizer, "dp_cp_params_list", None) is not None:
         return {id(leaf) for leaf in leaves(optimizer)}
     return {one for inner in chained for one in _divided(inner)}
-
-
-def is_apart(optimizer: Any, state_dict: Any) -> bool:
-    """Whether the states are loaded later, from the separate file of a distributed optimizer."""
-    held = state_dict if isinstance(state_dict, list) else [state_dict]
-    distributed = all(hasattr(leaf, "gbuf_ranges") for leaf in leaves(optimizer))
-    return distributed and not any("param_state" in one for one in held if isinstance(one, dict))
 
 
 def _parts(held: Held, place: Place, name: str, values: torch.Tensor) -> Iterator[Part]:

@@ -1,14 +1,14 @@
 """Collective operations: make the record of a save, and verify a load.
 
-Message sizes do not grow with the number of ranks, except for the names at a save: each rank sends the names of its
-states to the first one, which broadcasts the merged record. A load sums two numbers per state over all ranks; ranks
-exchange more only if a state is wrong.
+Message sizes hardly grow with the number of ranks. With FSDP every rank has a shard of every parameter: at a save only
+one of the ranks with the same list of states sends the names to the first rank, and the sums of the shards are reduced.
+A load sums two numbers per state over all ranks; ranks exchange more only where a state is odd.
 """
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,25 +18,44 @@ from torch import distributed
 from ckpt_patches import tell
 from ckpt_patches.errors import FingerprintError
 from ckpt_patches.fingerprint import record as records
-from ckpt_patches.fingerprint.live_state import Live, sums
-from ckpt_patches.fingerprint.record import RATE, SETTINGS, NotARecord, Record, SettingDifference
-from ckpt_patches.fingerprint.verdict import (
+from ckpt_patches.fingerprint.comparison import (
     NOWHERE,
-    Besides,
-    Hint,
-    Key,
+    SHARED,
+    Difference,
     Total,
     Verdict,
-    besides_sentences,
     judge,
-    sentences,
-    unequal,
 )
+from ckpt_patches.fingerprint.element_hash import MODULUS
+from ckpt_patches.fingerprint.live_state import Live, Sums, sums
+from ckpt_patches.fingerprint.record import (
+    BUFFER,
+    RATE,
+    SETTINGS,
+    Key,
+    NotARecord,
+    Record,
+    SettingDifference,
+    State,
+)
+from ckpt_patches.fingerprint.states import OF_BUFFER
 from ckpt_patches.runtime.ranks import is_rank_zero
 
-Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 SWITCH = "CKPT_PATCHES_FINGERPRINT"
+DIFFER = "ranks that hold the same elements differ"
+NO_DIVISION = "the ranks do not have each of its elements once, or as often as others"
 logger = logging.getLogger("ckpt_patches")
+
+
+# A save
+
+
+class Held(NamedTuple):
+    """What is known of a state."""
+
+    whole: int  # elements of the full parameter
+    dtype: str
+    first: int | None  # the first rank that has all of them; None if none has
 
 
 def recorded(live: Live, group: Any = None) -> dict[str, Any]:
@@ -46,12 +65,64 @@ def recorded(live: Live, group: Any = None) -> dict[str, Any]:
         live: this rank's part of the state.
         group: the ranks whose parts are merged; None for all.
     """
-    found = sums(live.parts(), main=True)
-    own = {key: one.as_state() for key, one in found.items()}
-    sizes = {key[0]: one.whole for key, one in found.items()}
-    parts = to_first(Record(own, live.settings, live.left_out, live.buckets, live.others, sizes=sizes), group)
-    whole: dict[str, Any] = from_first(records.merged(parts).as_plain() if parts is not None else None, group)
+    found, rank = sums(live.parts()), rank_in(group)
+    names = sorted((key, one.whole, one.dtype, one.main_numel == one.whole) for key, one in found.items())
+    rest = Record({}, live.settings, live.left_out, live.buckets, live.others)
+    digests = from_all((records.digest(names), records.digest(rest.as_plain())), group)
+    of_names, of_rest = zip(*digests, strict=True)
+    own = (
+        names if of_names.index(of_names[rank]) == rank else (),
+        rest if of_rest.index(of_rest[rank]) == rank else None,
+    )
+    of_ranks = to_first(own, group)
+    held: dict[Key, Held] = from_first(of_ranks and _held(names for names, _ in of_ranks), group)
+    table = [_row(found.get(key), one.first, rank) for key, one in held.items()]
+    totals = summed(table, 4, group)
+    plain = None
+    if of_ranks is not None:
+        merged = records.merged(rest for _, rest in of_ranks if rest is not None)
+        plain = _with_states(merged, held, totals).as_plain()
+    whole: dict[str, Any] = from_first(plain, group)
     return whole
+
+
+def _held(of_ranks: Iterable[Sequence[tuple[Key, int, str, bool]]]) -> dict[Key, Held]:
+    found: dict[Key, Held] = {}
+    for rank, names in enumerate(of_ranks):
+        for key, whole, dtype, is_all in names:
+            known = found.setdefault(key, Held(whole, dtype, None))
+            if is_all and known.first is None:
+                found[key] = known._replace(first=rank)
+    return found
+
+
+def _row(own: Sums | None, first: int | None, rank: int) -> tuple[int, int, int, int]:
+    """This rank's elements of a state, and their sum: those that count, and all."""
+    if own is None:
+        return 0, 0, 0, 0
+    is_copy = own.main_numel == own.whole and first != rank
+    return *((0, 0) if is_copy else (own.main_numel, own.main_value)), own.numel, own.value
+
+
+def _with_states(rest: Record, held: Mapping[Key, Held], totals: Sequence[Sequence[int]]) -> Record:
+    """The record of all ranks' states; one whose replicas differ is left out."""
+    states, copies, left_out, sizes = {}, {}, dict(rest.left_out), {}
+    for (key, one), (numel, value, of_all, value_of_all) in zip(held.items(), totals, strict=True):
+        copies[key], others = divmod(of_all, max(numel, 1))
+        if numel > one.whole or others or (of_all and not numel):
+            left_out[" ".join(key)] = NO_DIVISION
+        elif value_of_all != copies[key] * value % MODULUS:
+            left_out[" ".join(key)] = DIFFER
+        else:
+            states[key] = State(numel, value, one.dtype)
+            if numel < one.whole:
+                sizes[key[0]] = one.whole
+    own = {key[0]: key for key in states if key[1] in ("master", "weight")}
+    partial = frozenset(key for key in states if key[0] in own and copies[key] < copies[own[key[0]]])
+    return replace(rest, states=states, left_out=left_out, partial=partial, sizes=sizes)
+
+
+# A load
 
 
 def prove(live: Live, plain: Any, group: Any = None) -> Verdict:
@@ -67,37 +138,21 @@ def prove(live: Live, plain: Any, group: Any = None) -> Verdict:
             existing record, unless the switch is set to `warn`.
     """
     verdict = verdict_of(live, plain, group)
-    lines = sentences(verdict)
-    odd = verdict.is_wrong or verdict.not_verified or verdict.rates
-    _conclude(lines, is_error=verdict.is_wrong or verdict.nothing_is_verified, is_odd=bool(odd))
+    conclude(verdict)
     return verdict
 
 
-def prove_besides(ranks: Sequence[Besides]) -> None:
-    """Log the comparisons of a run's state besides its optimizer, given those of all ranks.
+def conclude(verdict: Verdict) -> None:
+    """Log a verdict on the first rank.
 
     Raises:
-        FingerprintError: a value differs from the saved one, unless the switch is set to `warn`.
+        FingerprintError: something differs, or could not be compared, unless the switch is set to `warn`.
     """
-    differences = _each_once(one for of_rank in ranks for one in of_rank.differences)
-    not_verified = {what: why for of_rank in ranks for what, why in of_rank.not_verified.items()}
-    equal = set[str].intersection(*(set(of_rank.equal) for of_rank in ranks))
-    lines = besides_sentences(sorted(equal), differences, not_verified)
-    _conclude(lines, is_error=bool(differences), is_odd=bool(differences or not_verified))
-
-
-def _conclude(lines: Sequence[str], *, is_error: bool, is_odd: bool) -> None:
-    """Raise an error unless the switch is set to `warn`; else log the lines, if any, on the first rank."""
-    if is_error and os.environ.get(SWITCH) != "warn":
-        raise FingerprintError("\n".join([*lines, f"  To continue anyway: {SWITCH}=warn"]))
-    if lines and is_rank_zero(os.environ):
-        _log(logging.WARNING if is_odd else logging.INFO, "\n".join(lines))
-
-
-def log_not_verified(why: str) -> None:
-    """Log on the first rank that there is nothing to compare the state with."""
+    if not verdict.is_equal and os.environ.get(SWITCH) != "warn":
+        raise FingerprintError("\n".join([*verdict.lines(), f"  To continue anyway: {SWITCH}=warn"]))
     if is_rank_zero(os.environ):
-        _log(logging.WARNING, "\n".join(sentences(Verdict(not_verified={"the optimizer's state": why}))))
+        is_odd = not verdict.is_equal or verdict.not_verified or verdict.rates
+        _log(logging.WARNING if is_odd else logging.INFO, "\n".join(verdict.lines()))
 
 
 def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
@@ -105,31 +160,27 @@ def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
     record, problem = _read(plain)
     said = from_all((records.digest(record.as_plain() if record else None), plain is not None), group)
     if len(set(said)) > 1:
-        return Verdict(not_verified={"the checkpoint": "its fingerprint is not the same on all ranks"}, recorded=True)
+        problem, record = "its fingerprint is not the same on all ranks", None
     if record is None:
-        return Verdict(not_verified={"the checkpoint": problem}, recorded=said[0][1])
-    found = sums(live.parts(), main=False)
+        return Verdict(not_verified={"the checkpoint": problem}, missed=any(has_one for _, has_one in said))
+    found = sums(live.parts())
     odd = from_all(_odd(live, record, found), group)
-    totals = _totals(record, found, odd, group)
-    wrong = unequal(record, totals)
-    hints = from_all(_hints(live, wrong), group) if wrong else []
-    by_key = {key: [of_rank[key] for of_rank in hints if key in of_rank] for key in wrong}
-    settings = _each_once(one for of_rank in odd for one in of_rank.settings)
     left_out = {what: why for of_rank in odd for what, why in of_rank.left_out.items()}
-    shared = {key: other for of_rank in odd for key, other in of_rank.shared.items()}
     nowhere = set[str].intersection(*(of_rank.lacks for of_rank in odd))  # each pipeline stage has its own buffers
-    left_out = {**dict.fromkeys(sorted(nowhere), NOWHERE), **left_out}
-    others = sorted(record.others.keys() - nowhere)
-    lacking = Counter(key for of_rank in odd for key in of_rank.lacking)
-    return judge(
-        record,
-        totals,
-        hints=by_key,
-        settings=settings,
-        left_out=left_out,
-        shared=shared,
-        others=others,
-        lacking=lacking,
+    verdict = judge(record, _totals(record, found, odd, group), {**dict.fromkeys(sorted(nowhere), NOWHERE), **left_out})
+    settings = each_once(one for of_rank in odd for one in of_rank.settings)
+    shared = {key: other for of_rank in odd for key, other in of_rank.shared.items()}
+    alike = [
+        Difference(key[0], key[1], SHARED, f"in the memory of {other[0]} {other[1]}: a step changes it twice")
+        for key, other in shared.items()
+    ]
+    return replace(
+        verdict,
+        differences=[*verdict.differences, *alike],
+        missed=verdict.missed and not (settings or alike),
+        settings=[one for one in settings if one.setting != RATE],
+        rates=[one for one in settings if one.setting == RATE],
+        besides=_besides(record, nowhere, verdict),
     )
 
 
@@ -142,31 +193,34 @@ class Odd(NamedTuple):
     left_out: dict[str, str]
     shared: dict[Key, Key]
     lacks: set[str]  # names of non-parameter values that this rank lacks
-    lacking: set[Key]  # states of parameters that it holds, and that all ranks with the parameter had
 
 
-def _odd(live: Live, record: Record, found: Mapping[Key, Total]) -> Odd:
+def _odd(live: Live, record: Record, found: Mapping[Key, Sums]) -> Odd:
     known = {key: (one.whole, one.dtype) for key, one in found.items() if key in record.states}
     kinds = {key: kind for key, kind in known.items() if kind != (record.states[key].numel, record.states[key].dtype)}
-    besides = {key: one for key, one in found.items() if key not in record.states}
+    besides = {
+        key: Total(one.numel, one.value, one.whole, one.dtype) for key, one in found.items() if key not in record.states
+    }
     numbers = {name for its in record.settings.values() for name in its if name.startswith(records.STATE)}
-    settings = records.setting_differences(record.settings, live.settings, (*SETTINGS, RATE, *sorted(numbers)))
-    settings += records.other_differences(record.others, live.others)
+    settings = records.setting_differences(record.settings, live.settings, (*SETTINGS, RATE, *numbers))
+    settings += records.setting_differences(record.others, live.others)
     lacks = record.others.keys() - live.others.keys()
-    lacking: set[Key] = set()
-    if record.partial is not None:
-        held = {key: one.whole for key, one in found.items()}
-        lacking = records.lacking(held, {key: state.numel for key, state in record.states.items()}) - record.partial
-    return Odd(kinds, besides, settings, dict(live.left_out), dict(live.shared), lacks, lacking)
+    return Odd(kinds, besides, settings, dict(live.left_out), dict(live.shared), lacks)
 
 
-def _each_once(differences: Iterable[SettingDifference]) -> list[SettingDifference]:
+def each_once(differences: Iterable[SettingDifference]) -> list[SettingDifference]:
     """The differences, sorted, without duplicates from several ranks."""
-    return sorted({_hashable(one): one for one in differences}.values(), key=_hashable)
+    found = {tuple(map(str, one)): one for one in differences}
+    return [found[key] for key in sorted(found)]
 
 
-def _hashable(one: SettingDifference) -> tuple[str, ...]:
-    return tuple(map(str, one))
+def _besides(record: Record, nowhere: set[str], verdict: Verdict) -> list[str]:
+    """What was verified besides states of parameters."""
+    others = sorted(record.others.keys() - nowhere)
+    buffers = sum(what.startswith(BUFFER) for what in others) + sum(key[1] == OF_BUFFER for key in verdict.verified)
+    found = [f"{buffers} buffer{'' if buffers == 1 else 's'}"] if buffers else []
+    found += ["settings"] if record.settings and verdict.verified else []
+    return found + [what for what in others if not what.startswith(BUFFER)]
 
 
 def _read(plain: Any) -> tuple[Record | None, str]:
@@ -178,37 +232,18 @@ def _read(plain: Any) -> tuple[Record | None, str]:
         return None, str(error)
 
 
-def _totals(record: Record, found: Mapping[Key, Total], odd: Sequence[Odd], group: Any) -> dict[Key, Total]:
+def _totals(record: Record, found: Mapping[Key, Sums], odd: Sequence[Odd], group: Any) -> dict[Key, Total]:
     """The totals over all ranks, for the record's states that any rank holds and for the additional live states."""
     known = list(record.states)
-    table = np.array([(found[key].numel, found[key].value) if key in found else (0, 0) for key in known], np.uint64)
+    table = [(found[key].numel, found[key].value) if key in found else (0, 0) for key in known]
     kinds = {key: kind for of_rank in odd for key, kind in of_rank.kinds.items()}
     totals: dict[Key, Total] = {}
-    for key, (numel, value) in zip(known, summed(table.reshape(-1, 2), group).tolist(), strict=True):
+    for key, (numel, value) in zip(known, summed(table, 2, group), strict=True):
         if numel:
             totals[key] = Total(numel, value, *kinds.get(key, (record.states[key].numel, record.states[key].dtype)))
     for of_rank in odd:
-        for key, one in of_rank.besides.items():
-            totals.setdefault(key, Total(whole=one.whole, dtype=one.dtype)).add(one.numel, one.value)
+        totals.update(of_rank.besides)
     return totals
-
-
-def _hints(live: Live, wrong: Sequence[Key]) -> dict[Key, Hint]:
-    """This rank's observations on its elements of the wrong states."""
-    found: dict[Key, Hint] = {}
-    for part in live.parts():
-        key = part.parameter, part.state
-        if key in wrong and len(part.values):
-            before = found.get(key, Hint(0, 0, True))
-            none = int((part.values == 0).sum())
-            is_narrow = before.narrow and _is_narrow(part.values)
-            found[key] = Hint(before.numel + len(part.values), before.zeros + none, is_narrow)
-    return found
-
-
-def _is_narrow(values: torch.Tensor) -> bool:
-    """Whether all elements are 16-bit floats."""
-    return any(torch.equal(values.to(dtype).to(values.dtype), values) for dtype in (torch.bfloat16, torch.float16))
 
 
 # Collectives; a single process calls none
@@ -250,14 +285,15 @@ def from_all(value: Any, group: Any) -> list[Any]:
     return found
 
 
-def summed(table: Numbers, group: Any) -> Numbers:
-    """The sum over all ranks, modulo 2^64."""
-    if alone(group):
-        return table
-    device = "cuda" if "nccl" in str(distributed.get_backend(group)) else "cpu"
-    held = torch.from_numpy(table.view(np.int64)).to(device)
-    distributed.all_reduce(held, group=group)
-    found: Numbers = held.cpu().numpy().view(np.uint64)
+def summed(rows: Sequence[Sequence[int]], columns: int, group: Any) -> list[list[int]]:
+    """The sums of a table over all ranks, modulo 2^64."""
+    table = np.array(rows, np.uint64).reshape(-1, columns)
+    if not alone(group):
+        device = "cuda" if "nccl" in str(distributed.get_backend(group)) else "cpu"
+        held = torch.from_numpy(table.view(np.int64)).to(device)
+        distributed.all_reduce(held, group=group)
+        table = held.cpu().numpy().view(np.uint64)
+    found: list[list[int]] = table.tolist()
     return found
 
 

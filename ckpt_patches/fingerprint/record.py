@@ -12,7 +12,9 @@ SETTINGS = ("weight_decay", "betas", "eps", "step")
 RATE = "lr"
 NOT_ALIKE = "not the same on all ranks that saved"
 STATE = "state "  # prefix of the name of a setting that is a number among a parameter's states
+BUFFER = "buffer "  # prefix of a buffer's name among the non-parameter values
 
+Key = tuple[str, str]  # names of a parameter and its state
 Settings = Mapping[str, Any]
 
 
@@ -23,25 +25,18 @@ class State(NamedTuple):
     value: int  # 64 bits, see element_hash
     dtype: str = "float32"  # dtype in the run
 
-    def added_to(self, before: "State | None") -> "State":
-        """The sum with the elements before these, if any."""
-        if before is None:
-            return self
-        value = (before.value + self.value) % (1 << 64)
-        return State(before.numel + self.numel, value, self.dtype)
-
 
 @dataclass(frozen=True)
 class Record:
     """The record of a complete job's state."""
 
-    states: Mapping[tuple[str, str], State]
+    states: Mapping[Key, State]
     settings: Mapping[str, Settings] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     buckets: Mapping[str, Any] = field(default_factory=dict)  # parameter offsets in Megatron's buckets, see `Layout`
     others: Mapping[str, Settings] = field(default_factory=dict)  # values that are not a parameter's
-    # States of which a rank had the parameter and not the state; None: not recorded
-    partial: frozenset[tuple[str, str]] | None = None
+    # States of which not every rank with the parameter had its part; None: not recorded
+    partial: frozenset[Key] | None = None
     # Elements of parameters of which only some have states, as those of a stack of layers with frozen ones
     sizes: Mapping[str, int] = field(default_factory=dict)
     has_all_experts: bool = True  # version 0.2 recorded those of the first rank alone, without ZeRO
@@ -51,9 +46,10 @@ class Record:
         states: dict[str, dict[str, list[Any]]] = {}
         for (parameter, name), state in sorted(self.states.items()):
             states.setdefault(parameter, {})[name] = [*state, {}]  # releases before had a sample of elements there
-        settings = {parameter: dict(its) for parameter, its in sorted(self.settings.items())}
+        settings, others = (
+            {what: dict(its) for what, its in sorted(own.items())} for own in (self.settings, self.others)
+        )
         of_all = {"settings": settings, "left_out": dict(self.left_out), "buckets": dict(self.buckets)}
-        others = {what: dict(its) for what, its in sorted(self.others.items())}
         partial = {} if self.partial is None else {"partial": sorted(map(list, self.partial))}
         return {"format": FORMAT, "states": states, **of_all, "others": others, **partial, "sizes": dict(self.sizes)}
 
@@ -104,26 +100,13 @@ def digest(value: Any, size: int = 16) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=size).hexdigest()
 
 
-def lacking(held: Mapping[tuple[str, str], int], states: Mapping[tuple[str, str], int]) -> set[tuple[str, str]]:
-    """The states that a rank lacks of the parameters that it holds, given the elements of each full state.
-
-    Only of those with as many elements as the parameter: other ones can be divided among ranks in another way.
-    """
-    own = {parameter: numel for (parameter, state), numel in held.items() if state in ("master", "weight")}
-    return {key for key, numel in states.items() if own.get(key[0]) == numel and key not in held}
-
-
 def merged(records: Iterable[Record]) -> Record:
-    """The sum of the records of all ranks' parts."""
-    states: dict[tuple[str, str], State] = {}
+    """All ranks' settings and other values, without states."""
     settings: dict[str, Settings] = {}
     left_out: dict[str, str] = {}
     buckets: dict[str, Any] = {}
     others: dict[str, Settings] = {}
-    sizes: dict[str, int] = {}
     for record in records:
-        for key, part in record.states.items():
-            states[key] = part.added_to(states.get(key))
         for parameter, its in record.settings.items():
             add_settings(settings, left_out, parameter, its)
         for what, its in record.others.items():
@@ -131,11 +114,8 @@ def merged(records: Iterable[Record]) -> Record:
                 left_out[what] = NOT_ALIKE
         left_out.update(record.left_out)
         buckets.update(record.buckets)
-        sizes.update(record.sizes)
-    some = {parameter for (parameter, _), state in states.items() if state.numel != sizes.get(parameter)}
-    sizes = {parameter: numel for parameter, numel in sizes.items() if parameter in some}
     others = {what: its for what, its in others.items() if what not in left_out}
-    return Record(states, settings, left_out, buckets, others, sizes=sizes)
+    return Record({}, settings, left_out, buckets, others)
 
 
 def settings_of(group: Mapping[str, Any], states: Mapping[str, Any]) -> Settings:
@@ -143,13 +123,8 @@ def settings_of(group: Mapping[str, Any], states: Mapping[str, Any]) -> Settings
     found = {name: group[name] for name in (*SETTINGS, RATE) if name in group}
     step = states.get("step", found.get("step"))
     if step is not None:
-        found["step"] = step if type(step) is int else whole(float(step))
+        found["step"] = int(step) if type(step) is int or float(step).is_integer() else float(step)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
-
-
-def whole(step: float) -> float:
-    """A step as an integer, unless it has a fraction or is not finite."""
-    return int(step) if step.is_integer() else step
 
 
 def add_settings(known: dict[str, Settings], left_out: dict[str, str], parameter: str, its: Settings) -> None:
@@ -171,26 +146,21 @@ class SettingDifference(NamedTuple):
 
 
 def setting_differences(
-    saved: Mapping[str, Settings], found: Mapping[str, Settings], names: Iterable[str] = SETTINGS
+    saved: Mapping[str, Settings], found: Mapping[str, Settings], names: Iterable[str] | None = None
 ) -> list[SettingDifference]:
-    """The differences in the settings of common parameters; a lost one is a difference."""
-    known = set(names)
-    return [
-        SettingDifference(parameter, name, its[name], found[parameter].get(name))
-        for parameter, its in sorted(saved.items())
-        if parameter in found
-        for name in sorted(its.keys() & known)
-        if not same(its[name], found[parameter].get(name))
-    ]
+    """The differences in the settings of what both have; a lost one is a difference.
 
-
-def other_differences(saved: Mapping[str, Settings], found: Mapping[str, Settings]) -> list[SettingDifference]:
-    """The differences in common non-parameter values."""
+    Args:
+        saved, found: settings by parameter, or other values by what has them.
+        names: those that are compared; None for all, also those that only `found` has.
+    """
+    known = None if names is None else set(names)
     return [
-        SettingDifference(what, name, saved[what].get(name), found[what].get(name))
-        for what in sorted(saved.keys() & found.keys())
-        for name in sorted(saved[what].keys() | found[what].keys())
-        if saved[what].get(name) != found[what].get(name)
+        SettingDifference(what, name, its.get(name), found[what].get(name))
+        for what, its in sorted(saved.items())
+        if what in found
+        for name in sorted(its.keys() | found[what].keys() if known is None else its.keys() & known)
+        if not same(its.get(name), found[what].get(name))
     ]
 
 

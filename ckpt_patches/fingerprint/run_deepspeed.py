@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_patches.fingerprint import deepspeed_state, proof
+from ckpt_patches.fingerprint.comparison import Verdict
 from ckpt_patches.fingerprint.record import STEP, of_step
 from ckpt_patches.formats.recorded import KEY
 
@@ -43,7 +44,7 @@ def loading(load: Method) -> Method:
         if path is None:
             return path, client_state
         if bound.arguments["load_module_only"] or not bound.arguments["load_optimizer_states"]:
-            proof.log_not_verified("it was not loaded")
+            proof.conclude(Verdict(not_verified={"the optimizer's state": "it was not loaded"}))
         else:
             live = deepspeed_state.live(self, scheduler=bound.arguments["load_lr_scheduler_states"])
             proof.prove(live, of_step(record, self.global_steps))

@@ -2,25 +2,28 @@
 
 An optimizer adds a note on its state to its sharded state dict; `dist_checkpointing.save`, which all ranks call, merges
 the notes. A load passes the record to the optimizer in the returned state dict, with the group of ranks that have an
-optimizer: other ranks have nothing to train. In the `torch` format the file of the optimizer's state of each
-model-parallel rank has the record.
+optimizer: other ranks have nothing to train. The `torch` format has no record.
 """
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import distributed
 
-from ckpt_patches.fingerprint import buckets, megatron_run, megatron_state, proof
+from ckpt_patches.fingerprint import megatron_state, proof
+from ckpt_patches.fingerprint.comparison import Verdict
 from ckpt_patches.fingerprint.live_state import Live
-from ckpt_patches.fingerprint.record import Settings, add_settings
-from ckpt_patches.fingerprint.verdict import Besides
+from ckpt_patches.fingerprint.record import Record, Settings, merged, plain_values, setting_differences
 from ckpt_patches.formats.recorded import KEY
 
+RUN, SCHEDULER, POSITION = "run", "learning-rate scheduler", "data position"
+SCHEDULERS = ("opt_param_scheduler", "lr_scheduler")  # its keys in a state dict: Megatron's, verl's
+COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 NOT_LOADED = "the checkpoint has its state, and the run has not loaded it"
+NOT_RETURNED = "this state dict is not one that dist_checkpointing.load has returned"
 NOTE = f"{KEY}_note"  # in a state dict during a save or load, never in a checkpoint
 Method = Callable[..., Any]
 
@@ -35,6 +38,33 @@ class Given(NamedTuple):
     record: Any
     group: Any  # the ranks that have an optimizer
     has_scheduler: bool  # whether the checkpoint has a scheduler's state
+
+
+# The run's state besides its optimizer. The record has it separately, under RUN: it loads after the optimizer.
+
+
+def of_save(state_dict: Mapping[str, Any]) -> dict[str, Settings]:
+    """The scheduler and the data position of a run that saves this state dict."""
+    schedulers = [state_dict[key] for key in SCHEDULERS if isinstance(state_dict.get(key), dict)]
+    found = {SCHEDULER: plain_values(schedulers[-1])} if schedulers else {}
+    return found | ({POSITION: position(state_dict["args"])} if "args" in state_dict else {})
+
+
+def position(args: Any) -> Settings:
+    """The position in the data, from the arguments of Megatron-LM's scripts."""
+    return {name: getattr(args, name) for name in COUNTERS if isinstance(getattr(args, name, None), int)}
+
+
+def compared(what: str, saved: Mapping[str, Settings], live: Settings) -> Verdict:
+    """Compare those values of the run that both releases have with the record."""
+    if what not in saved:
+        return Verdict(not_verified={what: "the checkpoint's fingerprint does not have it"})
+    its = {name: value for name, value in saved[what].items() if name in live}
+    differences = setting_differences({what: its}, {what: live}, its)
+    return Verdict(settings=differences, besides=() if differences else (what,))
+
+
+# Wrappers
 
 
 def noted(method: Method) -> Method:
@@ -66,9 +96,8 @@ def saving(save: Method) -> Method:
     def with_record(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         notes = [holder.pop(NOTE) for holder in _holders(sharded_state_dict)]
         if any(proof.from_all(bool(notes), None)):
-            others = megatron_run.of_save(sharded_state_dict)
-            record = proof.recorded(dataclasses.replace(_together(notes), others=others))
-            sharded_state_dict[KEY] = {**record, megatron_run.RUN: record["others"], "others": {}}
+            record = proof.recorded(dataclasses.replace(_together(notes), others=of_save(sharded_state_dict)))
+            sharded_state_dict[KEY] = {**record, RUN: record["others"], "others": {}}
         return save(sharded_state_dict, *args, **kwargs)
 
     return with_record
@@ -85,7 +114,7 @@ def loading(load: Method) -> Method:
         state_dict = result[0] if isinstance(result, tuple) else result
         record = state_dict.pop(KEY, None)
         _loaded[:] = [_of_run(record)]
-        schedulers = [state_dict[key] for key in megatron_run.SCHEDULERS if isinstance(state_dict.get(key), dict)]
+        schedulers = [state_dict[key] for key in SCHEDULERS if isinstance(state_dict.get(key), dict)]
         for scheduler in schedulers:
             scheduler[NOTE] = _of_run(record)
         if any(wishes):
@@ -109,8 +138,8 @@ def verified(method: Method) -> Method:
             live = megatron_state.live(self, getattr(self, "_ckpt_patches_places", {}))
             _waits_for_scheduler = given.has_scheduler
             proof.prove(live, given.record, given.group)
-        elif _is_outermost() and not megatron_state.is_apart(self, state_dict):
-            proof.log_not_verified("this state dict is not one that dist_checkpointing.load has returned")
+        elif _is_outermost():
+            proof.conclude(Verdict(not_verified={"the optimizer's state": NOT_RETURNED}))
         return result
 
     return with_proof
@@ -126,7 +155,10 @@ def scheduler_verified(method: Method) -> Method:
         saved = state_dict.pop(NOTE, None) if isinstance(state_dict, dict) else None
         result = method(self, state_dict, *args, **kwargs)
         if saved:
-            proof.prove_besides([megatron_run.of_scheduler(saved, self)])
+            live = plain_values(self.state_dict())
+            if getattr(self, "override_opt_param_scheduler", False):  # it overrides the loaded values
+                live = {name: value for name, value in live.items() if name == "num_steps"}
+            proof.conclude(compared(SCHEDULER, saved, live))
         return result
 
     return with_proof
@@ -140,7 +172,7 @@ def scheduler_steps(step: Method) -> Method:
         global _waits_for_scheduler
         if _waits_for_scheduler and increment:  # a new scheduler takes a step of 0
             _waits_for_scheduler = False
-            proof.prove_besides([Besides([], [], {megatron_run.SCHEDULER: NOT_LOADED})])
+            proof.conclude(Verdict(not_verified={SCHEDULER: NOT_LOADED}))
         return step(self, increment, *args, **kwargs)
 
     return with_note
@@ -156,38 +188,9 @@ def run_verified(load_checkpoint: Method) -> Method:
         saved = _loaded.pop() if _loaded else {}
         options = load_checkpoint.__globals__["get_args"]()
         if saved and not options.finetune:
-            proof.prove_besides(proof.from_all(megatron_run.of_load(saved, options), None))
-        return result
-
-    return with_proof
-
-
-def recorded_apart(method: Method) -> Method:
-    """Wrap `get_parameter_state_dp_zero`: outside a sharded state dict, add the record (for the `torch` format)."""
-
-    @functools.wraps(method)
-    def with_record(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_outermost() or getattr(self, "is_stub_optimizer", False):
-            return method(self, *args, **kwargs)
-        record = proof.recorded(_live_of_rank(self), self.data_parallel_group)
-        state = _inside(method, self, *args, **kwargs)
-        if isinstance(state, dict):
-            state[KEY] = record
-        return state
-
-    return with_record
-
-
-def verified_apart(method: Method) -> Method:
-    """Wrap `load_parameter_state_from_dp_zero`, for which the first data-parallel rank has the state."""
-
-    @functools.wraps(method)
-    def with_proof(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        record, state_dict = _taken(state_dict, KEY)
-        result = _inside(method, self, state_dict, *args, **kwargs)
-        if _is_outermost() and not getattr(self, "is_stub_optimizer", False):
-            group = self.data_parallel_group
-            proof.prove(_live_of_rank(self), proof.from_first(record, group), group)
+            of_ranks = proof.from_all(compared(POSITION, saved, position(options)), None)
+            settings = proof.each_once(one for own in of_ranks for one in own.settings)
+            proof.conclude(dataclasses.replace(of_ranks[0], settings=settings))
         return result
 
     return with_proof
@@ -195,13 +198,8 @@ def verified_apart(method: Method) -> Method:
 
 def _of_run(record: Any) -> dict[str, Settings]:
     """The run's state besides its optimizer, from a record; empty if it has none."""
-    found = record.get(megatron_run.RUN) if isinstance(record, dict) else None
+    found = record.get(RUN) if isinstance(record, dict) else None
     return found if isinstance(found, dict) else {}
-
-
-def _live_of_rank(optimizer: Any) -> Live:
-    """The state of one model-parallel rank alone; each of its parameters counts as complete."""
-    return megatron_state.live(optimizer, megatron_state.own_places(optimizer), group_index=buckets.OWN_GROUP)
 
 
 def _is_outermost() -> bool:
@@ -219,13 +217,10 @@ def _inside(method: Method, *args: Any, **kwargs: Any) -> Any:
 
 def _together(notes: list[Live]) -> Live:
     """One Live for all optimizers of a rank."""
-    settings: dict[str, Settings] = {}
-    left_out = {what: why for note in notes for what, why in note.left_out.items()}
-    for note in notes:
-        for parameter, its in note.settings.items():
-            add_settings(settings, left_out, parameter, its)
-    laid = {key: its for note in notes for key, its in note.buckets.items()}
-    return Live(lambda: (part for note in notes for part in note.parts()), settings, left_out, buckets=laid)
+    own = merged(Record({}, note.settings, note.left_out, note.buckets) for note in notes)
+    return Live(
+        lambda: (part for note in notes for part in note.parts()), own.settings, own.left_out, buckets=own.buckets
+    )
 
 
 # Nested state dicts

@@ -1,20 +1,21 @@
-"""Fingerprints of the states of parameters: computed from blocks of bytes, and compared between checkpoints."""
+"""Fingerprints of the states of parameters, computed from blocks of bytes."""
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_patches.errors import UserError
-from ckpt_patches.fingerprint.element_hash import MODULUS, of_run
+from ckpt_patches.fingerprint.element_hash import MODULUS, Box, of_run
+from ckpt_patches.formats.dtypes import FLOATS, item_size
 
 # Names of the main parameter in the formats of DeepSpeed, Megatron up to 0.15 and later Megatron.
 MASTERS = ("fp32", "fp32_param", "param")
 FROZEN = "frozen"  # the state of a parameter that no optimizer steps: its own elements
 OF_BUFFER = "buffer"  # the same of a buffer
 BLOCK = 1 << 24  # bytes per read; a multiple of every element size
+WORD = 4  # bytes
+IN_A_RUN = (*FLOATS, "float64", "int64", "int32", "int16", "int8", "uint8", "bool")  # dtypes with a fingerprint
 
 
 class Fingerprint(NamedTuple):
@@ -35,34 +36,33 @@ def state_named(name: str) -> str:
     return "master" if name in MASTERS else name
 
 
-def bits_of(data: memoryview, dtype: str) -> npt.NDArray[np.uint32]:
-    """The bits of the elements as 32-bit floats, which represent 16-bit floats exactly.
+def words_per_element(dtype: str) -> int:
+    return max(item_size(dtype) // WORD, 1)
 
-    Raises:
-        UserError: another dtype, which 32-bit floats cannot represent exactly.
+
+def words_of(data: memoryview, dtype: str) -> npt.NDArray[np.uint32]:
+    """The elements as words of 32 bits.
+
+    Floats of 16 bits are converted to 32 bits, which represent them exactly. A longer element is several words.
     """
-    if dtype == "float32":
-        return np.frombuffer(data, "<u4")
     if dtype == "bfloat16":
         return np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)
     if dtype == "float16":
         return np.frombuffer(data, "<f2").astype(np.float32).view(np.uint32)
-    raise UserError(f"expected elements of float32, bfloat16 or float16, found {dtype}: they have no fingerprint")
+    return np.frombuffer(data, f"<u{min(item_size(dtype), WORD)}").astype(np.uint32, copy=False)
 
 
-def buffer_digest(dtype: str, shape: Sequence[int], data: Iterable[memoryview]) -> str:
-    """A digest of a buffer's dtype (torch's name), shape and bytes."""
-    digest = hashlib.blake2b(f"torch.{dtype} {tuple(shape)}".encode(), digest_size=8)
-    for block in data:
-        digest.update(block)
-    return digest.hexdigest()
+def in_words(box: Box, dtype: str) -> Box:
+    """A box of elements as one of their words, which are on an axis of their own."""
+    words = words_per_element(dtype)
+    return box if words == 1 else Box((*box.offsets, 0), (*box.size, words), (*box.shape, words))
 
 
 def of_blocks(blocks: Iterable[memoryview], dtype: str) -> int:
     """The fingerprint of a full tensor, given as blocks of its elements in order."""
     found, begin = 0, 0
     for block in blocks:
-        bits = bits_of(block, dtype)
-        found += of_run(bits, begin)
-        begin += len(bits)
+        words = words_of(block, dtype)
+        found += of_run(words, begin)
+        begin += len(words)
     return found % MODULUS

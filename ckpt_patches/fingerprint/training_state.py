@@ -3,25 +3,24 @@
 A DTensor's shard is computed from its mesh and placements, not by torch.distributed.checkpoint, the code under test.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ckpt_patches.fingerprint import deepspeed_others, flat_parameters
-from ckpt_patches.fingerprint.boxes import Box
-from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory
+from ckpt_patches.fingerprint.element_hash import Box, all_of
+from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory, persistent_buffers
+from ckpt_patches.fingerprint.proof import rank_in
 from ckpt_patches.fingerprint.record import RATE, SETTINGS, STATE, Settings, is_plain, settings_of
-from ckpt_patches.fingerprint.shards import Indices, indices, runs
-from ckpt_patches.fingerprint.states import FROZEN, OF_BUFFER
-from ckpt_patches.fingerprint.verdict import BUFFER
+from ckpt_patches.fingerprint.states import FROZEN, IN_A_RUN, OF_BUFFER
 from ckpt_patches.formats.dcp import MASTERS
-from ckpt_patches.formats.dtypes import FLOATS
 
 EMPTY_GROUP = "param group "  # prefix of the number of a group without parameters, of which settings are recorded
 # The attributes in which wrapper modules hold the wrapped one; names in checkpoints omit them.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+Indices = list[int]  # along one dimension of the full tensor, in the order of the shard
 
 
 def live(model: nn.Module, optimizers: Any) -> Live:
@@ -30,14 +29,14 @@ def live(model: nn.Module, optimizers: Any) -> Live:
         if hasattr(module, "set_requires_gradient_sync") and hasattr(module, "reshard"):  # FSDP2
             module.reshard()
     names = parameter_names(model)
-    flats = flat_parameters.slices(model, clean_name)
+    flats = flat_slices(model)
     tensors: list[tuple[str, str, Any]] = []
     settings: dict[str, Settings] = {}
     left_out: dict[str, str] = {}
     stepped: set[int] = set()
     for param, group, states in _stepped(optimizers):
         stepped.add(id(param))
-        owned: list[tuple[str, flat_parameters.Slice | None]] = [*flats.get(id(param), ())]
+        owned: list[tuple[str, Slice | None]] = [*flats.get(id(param), ())]
         owned = owned or ([(names[id(param)], None)] if id(param) in names else [])
         if not owned:
             left_out["a parameter of the optimizer"] = "the model has none that is the same object"
@@ -51,10 +50,9 @@ def live(model: nn.Module, optimizers: Any) -> Live:
         if not group["params"]:
             settings[f"{EMPTY_GROUP}{number}"] = _settings(group, {})[0]
     frozen = [(name, FROZEN, param) for name, param in _frozen(model, names, flats, stepped)]
-    buffers = [(clean_name(model, name), OF_BUFFER, buffer) for name, buffer in deepspeed_others.buffers(model)]
-    others = {f"{BUFFER}{name}": buffer for name, _, buffer in buffers if not buffer.is_floating_point()}
+    buffers = [(clean_name(model, name), OF_BUFFER, buffer) for name, buffer in persistent_buffers(model)]
     known = []
-    for name, state, tensor in (*tensors, *frozen, *(one for one in buffers if f"{BUFFER}{one[0]}" not in others)):
+    for name, state, tensor in (*tensors, *frozen, *buffers):
         if why := _why_not(tensor):
             left_out[f"{name} {state}"] = why
         else:
@@ -65,18 +63,7 @@ def live(model: nn.Module, optimizers: Any) -> Live:
             yield from _parts(name, state, tensor)
 
     memory = [((name, state), local(tensor)) for name, state, tensor in known if state not in (FROZEN, OF_BUFFER)]
-    return Live(parts, settings, left_out, in_one_memory(memory), others=_digests(others, left_out))
-
-
-def _digests(buffers: Mapping[str, Any], left_out: dict[str, str]) -> dict[str, Settings]:
-    """The digests of buffers that are no floats; adds to `left_out` why some cannot be read."""
-    found: dict[str, Settings] = {}
-    for what, buffer in buffers.items():
-        try:
-            found[what] = {"value": deepspeed_others.digest(local(buffer))}
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            left_out[what] = f"its elements cannot be read: {type(error).__name__}"
-    return found
+    return Live(parts, settings, left_out, in_one_memory(memory))
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -150,7 +137,7 @@ def _frozen(
 
 def local(tensor: Any) -> torch.Tensor:
     """This rank's elements of a tensor."""
-    if isinstance(tensor, flat_parameters.Elements):
+    if isinstance(tensor, Elements):
         return tensor.values
     found: torch.Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
     return found
@@ -161,8 +148,8 @@ def _why_not(tensor: Any) -> str:
     if local(tensor).is_meta or local(tensor).layout is not torch.strided:
         return "elements that are not in memory one after another"
     dtype = str(local(tensor).dtype).removeprefix("torch.")
-    if dtype not in FLOATS:
-        return f"elements of {dtype}, expected {', '.join(FLOATS)}"
+    if dtype not in IN_A_RUN:
+        return f"elements of {dtype}, expected {', '.join(IN_A_RUN)}"
     if type(local(tensor)) not in (torch.Tensor, nn.Parameter):
         return f"elements in a {type(local(tensor)).__name__}"
     if hasattr(tensor, "placements"):
@@ -181,18 +168,119 @@ def _indices(tensor: Any) -> list[Indices]:
 
 def _parts(name: str, state: str, tensor: Any) -> Iterator[Part]:
     """This rank's elements, as boxes of the full tensor."""
-    if isinstance(tensor, flat_parameters.Elements):
-        box = Box((0,) * len(tensor.shape), tensor.shape, tensor.shape)
-        yield from [Part(name, state, box, tensor.first, tensor.values, True)] if len(tensor.values) else []
+    if isinstance(tensor, Elements):
+        if len(tensor.values):
+            yield Part(name, state, all_of(tensor.shape), tensor.first, tensor.values, tensor.is_main)
         return
     values, shape = local(tensor), tuple(tensor.shape)
     if not values.numel():
         return
     if not hasattr(tensor, "placements"):
-        yield Part(name, state, Box((0,) * len(shape), shape, shape), 0, values.reshape(-1), True)
+        yield Part(name, state, all_of(shape), 0, values.reshape(-1))
     elif tensor.device_mesh.get_coordinate() is not None:
         at = tensor.device_mesh.get_coordinate()
         main = not any(index for index, own in zip(at, tensor.placements, strict=True) if own.is_replicate())
         for own, offsets in runs(_indices(tensor)):
             piece = values[own]
             yield Part(name, state, Box(offsets, tuple(piece.shape), shape), 0, piece.reshape(-1), main)
+
+
+# Shards of DTensors: https://docs.pytorch.org/docs/stable/distributed.tensor.html
+
+
+def indices(
+    shape: Sequence[int], placements: Sequence[Any], mesh: Sequence[int], coordinate: Sequence[int]
+) -> list[Indices]:
+    """The indices of the shard at a coordinate of the mesh, by dimension.
+
+    Args:
+        shape: of the full tensor.
+        placements: one per mesh dimension: a `Shard` divides as torch.chunk does, a strided one (FSDP with tensor
+            parallelism) divides each of `split_factor` chunks; any other does not divide.
+        mesh: its shape.
+        coordinate: the rank's coordinate in the mesh.
+    """
+    found = [list(range(size)) for size in shape]
+    for placement, count, at in zip(placements, mesh, coordinate, strict=True):
+        dimension = getattr(placement, "dim", None)
+        if dimension is not None:
+            chunks = _chunks(found[dimension], getattr(placement, "split_factor", 1))
+            found[dimension] = [index for chunk in chunks for index in _chunk(chunk, count, at)]
+    return found
+
+
+def _chunks(values: Indices, count: int) -> list[Indices]:
+    return [_chunk(values, count, at) for at in range(count)]
+
+
+def _chunk(values: Indices, count: int, at: int) -> Indices:
+    """One of `count` chunks, as in torch.chunk: all are equally long except at the end."""
+    size = -(-len(values) // count)
+    return values[at * size : (at + 1) * size]
+
+
+def runs(found: Sequence[Indices]) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
+    """The boxes of a shard: the slices of each box in the shard, and its first element in the full tensor."""
+    for pieces in itertools.product(*(list(_in_a_row(own)) for own in found)):
+        yield tuple(own for own, _ in pieces), tuple(first for _, first in pieces)
+
+
+def _in_a_row(own: Indices) -> Iterator[tuple[slice, int]]:
+    begin = 0
+    for end in range(1, len(own) + 1):
+        if end == len(own) or own[end] != own[end - 1] + 1:
+            yield slice(begin, end), own[begin]
+            begin = end
+
+
+# FSDP1: parameters that are flattened together; each rank has a range of the elements. Torch's metadata:
+# `FlatParameter` in torch/distributed/fsdp/_flat_param.py
+
+
+class Elements(NamedTuple):
+    """Contiguous elements of a flattened parameter."""
+
+    values: torch.Tensor  # one dimension
+    shape: tuple[int, ...]  # of the full parameter
+    first: int  # index of the first element in it
+    is_main: bool  # whether the shard is the first of its replicas
+
+
+class Slice(NamedTuple):
+    """A parameter's elements in a rank's shard of a flat parameter."""
+
+    shape: tuple[int, ...]  # of the full parameter
+    first: int  # index of the first element in the parameter
+    at: int  # the same in the shard
+    numel: int
+    is_own: bool  # whether the optimizer has the parameter itself, not the flat parameter
+    is_main: bool
+
+    def of(self, tensor: torch.Tensor) -> Elements | torch.Tensor:
+        """A parameter's elements in one of the optimizer's tensors; a scalar is returned unchanged."""
+        if tensor.dim() == 0:
+            return tensor
+        flat = tensor.reshape(-1)
+        own = flat if self.is_own else flat[self.at : self.at + self.numel]
+        return Elements(own, self.shape, self.first, self.is_main)
+
+
+def flat_slices(model: nn.Module) -> dict[int, list[tuple[str, Slice]]]:
+    """The names and slices of flattened parameters, by the identity of the optimizer's or model's tensor."""
+    found: dict[int, list[tuple[str, Slice]]] = {}
+    for prefix, module in model.named_modules():
+        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+        if flat is None:
+            continue
+        replicas = getattr(module, "_inter_node_pg", None)  # of a hybrid sharding
+        is_main = replicas is None or rank_in(replicas) == 0
+        for number, (name, shape) in enumerate(zip(flat._fqns, flat._shapes, strict=True)):
+            full = clean_name(model, ".".join(filter(None, (prefix, name))))
+            info, originals = flat._shard_param_infos[number], flat._params
+            first, at, numel = (
+                (info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0, 0)
+            )
+            own = Slice(tuple(shape), first, at, numel, is_own=originals is not None, is_main=is_main)
+            key = flat if originals is None else originals[number]
+            found.setdefault(id(key), []).append((full, own))
+    return found

@@ -26,12 +26,9 @@ def optimizers(source: Source) -> None:
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer", ours_alone=True)
 def distributed_optimizer(source: Source) -> None:
-    """In the `torch` format, its state is in a separate file, which is loaded last."""
     begin(source)
     decorate(source, "DistributedOptimizer.sharded_state_dict", "noted")
     decorate(source, "DistributedOptimizer.load_state_dict", "verified")
-    decorate(source, "DistributedOptimizer.get_parameter_state_dp_zero", "recorded_apart")
-    decorate(source, "DistributedOptimizer.load_parameter_state_from_dp_zero", "verified_apart")
 
 
 @fix.edit(

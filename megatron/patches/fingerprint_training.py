@@ -1,4 +1,4 @@
-"""Check after each load that the data position and the RNG states equal the saved ones.
+"""Check after each load that the data position equals the saved one.
 
 Not a fix, and not meant for upstream: it calls `ckpt_patches.fingerprint.run_megatron`.
 """

@@ -27,7 +27,11 @@ FIRST = "first"  # the first of two saves
 UNTRAINED = tuple(f"layer_0{number}-model_states.pt absent" for number in (2, 3, 5))
 REPAIRED_PART = "a repaired part"
 # A line of the log gives one of these reasons why it is not verified.
-NOT_VERIFIED = ("it has no state yet", "with tensor parallelism DeepSpeed does not record")
+NOT_VERIFIED = (
+    "it has no state yet",
+    "this state dict is not one that",
+    "with tensor parallelism DeepSpeed does not record",
+)
 UNIVERSAL, UPSTREAMS = "universal", "upstream's universal"
 
 

@@ -22,7 +22,6 @@ from ckpt_patches.formats.recorded import KEY
 from test_audit_dcp import names
 
 Model = dict[str, Any]
-DOUBLE = DAMAGED, {"contradiction"}, 0  # torch refuses such param groups, and it is not known which one counts
 
 
 def training(kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, seed: int = 1) -> tuple[Model, Model, str]:
@@ -95,104 +94,44 @@ def test_an_unreadable_record_is_not_judged(record: Any, tmp_path: Path) -> None
     assert found[1:] == ({"not_judged"}, 1)
 
 
-# Settings and buffers
+# Steps and buffers
 
 
-def changed(what: str, model: Model, optimizer: Model) -> None:
+@pytest.mark.parametrize("what", ["step", "1.running_mean", "1.num_batches_tracked"])
+@pytest.mark.parametrize("form", [dict, flattened])
+def test_a_changed_step_or_buffer_is_not_as_recorded(form: Callable[..., Model], what: str, tmp_path: Path) -> None:
+    model, optimizer, record = training()
+    same = saved(tmp_path / "same", {"model": model, "optimizer": form(optimizer), KEY: record})
+    assert judged(same) == (WHOLE, set(), 0)
     if what == "step":
         for states in optimizer["state"].values():
             states["step"] += 1
-    elif what == "weight_decay":
-        optimizer["param_groups"][0]["weight_decay"] = 0.5
-    elif what == "betas":
-        optimizer["param_groups"][0]["betas"] = (0.9, 0.99)
     else:
         model[what][...] += 1
-
-
-@pytest.mark.parametrize("what", ["step", "weight_decay", "betas", "1.running_mean", "1.num_batches_tracked"])
-@pytest.mark.parametrize("form", [dict, flattened])
-def test_a_changed_setting_or_buffer_is_not_as_recorded(form: Callable[..., Model], what: str, tmp_path: Path) -> None:
-    model, optimizer, record = training()
-    same = saved(tmp_path / "same", {"model": model, "optimizer": form(optimizer), KEY: record})
-    assert judged(same) == (WHOLE, set(), 0)
-    changed(what, model, optimizer)
     found = saved(tmp_path / "changed", {"model": model, "optimizer": form(optimizer), KEY: record})
     assert judged(found) == (DAMAGED, {"not_as_recorded"}, 1)
-    is_buffer = what.startswith("1.")
     assert main(["compare", str(same), str(same)]) == 0
-    assert main(["compare", str(same), str(found)]) == (1 if is_buffer or what == "step" else 0)
-    (finding,) = (one for one in audit(found).findings if one.kind.name == "not_as_recorded")
-    assert finding.detail.startswith("buffer: other values" if is_buffer else what)
-    assert is_buffer or finding.detail.endswith("in the run (6 parameters)")
+    assert main(["compare", str(same), str(found)]) == 1
 
 
-class Counting(torch.optim.AdamW):
-    """With a number among the states of each parameter."""
-
-    def step(self, closure: Any = None) -> Any:
-        found = super().step(closure)
-        for states in self.state.values():
-            states["count"] = states.get("count", 0) + 1
-        return found
-
-
-@pytest.mark.parametrize("form", [dict, flattened])
-def test_a_number_among_states_is_compared(form: Callable[..., Model], tmp_path: Path) -> None:
-    model, optimizer, record = training(Counting)
-    same = saved(tmp_path / "same", {"model": model, "optimizer": form(optimizer), KEY: record})
-    assert judged(same) == (WHOLE, set(), 0)
-    optimizer["state"]["2.bias"]["count"] += 1
-    found = saved(tmp_path / "changed", {"model": model, "optimizer": form(optimizer), KEY: record})
-    assert judged(found) == (DAMAGED, {"not_as_recorded"}, 1)
-
-
-def test_settings_that_are_not_in_the_files_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer, record = training()
-    optimizer["param_groups"][0].pop("eps")
-    assert main(["fingerprint", str(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record}))]) == 0
-    said = capsys.readouterr().out
-    assert "eps of 6 parameters  not verified: not in the files" in said
-
-
-SETTINGS: dict[str, tuple[Callable[[Model], object], tuple[str, set[str], int]]] = {
-    # What a step can be stored as
-    "bfloat16": (lambda own: stepped(own, torch.tensor(3, dtype=torch.bfloat16)), (WHOLE, set(), 0)),
-    "uint8": (lambda own: stepped(own, torch.tensor(3, dtype=torch.uint8)), (WHOLE, set(), 0)),
-    "one by one": (lambda own: stepped(own, torch.tensor([[3.0]])), (WHOLE, set(), 0)),
-    "two elements": (lambda own: stepped(own, torch.tensor([3.0, 3.0])), (WHOLE, set(), 0)),
-    "a fraction": (lambda own: stepped(own, torch.tensor(3.7)), (DAMAGED, {"not_as_recorded"}, 1)),
-    "no step": (lambda own: stepped(own, None), (DAMAGED, {"missing_state", "not_as_recorded"}, 1)),
-    # Param groups
-    "twice": (lambda own: own["param_groups"].insert(0, {**own["param_groups"][0], "weight_decay": 0.7}), DOUBLE),
-    "one of another group": (
-        lambda own: own["param_groups"].append({**own["param_groups"][0], "params": ["0.weight"]}),
-        DOUBLE,
-    ),
+STEPS: dict[str, tuple[torch.Tensor | None, tuple[str, set[str], int]]] = {
+    "float64": (torch.tensor(3, dtype=torch.float64), (WHOLE, set(), 0)),
+    "int64": (torch.tensor(3), (WHOLE, set(), 0)),
+    "bfloat16": (torch.tensor(3, dtype=torch.bfloat16), (WHOLE, set(), 0)),
+    "uint8": (torch.tensor(3, dtype=torch.uint8), (WHOLE, set(), 0)),
+    "one by one": (torch.tensor([[3.0]]), (WHOLE, set(), 0)),
+    "a fraction": (torch.tensor(3.7), (DAMAGED, {"not_as_recorded"}, 1)),
+    "no step": (None, (DAMAGED, {"missing_state"}, 0)),
 }
 
 
-def stepped(optimizer: Model, step: torch.Tensor | None) -> None:
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_in_another_form(name: str, tmp_path: Path) -> None:
+    model, optimizer, record = training()
+    step, expected = STEPS[name]
     for states in optimizer["state"].values():
         states.pop("step") if step is None else states.update(step=step.clone())
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_in_another_form(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer, record = training()
-    change, expected = SETTINGS[name]
-    change(optimizer)
-    found = judged(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record}))
-    assert found == expected
-    if name in ("two elements", "twice"):
-        assert "of 6 parameters  not verified: no number in the files, or in several" in capsys.readouterr().out
-
-
-def test_a_new_number_among_states_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer, record = training()
-    optimizer["state"]["0.weight"]["count"] = 3
-    assert main(["fingerprint", str(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record}))]) == 0
-    assert "state count of 1 parameter  not verified: the run recorded nothing of it" in capsys.readouterr().out
+    assert judged(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record})) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -276,31 +215,7 @@ def test_two_models_stored_by_kind_are_never_damaged_for_it(places: str, tmp_pat
         state |= {KEY: record} if places == "top" else {}
     verdict, found, status = judged(saved(tmp_path, state))
     assert "not_as_recorded" not in found
-    assert status == (0 if places == "optimizers" else 1)
-    assert verdict == UNKNOWN
-
-
-def test_each_model_in_folders_of_its_own_has_its_optimizer(tmp_path: Path) -> None:
-    """As Accelerate saves several, of other sizes but with the same names."""
-
-    def written(name: str, change: float) -> Path:
-        for number, width in enumerate((4, 6)):
-            torch.manual_seed(number)
-            model = nn.Linear(width, width)
-            optimizer = torch.optim.AdamW(model.parameters())
-            for _ in range(2):
-                model(torch.randn(8, width)).square().sum().backward()
-                optimizer.step()
-            record = fingerprint.of_training(model, optimizer)
-            weights, states = copy.deepcopy(get_state_dict(model, optimizer))
-            if number:
-                states["state"]["weight"]["exp_avg"] += change
-            saved(tmp_path / name / f"pytorch_model_fsdp_{number}", {"model": weights})
-            saved(tmp_path / name / f"optimizer_{number}", {"optimizer": states, KEY: record})
-        return tmp_path / name
-
-    assert judged(written("as saved", 0)) == (WHOLE, set(), 0)
-    assert judged(written("changed", 1)) == (DAMAGED, {"not_as_recorded"}, 1)
+    assert (verdict, status) == (UNKNOWN, 1)
 
 
 def test_one_model_has_two_optimizers_in_folders_of_their_own(tmp_path: Path) -> None:
@@ -347,60 +262,6 @@ def test_a_record_of_many_names_is_shown_in_part(tmp_path: Path, capsys: pytest.
     assert "and 19,000 more (--json)" in said
 
 
-def test_many_settings_of_many_parameters_take_no_time(tmp_path: Path) -> None:
-    model, optimizer, text = training()
-    record = json.loads(text)
-    record["settings"]["0.weight"].update({f"state {number}": 1 for number in range(30_000)})
-    record["settings"].update({f"other {number}": {"eps": 1} for number in range(30_000)})
-    folder = saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: json.dumps(record)})
-    assert main(["fingerprint", str(folder)]) == 1  # each with each would take minutes
-
-
-def nested_lists(width: int, depth: int) -> Any:
-    found: Any = "x"
-    for _ in range(depth):
-        found = (found,) * width
-    return found
-
-
-@pytest.mark.parametrize(
-    ("value", "finding", "status"),
-    [
-        (nested_lists(10, 3), None, 0),
-        (nested_lists(10, 7), "not_read", 2),
-        (10**70, "not_as_recorded", 1),
-        (10**6000, "not_read", 2),
-    ],
-    ids=["a thousand", "ten million", "digits", "many digits"],
-)
-def test_a_value_that_is_long_to_print_takes_no_time(
-    value: Any, finding: str | None, status: int, tmp_path: Path
-) -> None:
-    """A pickle keeps equal tuples once; printed, these are ten million. The reader refuses those."""
-    model, optimizer, record = training()
-    states = flattened(optimizer)
-    states["param_groups.0.weight.eps"] = value
-    found = judged(saved(tmp_path, {"model": model, "optimizer": states, KEY: record}))
-    assert found[1:] == ({finding} if finding else set(), status)
-
-
-def test_a_recorded_setting_nested_without_end_is_no_number(tmp_path: Path) -> None:
-    model, optimizer, record = training()
-    record = record.replace('"betas": [0.9, 0.999]', f'"betas": {"[" * 900}{"]" * 900}')
-    found = judged(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record}))
-    assert found == (DAMAGED, {"not_as_recorded"}, 1)
-
-
-def test_a_huge_number_is_shown_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer, record = training()
-    optimizer["param_groups"][0]["weight_decay"] = 10**70
-    record = record.replace('"eps": 1e-08', f'"eps": {"9" * 4000}')
-    folder = saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record})
-    assert main(["fingerprint", str(folder)]) == 1
-    assert max(map(len, capsys.readouterr().out.splitlines())) < 500
-    assert audit(folder).verdict == DAMAGED
-
-
 # Two models with equal parameter names, such as a generator and a discriminator
 
 
@@ -427,11 +288,9 @@ def test_each_of_two_optimizers_is_compared(form: Callable[..., Model], change: 
     assert main(["fingerprint", str(one), "--against", str(other)]) == 1
 
 
-@pytest.mark.parametrize("change", ["first", "second"])
-def test_each_of_two_records_is_compared(change: str, tmp_path: Path) -> None:
-    assert judged(saved(tmp_path / "as saved", nested(with_records=True))) == (WHOLE, set(), 0)
-    changed = saved(tmp_path / "changed", nested(change, with_records=True))
-    assert judged(changed) == (DAMAGED, {"not_as_recorded"}, 1)
+@pytest.mark.parametrize("change", ["", "second"])
+def test_several_records_are_compared_by_a_load_alone(change: str, tmp_path: Path) -> None:
+    assert judged(saved(tmp_path, nested(change, with_records=True))) == (UNKNOWN, {"not_judged"}, 1)
 
 
 def test_one_record_of_two_models_that_were_saved_apart_is_not_judged(tmp_path: Path) -> None:
@@ -446,23 +305,6 @@ def test_one_record_of_two_models_that_were_saved_apart_is_not_judged(tmp_path: 
         state[name] = {"model": weights, "optimizer": states}
     record = fingerprint.of_training(both, list(optimizers.values()))
     assert judged(saved(tmp_path, {**state, KEY: record})) == (UNKNOWN, {"not_judged"}, 1)
-
-
-@pytest.mark.parametrize("what", ["moment", "buffer", "weight_decay"])
-def test_each_of_two_equal_records_is_compared(what: str, tmp_path: Path) -> None:
-    """As those of two models that begin with the same seed."""
-    state: Model = {}
-    for name in ("first", "second"):
-        model, optimizer, record = training()
-        state[name] = {"model": model, "optimizer": optimizer, KEY: record}
-    assert judged(saved(tmp_path / "as saved", state)) == (WHOLE, set(), 0)
-    if what == "moment":
-        state["second"]["optimizer"]["state"]["0.weight"]["exp_avg"] += 1
-    elif what == "buffer":
-        state["second"]["model"]["1.running_mean"] += 1
-    else:
-        state["second"]["optimizer"]["param_groups"][0]["weight_decay"] = 0.7
-    assert judged(saved(tmp_path / "changed", state)) == (DAMAGED, {"not_as_recorded"}, 1)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])

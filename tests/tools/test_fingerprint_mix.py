@@ -12,15 +12,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from ckpt_patches.fingerprint import boxes, live_state, on_device
-from ckpt_patches.fingerprint.boxes import Box
-from ckpt_patches.fingerprint.element_hash import MODULUS, ROW, mix, of_places, of_run, scrambled, sums_of_rows
+from ckpt_patches.fingerprint import live_state
+from ckpt_patches.fingerprint.element_hash import MODULUS, ROW, Box, of_box, of_places, of_run, zeros
 
 # A few values, so that equal ones occur, and those of 16-bit floats, whose low half is zero.
 VALUES = st.one_of(st.sampled_from([0, 1, 0x3F800000, 0x80000000]), st.integers(0, 2**32 - 1))
 TENSORS = arrays(np.uint32, st.integers(2, 200), elements=VALUES)
 # Around the ends of rows, where the factor changes.
 BEGINS = st.sampled_from([0, 1, 7, ROW - 100, ROW - 1, ROW, 3 * ROW - 5, 2**40 - 50])
+
+
+def scrambled(state: int) -> int:
+    """The SplitMix64 output for a 64-bit state."""
+    z = (state + 0x9E3779B97F4A7C15) % MODULUS
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % MODULUS
+    return z ^ (z >> 31)
+
+
+def mix(index: int, bits: int) -> int:
+    """The contribution of one element by the formula."""
+    row, column = divmod(index, ROW)
+    factor = (scrambled(2 * row + 1) | 1) * (scrambled(column & ~1) | 1) * ((1 << 32) + 1 if column % 2 else 1)
+    return factor * (bits + 1) % MODULUS
 
 
 def long(seed: int, rows: float) -> npt.NDArray[np.uint32]:
@@ -97,6 +111,7 @@ def test_another_place_gives_another(bits: npt.NDArray[np.uint32], begin: int, b
 def test_zeros_count(numel: int, begin: int) -> None:
     """Each zero changes the sum, so missing elements are not taken for zeros."""
     assert of_run(np.zeros(numel, np.uint32), begin) != of_run(np.zeros(numel - 1, np.uint32), begin)
+    assert zeros(numel * 20) == of_run(np.zeros(numel * 20, np.uint32), 0)
 
 
 @pytest.mark.parametrize("offset", [0, 4])
@@ -104,17 +119,6 @@ def test_elements_may_begin_anywhere_in_memory(offset: int) -> None:
     bits = long(1, 2.5)
     memory = bytearray(offset) + bits.tobytes()
     assert of_run(np.frombuffer(memory, np.uint32, offset=offset), 0) == of_run(bits, 0)
-
-
-@given(seed=st.integers(0, 9), rows=st.integers(1, 140), offset=st.sampled_from([0, 4]))
-def test_sums_of_rows_are_those_of_the_formula(seed: int, rows: int, offset: int) -> None:
-    memory = bytearray(offset) + long(seed, rows).tobytes()
-    bits = np.frombuffer(memory, np.uint32, offset=offset).reshape(rows, ROW)
-    factors = np.array([scrambled(column) | 1 for column in range(0, ROW, 2)], np.uint64)
-    last = sum(
-        int(f) * (int(a) + int(b) * ((1 << 32) + 1)) for f, (a, b) in zip(factors, bits[-1].reshape(-1, 2), strict=True)
-    )
-    assert int(sums_of_rows(bits)[-1]) == last % MODULUS
 
 
 # Arithmetic on devices: torch's, with the same results on the CPU
@@ -126,14 +130,14 @@ def as_tensor(bits: npt.NDArray[np.uint32]) -> torch.Tensor:
 
 @given(bits=TENSORS, begin=BEGINS)
 def test_on_a_device_a_run_is_the_same(bits: npt.NDArray[np.uint32], begin: int) -> None:
-    assert on_device.of_run(as_tensor(bits), begin) == of_run(bits, begin)
+    assert of_run(as_tensor(bits), begin) == of_run(bits, begin)
 
 
 @given(seed=st.integers(0, 9), begin=BEGINS, rows=st.sampled_from([2, 2.5, 3]), cut=st.integers(0, 5000))
 def test_on_a_device_whole_rows_are_the_same(seed: int, begin: int, rows: float, cut: int) -> None:
     """Their sum is the same at any offset in memory."""
     bits = long(seed, rows)
-    assert on_device.of_run(as_tensor(bits)[cut:], begin + cut) == of_run(bits[cut:], begin + cut)
+    assert of_run(as_tensor(bits)[cut:], begin + cut) == of_run(bits[cut:], begin + cut)
 
 
 @pytest.fixture
@@ -146,19 +150,18 @@ def part(monkeypatch: pytest.MonkeyPatch) -> live_state.Part:
 
 
 def value_of(part: live_state.Part) -> int:
-    (found,) = live_state.sums([part], main=False).values()
+    (found,) = live_state.sums([part]).values()
     return found.value
 
 
 def test_threads_share_the_blocks_of_a_large_part(part: live_state.Part, monkeypatch: pytest.MonkeyPatch) -> None:
     used = set()
-    of_box = boxes.of_box
 
     def noted(bits: Any, first: int, box: Box) -> int:
         used.add(threading.get_ident())
         return of_box(bits, first, box)
 
-    monkeypatch.setattr(boxes, "of_box", noted)
+    monkeypatch.setattr(live_state, "of_box", noted)
     assert value_of(part) == of_run(long(1, 10.5), 5)
     assert used
     assert threading.get_ident() not in used

@@ -20,7 +20,7 @@ from ckpt_patches.migrate import migrate
 from ckpt_patches.migrate.output import OutputFile
 from ckpt_patches.runtime.processes import in_order
 from every_checkpoint import EVERY
-from upstream import all_releases, checkpoint_formats, newest, once, releases, run, tree
+from upstream import all_releases, newest, once, releases, run, tree
 
 pytestmark = pytest.mark.slow
 
@@ -99,33 +99,11 @@ def test_the_files_are_what_the_run_has_recorded(gpt: Gpt, capsys: pytest.Captur
     assert noted == {"recorded"}
 
 
-def formats() -> list[Any]:
-    return [
-        pytest.param(version, name, id=f"{version}-{name}")
-        for version in (NEWEST, "0.16.1", "0.14.0", "0.12.0")
-        for name in checkpoint_formats(version)
-        if all_releases() or (version, name) == (NEWEST, "torch")
-    ]
-
-
-@pytest.mark.parametrize(("release", "name"), formats())
-def test_of_every_format(release: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save = ("--formats", name, "--inner", "fused", "--only", "save")
-    run("exact_resume", tmp_path, *save, tree=tree("megatron-core", release), delivery="hook", env=ON)
-    status, out = said(capsys, "fingerprint", str(tmp_path / "plain" / name))
-    last = "against the record of the run: verified: 12 states"
-    assert (status, out.splitlines()[-1]) == (0, last)
-
-
-def test_of_many_buckets_of_two_ranks_in_the_torch_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All states are compared, though the end padding is not in the file."""
-    root = tree("megatron-core", NEWEST)
-    run("saved_in_torch", tmp_path, tree=root, delivery="hook", env=ON)
-    status, out = said(capsys, "fingerprint", str(tmp_path))
-    assert status == 0
-    assert "mp_rank_01/up.weight" in out
-    assert "against the record of the run: verified: " in out.splitlines()[-1]
-    assert "not verified" not in out
+def test_the_torch_format_has_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save = ("--formats", "torch", "--inner", "fused", "--only", "save")
+    run("exact_resume", tmp_path, *save, tree=tree("megatron-core", NEWEST), delivery="hook", env=ON)
+    assert command_line.main(["fingerprint", str(tmp_path / "plain" / "torch")]) == 2
+    assert "have numbers in place of names" in capsys.readouterr().err
 
 
 # The layouts that load a checkpoint of another layout of ranks.
@@ -155,7 +133,7 @@ def test_a_load_in_another_layout_is_verified(gpt: Gpt, tmp_path: Path) -> None:
         folder.mkdir()
         resume: tuple[str | Path, ...] = ("resume", folder, "--checkpoint", saved(gpt), *other.arguments)
         log = run("gpt_resume", *resume, tree=tree("megatron-core", gpt.version), delivery="hook", env=ON).stderr
-        assert f"resume verified: {gpt.parameters} parameters, {3 * gpt.parameters} states, " in log
+        assert f"resume verified: {3 * gpt.parameters} states, " in log
         assert "not verified" not in log
 
 
@@ -169,7 +147,7 @@ def test_the_number_goes_through_a_migration_into_the_run_that_loads(
     options = ["--format", "fully_reshardable", *gpt.options.replace("--backend zarr", "").split()]
     resume: tuple[str | Path, ...] = ("resume", saved(gpt).parent, "--checkpoint", new, *options)
     log = run("gpt_resume", *resume, tree=tree("megatron-core", NEWEST), delivery="hook", env=ON).stderr
-    assert f"resume verified: {gpt.parameters} parameters, {3 * gpt.parameters} states, " in log
+    assert f"resume verified: {3 * gpt.parameters} states, " in log
 
 
 @pytest.fixture

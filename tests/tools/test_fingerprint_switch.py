@@ -69,5 +69,5 @@ def test_a_resume_goes_on_with_warn(tmp_path: Path) -> None:
     bug = {"CKPT_PATCHES_SKIP": "async_save_staging"}
     run("damaged_saving", folder, "step", env={**bug, "CKPT_PATCHES_FINGERPRINT": "1"}, **on)
     done = run("damaged_saving", folder, "load-step", env={"CKPT_PATCHES_FINGERPRINT": "warn"}, **on)
-    assert "WARNING: resume differs: 12 states" in done.stderr
+    assert "WARNING: resume differs: " in done.stderr
     assert command_line.main(["fingerprint", str(folder)]) == 1

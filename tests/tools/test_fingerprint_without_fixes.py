@@ -72,8 +72,8 @@ def test_a_shifted_save(version: str, tmp_path: Path) -> None:
 
 
 DAMAGED = [
-    ("0.12.0", "race", ["zarr_create_synchronizer"], "all zeros on 1 of 2 ranks"),
-    ("0.14.0", "race", ["zarr_create_synchronizer"], "all zeros on 1 of 2 ranks"),
+    ("0.12.0", "race", ["zarr_create_synchronizer"], "other values"),
+    ("0.14.0", "race", ["zarr_create_synchronizer"], "other values"),
     ("0.16.1", "step", ["async_save_staging"], "other values"),
     (newest("megatron-core"), "step", ["async_save_staging"], "other values"),
 ]

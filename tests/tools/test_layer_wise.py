@@ -53,7 +53,7 @@ def test_a_fingerprint_has_the_parameters_of_all_ranks(version: str, capsys: pyt
     options = ("resume", folder, "--dp", "4")
     release = tree("megatron-core", version)
     done = run("layer_wise", *options, tree=release, delivery="hook", env=RECORDED)
-    assert "resume verified: 11 parameters, 29 states" in done.stderr
+    assert "resume verified: 29 states" in done.stderr
     assert "not verified" not in done.stderr
     assert command_line.main(["fingerprint", str(folder / "checkpoint")]) == 0
     assert "against the record of the run: verified: 29 states" in capsys.readouterr().out

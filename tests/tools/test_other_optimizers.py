@@ -138,5 +138,5 @@ def test_a_resume_is_verified_with_the_states_that_the_optimizer_has(tmp_path: P
         "other_optimizers", tmp_path, "Lion-1", "Muon-1", tree=tree("deepspeed", NEWEST), delivery="hook", env=on
     )
     log = done.stdout + done.stderr
-    assert log.count("resume verified: 7 parameters, 14 states, settings, ") == 3
+    assert log.count("resume verified: 14 states, settings, ") == 3
     assert log.count("momentum_buffer: it has no element for each of the parameter's") == 3 * 2  # two matrices

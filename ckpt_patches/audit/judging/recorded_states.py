@@ -7,7 +7,7 @@ from pathlib import Path
 from ckpt_patches.convert import zero_fingerprints
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import contents, files, record_files
-from ckpt_patches.fingerprint.comparison import Checked
+from ckpt_patches.fingerprint.comparison import Verdict
 from ckpt_patches.formats import damages, zero_reader
 from ckpt_patches.formats.checkpoint import Checkpoint
 from ckpt_patches.formats.damages import Finding
@@ -40,7 +40,7 @@ def findings(found: Checkpoint, path: Path, workers: int) -> Iterator[Finding]:
     return iter(()) if checked is None else _findings(found, checked)
 
 
-def _findings(found: Checkpoint, checked: Checked) -> Iterator[Finding]:
+def _findings(found: Checkpoint, checked: Verdict) -> Iterator[Finding]:
     repaired = {files.of_megatron(array) for array, _ in found.repaired}
     for parameter, state, _, what in checked.differences:
         kind = damages.REPAIRED if (parameter, state) in repaired else damages.NOT_AS_RECORDED
@@ -50,22 +50,21 @@ def _findings(found: Checkpoint, checked: Checked) -> Iterator[Finding]:
     yield Finding(kind, "the optimizer's state", detail=checked.sentence() + "".join(examples[:1]))
 
 
-def _checked(found: Checkpoint, path: Path, workers: int) -> Checked | None:
+def _checked(found: Checkpoint, path: Path, workers: int) -> Verdict | None:
     """None if nothing was recorded."""
-    is_torch = found.format == "megatron torch"
     try:
         if found.format.startswith("deepspeed"):
             plain = record_files.of_deepspeed(path)
             return None if plain is None else _of_deepspeed(path, workers)
-        if found.recorded is None and not is_torch:
+        if found.recorded is None:
             return None
         own = found if found.path == path else replace(files.opened(path), recorded=found.recorded)
         return contents.of(own, workers, quiet=True).checked
-    except UserError as error:  # another finding reports the damage; the `torch` format may have no record
-        return None if is_torch else Checked(0, [], {"the optimizer's state": str(error)})
+    except UserError as error:  # another finding reports the damage
+        return Verdict(not_verified={"the optimizer's state": str(error)})
 
 
-def _of_deepspeed(path: Path, workers: int) -> Checked | None:
+def _of_deepspeed(path: Path, workers: int) -> Verdict | None:
     if not zero_reader.is_zero(path):
         return contents.of(files.opened(path), workers, quiet=True).checked
     return contents.of_zero(path, *zero_fingerprints.read(path, trust=True, workers=workers)).checked
