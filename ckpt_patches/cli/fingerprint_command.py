@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckpt_patches.runtime.distributed import Ranks
 
 MOST_LINES = 1000  # of one kind
-SCHEMA = 3  # of the JSON; increased when a key is renamed, removed or changes its meaning
+SCHEMA = 2  # of the JSON; increased when a key is renamed, removed or changes its meaning
 STATUS = "exit status: 0 verified, 1 a state differs or none could be compared, 2 a checkpoint cannot be read"
 RECORD = "If the run recorded fingerprints at the save (CKPT_PATCHES_FINGERPRINT=1), the files are compared with them."
 

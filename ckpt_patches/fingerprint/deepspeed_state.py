@@ -6,6 +6,7 @@ They are read from the flat partitions that the optimizer steps, not from DeepSp
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +15,13 @@ from ckpt_patches.fingerprint.element_hash import all_of
 from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory, persistent_buffers
 from ckpt_patches.fingerprint.proof import rank_in
 from ckpt_patches.fingerprint.record import BUFFER, Key, Settings, add_settings, plain_values, settings_of
-from ckpt_patches.fingerprint.states import FROZEN, state_named
+from ckpt_patches.fingerprint.states import FROZEN, IN_A_RUN
 
 PART_UNKNOWN = "with tensor parallelism DeepSpeed does not record which part of a parameter a rank has"
 EXPERT = "an expert that is not deepspeed.moe's, of which the number among all is not known"
 # An expert by its local number on its rank; a converted checkpoint has all experts, by their global numbers.
 LOCAL_EXPERT = re.compile(r"(?P<before>^|.*\.)deepspeed_experts\.(?P<number>\d+)\.")
 UNLIKE = "it has no element for each of the parameter's"
-MASTER = "fp32"
 SCHEDULER = "learning-rate scheduler"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -41,7 +41,7 @@ class Flat(NamedTuple):
 
     values: torch.Tensor
     states: Mapping[str, Any]
-    group: Mapping[str, Any]
+    group: Mapping[str, Any]  # empty for a frozen parameter
     slices: list[Slice]
     among: list[Slice]  # also those without elements on this rank
 
@@ -58,59 +58,44 @@ def live(engine: Any, *, scheduler: bool = True) -> Live:
     tensors: list[tuple[Key, torch.Tensor]] = []
     names = _names(engine.module)
     flats = [] if left_out else list(_flats(engine.optimizer, names))
-    frozen = [] if left_out else _frozen(engine, flats, names, left_out)
+    flats += [] if left_out else list(_frozen(engine, flats, names, left_out))
     for flat in flats:
+        states = _tensors(flat)
         for own in flat.slices:
+            name = names[id(own.param)]
             if _is_unknown_expert(own.param, names):
-                left_out[names[id(own.param)]] = EXPERT
-            else:
-                add_settings(settings, left_out, names[id(own.param)], settings_of(flat.group, flat.states))
-        if flat.slices:
-            first = names[id(flat.slices[0].param)]
-            tensors += [((first, name), value) for name, value in _tensors(flat).items()]
-            unlike = (name for name, its in _tensors(flat).items() if name != "step" and not _is_alike(name, its, flat))
-            every = [names[id(own.param)] for own in flat.slices]
-            left_out.update({f"{own} {name}": UNLIKE for name in unlike for own in every})
+                left_out[name] = EXPERT
+            elif flat.group:
+                add_settings(settings, left_out, name, settings_of(flat.group, flat.states))
+            left_out |= {f"{name} {s}": UNLIKE for s in states if s != "step" and not _is_alike(s, states[s], flat)}
+        if flat.slices and flat.group:
+            tensors += [((names[id(flat.slices[0].param)], state), value) for state, value in states.items()]
 
     def parts() -> Iterator[Part]:
         for flat in flats:
             for own in flat.slices:
                 if not _is_unknown_expert(own.param, names):
                     yield from _parts(flat, own, names[id(own.param)])
-        yield from _frozen_parts(engine, names, frozen)
 
     return Live(parts, settings, left_out, in_one_memory(tensors), others=_others(engine, scheduler=scheduler))
 
 
-def _frozen(engine: Any, flats: Iterable[Flat], names: Mapping[int, str], left_out: dict[str, str]) -> list[Any]:
+def _frozen(engine: Any, flats: Iterable[Flat], names: Mapping[int, str], left_out: dict[str, str]) -> Iterator[Flat]:
     """The parameters that no optimizer steps; adds to `left_out` why some of them cannot be read."""
     stepped = {id(own.param) for flat in flats for own in flat.among}
-    found = []
     for param in engine.module.parameters():
         if id(param) in stepped:
             continue
-        values = getattr(param, "ds_tensor", param)
-        if _is_unknown_expert(param, names):
-            left_out[names[id(param)]] = EXPERT
-        elif not values.is_floating_point() or values.dtype == torch.float64:
-            left_out[names[id(param)]] = f"frozen, in {values.dtype}"
-        elif "NOT_AVAILABLE" in str(getattr(values, "status", "")):
+        values = getattr(param, "ds_tensor", param).detach()
+        dtype = str(values.dtype).removeprefix("torch.")
+        if "NOT_AVAILABLE" in str(getattr(getattr(param, "ds_tensor", param), "status", "")):
             left_out[names[id(param)]] = "frozen, on a disk"
+        elif dtype not in IN_A_RUN:
+            left_out[names[id(param)]] = f"frozen, in {dtype}"
         else:
-            found.append(param)
-    return found
-
-
-def _frozen_parts(engine: Any, names: Mapping[int, str], params: Iterable[Any]) -> Iterator[Part]:
-    for param in params:
-        values, shape, first = param.detach(), tuple(param.shape), 0
-        if hasattr(param, "ds_tensor"):  # stage 3: each rank has a partition; those of the last ranks end with padding
-            numel = param.partition_numel()
-            shape = tuple(param.ds_shape)
-            first = rank_in(getattr(param, "ds_process_group", engine.optimizer.dp_process_group)) * numel
-            values = param.ds_tensor.detach()[: max(min(numel, param.ds_numel - first), 0)]
-        if values.numel():
-            yield Part(names[id(param)], FROZEN, all_of(shape), first, values.reshape(-1), _is_main(param))
+            is_partition = hasattr(param, "ds_tensor")
+            slices = [_partition(param, engine.optimizer, 0)] if is_partition else _in_a_row([param])
+            yield Flat(values, {}, {}, [own for own in slices if own.numel], [])
 
 
 def _is_main(param: Any) -> bool:
@@ -205,7 +190,7 @@ def _is_unknown_expert(param: Any, names: Mapping[int, str]) -> bool:
 
 def _tensors(flat: Flat) -> dict[str, torch.Tensor]:
     """The tensors that a step changes, including step counts."""
-    found = {state_named(MASTER): flat.values, **flat.states}
+    found = {"master" if flat.group else FROZEN: flat.values, **flat.states}
     return {name: its.detach() for name, its in found.items() if isinstance(its, torch.Tensor)}
 
 
@@ -246,19 +231,21 @@ def _of_shares(optimizer: Any, groups: Any, partitions: Any, offsets: Any = None
 
 
 def _of_stage_3(optimizer: Any) -> Iterator[Flat]:
-    """Each parameter is divided evenly among the ranks; the last partitions end with padding."""
+    """Each parameter is divided evenly among the ranks; the partitions of the last ranks end with padding."""
     for number, (params, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
-        slices, at = [], 0
-        for param in params:
-            numel = param.partition_numel()
-            first = rank_in(getattr(param, "ds_process_group", optimizer.dp_process_group)) * numel
-            there = max(min(numel, param.ds_numel - first), 0)
-            slices.append(Slice(param, tuple(param.ds_shape), first, there, at))
-            at += numel
+        sizes = [param.partition_numel() for param in params]
+        slices = [_partition(*own) for own in zip(params, repeat(optimizer), accumulate(sizes, initial=0))]
         if flat.numel():  # else it is offloaded to disk
             yield _flat(optimizer.optimizer, optimizer.sub_group_to_group_id[number], flat, slices)
+
+
+def _partition(param: Any, optimizer: Any, at: int) -> Slice:
+    """A rank's partition of a parameter of stage 3, which begins at an index of a flat tensor."""
+    numel = param.partition_numel()
+    first = rank_in(getattr(param, "ds_process_group", optimizer.dp_process_group)) * numel
+    return Slice(param, tuple(param.ds_shape), first, max(min(numel, param.ds_numel - first), 0), at)
 
 
 def _of_fused(optimizer: Any) -> Iterator[Flat]:

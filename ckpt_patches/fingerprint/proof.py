@@ -18,26 +18,10 @@ from torch import distributed
 from ckpt_patches import tell
 from ckpt_patches.errors import FingerprintError
 from ckpt_patches.fingerprint import record as records
-from ckpt_patches.fingerprint.comparison import (
-    NOWHERE,
-    SHARED,
-    Difference,
-    Total,
-    Verdict,
-    judge,
-)
+from ckpt_patches.fingerprint.comparison import NOWHERE, SHARED, Difference, Total, Verdict, judge
 from ckpt_patches.fingerprint.element_hash import MODULUS
 from ckpt_patches.fingerprint.live_state import Live, Sums, sums
-from ckpt_patches.fingerprint.record import (
-    BUFFER,
-    RATE,
-    SETTINGS,
-    Key,
-    NotARecord,
-    Record,
-    SettingDifference,
-    State,
-)
+from ckpt_patches.fingerprint.record import BUFFER, RATE, SETTINGS, Key, NotARecord, Record, SettingDifference, State
 from ckpt_patches.fingerprint.states import OF_BUFFER
 from ckpt_patches.runtime.ranks import is_rank_zero
 

@@ -34,21 +34,24 @@ def live(model: nn.Module, optimizers: Any) -> Live:
     settings: dict[str, Settings] = {}
     left_out: dict[str, str] = {}
     stepped: set[int] = set()
-    for param, group, states in _stepped(optimizers):
-        stepped.add(id(param))
-        owned: list[tuple[str, Slice | None]] = [*flats.get(id(param), ())]
-        owned = owned or ([(names[id(param)], None)] if id(param) in names else [])
-        if not owned:
-            left_out["a parameter of the optimizer"] = "the model has none that is the same object"
-        for name, part in owned:
-            if part is not None and not part.numel:  # another rank has its elements and step
-                continue
-            settings[name], its = _settings(group, states)
-            left_out.update({f"{name} {what}": why for what, why in its.items()})
-            tensors += [(name, state, part.of(tensor) if part else tensor) for state, tensor in _states(param, states)]
-    for number, group in enumerate(_groups(optimizers)):
+    listed = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    for number, (optimizer, group) in enumerate((one, group) for one in listed for group in one.param_groups):
         if not group["params"]:
             settings[f"{EMPTY_GROUP}{number}"] = _settings(group, {})[0]
+        for param in group["params"]:
+            states = optimizer.state.get(param, {})
+            stepped.add(id(param))
+            owned: list[tuple[str, Slice | None]] = [*flats.get(id(param), ())]
+            owned = owned or ([(names[id(param)], None)] if id(param) in names else [])
+            if not owned:
+                left_out["a parameter of the optimizer"] = "the model has none that is the same object"
+            for name, part in owned:
+                if part is not None and not part.numel:  # another rank has its elements and step
+                    continue
+                settings[name], its = _settings(group, states)
+                left_out.update({f"{name} {what}": why for what, why in its.items()})
+                own = [(name, state, part.of(tensor) if part else tensor) for state, tensor in _states(param, states)]
+                tensors += own
     frozen = [(name, FROZEN, param) for name, param in _frozen(model, names, flats, stepped)]
     buffers = [(clean_name(model, name), OF_BUFFER, buffer) for name, buffer in persistent_buffers(model)]
     known = []
@@ -80,22 +83,6 @@ def clean_name(model: nn.Module, name: str) -> str:
             found.append(part)
         owner = getattr(owner, part, owner)
     return ".".join(found)
-
-
-def _stepped(optimizers: Any) -> Iterator[tuple[Any, Mapping[str, Any], Mapping[str, Any]]]:
-    """Each parameter that an optimizer steps, with its param group and states."""
-    for optimizer in _listed(optimizers):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                yield param, group, optimizer.state.get(param, {})
-
-
-def _groups(optimizers: Any) -> Iterator[Mapping[str, Any]]:
-    return (group for optimizer in _listed(optimizers) for group in optimizer.param_groups)
-
-
-def _listed(optimizers: Any) -> list[Any]:
-    return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
 
 
 def _settings(group: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:

@@ -100,7 +100,7 @@ def test_for_programs(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [Fingerprint(**{**row, "value": int(row["value"], 16)}) for row in rows] == read(checkpoint)[0]
     assert command_line.main(["fingerprint", "--json", str(checkpoint), "--against", str(checkpoint)]) == 0
     expected = {
-        "schema": 3,
+        "schema": 2,
         "verified": len(rows),
         "differences": [],
         "not_verified": {},
