@@ -56,6 +56,7 @@ def live(engine: Any, *, scheduler: bool = True) -> Live:
     settings: dict[str, Settings] = {}
     left_out = dict(_left_out(engine))
     tensors: list[tuple[Key, torch.Tensor]] = []
+    parts: list[Part] = []
     names = _names(engine.module)
     flats = [] if left_out else list(_flats(engine.optimizer, names))
     flats += [] if left_out else list(_frozen(engine, flats, names, left_out))
@@ -68,16 +69,10 @@ def live(engine: Any, *, scheduler: bool = True) -> Live:
             elif flat.group:
                 add_settings(settings, left_out, name, settings_of(flat.group, flat.states))
             left_out |= {f"{name} {s}": UNLIKE for s in states if s != "step" and not _is_alike(s, states[s], flat)}
+            parts += _parts(flat, own, name) if name not in left_out else ()
         if flat.slices and flat.group:
             tensors += [((names[id(flat.slices[0].param)], state), value) for state, value in states.items()]
-
-    def parts() -> Iterator[Part]:
-        for flat in flats:
-            for own in flat.slices:
-                if not _is_unknown_expert(own.param, names):
-                    yield from _parts(flat, own, names[id(own.param)])
-
-    return Live(parts, settings, left_out, in_one_memory(tensors), others=_others(engine, scheduler=scheduler))
+    return Live(lambda: parts, settings, left_out, in_one_memory(tensors), others=_others(engine, scheduler=scheduler))
 
 
 def _frozen(engine: Any, flats: Iterable[Flat], names: Mapping[int, str], left_out: dict[str, str]) -> Iterator[Flat]:

@@ -26,7 +26,7 @@ class Part(NamedTuple):
     state: str  # "master", or the optimizer's name for it
     box: Box  # in the full parameter, without parallelism
     first: int  # index of the first element in the box
-    values: torch.Tensor  # one dimension, contiguous; of a dtype in states.IN_A_RUN, on any device
+    values: torch.Tensor  # in C order; of a dtype in states.IN_A_RUN, on any device
     # Whether it is the first of its replicas. Of complete parameters, it is that of the first rank that holds one.
     main: bool = True
     kept_in: str = ""  # dtype in which the optimizer keeps them, if it has converted them
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 class Live:
     """A rank's description of its state."""
 
-    parts: Callable[[], Iterable[Part]]  # a function: a part may be a copy, so that one at a time is held
+    parts: Callable[[], Iterable[Part]]  # a function: a part may be a copy, of which one at a time is held
     settings: Mapping[str, Settings] = field(default_factory=dict)  # by parameter
     left_out: Mapping[str, str] = field(default_factory=dict)  # what has no fingerprint, and why
     shared: Mapping[Key, Key] = field(default_factory=dict)  # states that share memory with another one
@@ -67,7 +67,7 @@ def sums(parts: Iterable[Part]) -> dict[Key, Sums]:
         one = found.setdefault(
             (part.parameter, part.state), Sums(math.prod(part.box.shape), part.kept_in or _dtype(part.values))
         )
-        numel, value = len(part.values), _value(part)
+        numel, value = part.values.numel(), _value(part)
         one.numel, one.value = one.numel + numel, (one.value + value) % MODULUS
         if part.main:
             one.main_numel, one.main_value = one.main_numel + numel, (one.main_value + value) % MODULUS
@@ -101,7 +101,7 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 
 
 def _value(part: Part) -> int:
-    dtype, values = _dtype(part.values), part.values.detach()
+    dtype, values = _dtype(part.values), part.values.detach().reshape(-1)  # a copy at most of one part at a time
     values = values if dtype in FLOATS else values.cpu()
     is_on_cpu = values.device.type == "cpu"
     numel = BLOCK if is_on_cpu else ON_DEVICE

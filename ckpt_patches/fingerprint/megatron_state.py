@@ -189,9 +189,8 @@ def _parts(held: Held, place: Place, name: str, values: torch.Tensor) -> Iterato
 def _why_none(leaf: Any) -> str:
     if getattr(leaf, "is_stub_optimizer", False):
         return ""
-    if getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False) or getattr(
-        getattr(leaf, "ddp_config", None), "use_custom_fsdp", False
-    ):
+    config = getattr(leaf, "ddp_config", None)
+    if getattr(config, "use_megatron_fsdp", False) or getattr(config, "use_custom_fsdp", False):
         return "FSDP's states have no fingerprint"
     if not any(hasattr(leaf, name) for name in ("gbuf_ranges", "fp32_from_float16_groups", "optimizer")):
         return "an optimizer that is not known"
@@ -244,10 +243,7 @@ def _of_shard(leaf: Any, param: Any, stepping: Stepping) -> tuple[Mapping[str, A
     index, order = leaf.model_param_group_index_map[param]
     group = leaf.optimizer.param_groups[index]
     if not hasattr(leaf.optimizer, "sub_optimizers"):
-        if hasattr(leaf, "_get_main_param_and_optimizer_states"):  # since 0.11
-            return group, leaf._get_main_param_and_optimizer_states(param)
-        main = group["params"][order]
-        return group, {"param": main, **leaf.optimizer.state.get(main, {})}
+        return group, leaf._get_main_param_and_optimizer_states(param)
     inner = leaf.optimizer.param_to_inner_param[group["params"][order]]
     own, states = stepping.get(id(inner), ({}, {}))
     # A step begins by copying these settings to the inner optimizer, as a scheduler may have changed them; not `step`.
@@ -278,7 +274,9 @@ def _stepping(optimizer: Any) -> Stepping:
 def _held_of(
     param: Any, begin: int, numel: int, group: Mapping[str, Any], states: Mapping[str, Any], **what: Any
 ) -> Held:
-    flat = {name: _flat(value) for name, value in states.items() if name != "step" and _is_state(value, numel)}
+    flat = {
+        name: value.detach().reshape(-1) for name, value in states.items() if name != "step" and _is_state(value, numel)
+    }
     step = {"step": states["step"]} if isinstance(states.get("step"), torch.Tensor) else {}
     return Held(param, begin, flat, settings_of(group, states), {**flat, **step}, **what)
 
@@ -286,7 +284,3 @@ def _held_of(
 def _is_state(value: Any, numel: int) -> bool:
     """Whether a value is a state of all elements; other tensors are counters or scales."""
     return isinstance(value, torch.Tensor) and value.numel() == numel and value.is_floating_point()
-
-
-def _flat(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().reshape(-1)

@@ -54,19 +54,15 @@ def live(model: nn.Module, optimizers: Any) -> Live:
                 tensors += own
     frozen = [(name, FROZEN, param) for name, param in _frozen(model, names, flats, stepped)]
     buffers = [(clean_name(model, name), OF_BUFFER, buffer) for name, buffer in persistent_buffers(model)]
-    known = []
+    parts: list[Part] = []
+    memory = []
     for name, state, tensor in (*tensors, *frozen, *buffers):
         if why := _why_not(tensor):
             left_out[f"{name} {state}"] = why
         else:
-            known.append((name, state, tensor))
-
-    def parts() -> Iterator[Part]:
-        for name, state, tensor in known:
-            yield from _parts(name, state, tensor)
-
-    memory = [((name, state), local(tensor)) for name, state, tensor in known if state not in (FROZEN, OF_BUFFER)]
-    return Live(parts, settings, left_out, in_one_memory(memory))
+            parts += _parts(name, state, tensor)
+            memory += [((name, state), local(tensor))] if state not in (FROZEN, OF_BUFFER) else []
+    return Live(lambda: parts, settings, left_out, in_one_memory(memory))
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -163,13 +159,13 @@ def _parts(name: str, state: str, tensor: Any) -> Iterator[Part]:
     if not values.numel():
         return
     if not hasattr(tensor, "placements"):
-        yield Part(name, state, all_of(shape), 0, values.reshape(-1))
+        yield Part(name, state, all_of(shape), 0, values)
     elif tensor.device_mesh.get_coordinate() is not None:
         at = tensor.device_mesh.get_coordinate()
         main = not any(index for index, own in zip(at, tensor.placements, strict=True) if own.is_replicate())
         for own, offsets in runs(_indices(tensor)):
             piece = values[own]
-            yield Part(name, state, Box(offsets, tuple(piece.shape), shape), 0, piece.reshape(-1), main)
+            yield Part(name, state, Box(offsets, tuple(piece.shape), shape), 0, piece, main)
 
 
 # Shards of DTensors: https://docs.pytorch.org/docs/stable/distributed.tensor.html

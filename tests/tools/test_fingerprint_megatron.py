@@ -19,7 +19,6 @@ from ckpt_patches.fingerprint.files import Part, of_megatron, of_parts, opened
 from ckpt_patches.formats.checkpoint import Extent, Stream
 from ckpt_patches.formats.ranged import RangedFiles
 from every_checkpoint import EVERY
-from test_audit_safetensors import written
 from test_fingerprint import by_formula
 from torch_dist_indexes import loaded_by_torch
 from upstream import all_releases
@@ -180,15 +179,6 @@ class Leaf:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-
-
-def test_two_of_safetensors_are_compared(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("one", "same", "other")]
-    for path, number in zip(paths, (1, 1, 2), strict=True):
-        path.mkdir()
-        written(path / "model.safetensors", {"weight": torch.ones(2, 3), "bias": torch.full((2,), float(number))})
-    assert command_line.main(["compare", str(paths[0]), str(paths[1])]) == 0
-    assert command_line.main(["compare", str(paths[0]), str(paths[2])]) == 1
 
 
 def test_elements_that_do_not_lie_in_order_are_not_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

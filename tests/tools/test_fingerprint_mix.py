@@ -102,11 +102,6 @@ def test_two_swapped_slices_give_another(bits: npt.NDArray[np.uint32], begin: in
         assert of_run(swapped, begin) != of_run(bits, begin)
 
 
-@given(bits=TENSORS, begin=BEGINS, by=st.integers(1, 100))
-def test_another_place_gives_another(bits: npt.NDArray[np.uint32], begin: int, by: int) -> None:
-    assert of_run(bits, begin) != of_run(bits, begin + by)
-
-
 @given(numel=st.integers(1, 200), begin=BEGINS)
 def test_zeros_count(numel: int, begin: int) -> None:
     """Each zero changes the sum, so missing elements are not taken for zeros."""

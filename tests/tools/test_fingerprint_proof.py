@@ -1,7 +1,6 @@
 """A load is compared with the record of the save, and each difference is named with its likely cause."""
 
 import copy
-import json
 import os
 import pickle
 import re
@@ -58,14 +57,6 @@ def test_a_state_that_is_what_was_saved_is_verified(caplog: pytest.LogCaptureFix
         found = prove(live(some()), recorded(live(some())))
     assert len(found.verified) == 9
     assert caplog.messages == ["resume verified: 9 states, settings"]
-
-
-def test_a_record_stands_in_a_checkpoint_as_plain_numbers() -> None:
-    """A record is plain: torch loads it with weights_only, and other tools can print it."""
-    plain = recorded(live(some()))
-    again = json.loads(json.dumps(plain, default=str))
-    assert again["states"]["first.weight"]["master"][:2] == plain["states"]["first.weight"]["master"][:2]
-    assert from_plain(plain).as_plain() == plain
 
 
 def changed(key: tuple[str, str], tensor: torch.Tensor) -> Tensors:
@@ -176,14 +167,6 @@ def test_a_setting_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not verdict_of(live(some(), lr=1.0, betas=(0.9, 0.95)), recorded(live(some()))).is_wrong
     with pytest.raises(FingerprintError, match=r"^resume differs: 3 settings; 9 states verified"):
         prove(live(some(), step=4), recorded(live(some())))
-
-
-def test_a_run_that_was_told_to_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("CKPT_PATCHES_FINGERPRINT", "warn")
-    assert prove(live(some(1)), recorded(live(some()))).is_wrong
-    (said,) = caplog.messages
-    assert said.startswith("resume differs: 9 other values; 0 states verified")
-    assert said.count("\n") == 9
 
 
 UNREADABLE = [
