@@ -5,6 +5,7 @@ the notes. A load passes the record to the optimizer in the returned state dict,
 optimizer: other ranks have nothing to train. The `torch` format has no record.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -76,7 +77,7 @@ def noted(method: Method) -> Method:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         of_model, is_loading = bound.arguments["model_sharded_state_dict"], bound.arguments["is_loading"]
-        if not _is_outermost():
+        if _depth:
             return method(self, *args, **kwargs)
         places = megatron_state.places(of_model)
         note = None if is_loading else megatron_state.live(self, places)
@@ -94,7 +95,7 @@ def saving(save: Method) -> Method:
 
     @functools.wraps(save)
     def with_record(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        notes = [holder.pop(NOTE) for holder in _holders(sharded_state_dict)]
+        notes = [_at(sharded_state_dict, path).pop(NOTE) for path in list(_paths(sharded_state_dict))]
         if any(proof.from_all(bool(notes), None)):
             record = proof.recorded(dataclasses.replace(_together(notes), others=of_save(sharded_state_dict)))
             sharded_state_dict[KEY] = {**record, RUN: record["others"], "others": {}}
@@ -120,7 +121,8 @@ def loading(load: Method) -> Method:
         if any(wishes):
             given = Given(record, None if all(wishes) else _group_of(wishes), bool(schedulers))
             for path in paths:
-                _put(state_dict, path, given)
+                with contextlib.suppress(KeyError, IndexError, TypeError):  # nothing was loaded there
+                    _at(state_dict, path)[NOTE] = given
         return result
 
     return with_record
@@ -132,13 +134,15 @@ def verified(method: Method) -> Method:
     @functools.wraps(method)
     def with_proof(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         global _waits_for_scheduler
-        given, state_dict = _taken(state_dict, NOTE)
+        given = state_dict.get(NOTE) if isinstance(state_dict, dict) else None
+        if given is not None:
+            state_dict = {name: value for name, value in state_dict.items() if name != NOTE}
         result = _inside(method, self, state_dict, *args, **kwargs)
-        if _is_outermost() and isinstance(given, Given):
+        if _depth == 0 and isinstance(given, Given):
             live = megatron_state.live(self, getattr(self, "_ckpt_patches_places", {}))
             _waits_for_scheduler = given.has_scheduler
             proof.prove(live, given.record, given.group)
-        elif _is_outermost():
+        elif _depth == 0:
             proof.conclude(Verdict(not_verified={"the optimizer's state": NOT_RETURNED}))
         return result
 
@@ -202,10 +206,6 @@ def _of_run(record: Any) -> dict[str, Settings]:
     return found if isinstance(found, dict) else {}
 
 
-def _is_outermost() -> bool:
-    return _depth == 0
-
-
 def _inside(method: Method, *args: Any, **kwargs: Any) -> Any:
     global _depth
     _depth += 1
@@ -238,30 +238,10 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from _paths(inner, (*path, index))
 
 
-def _holders(state_dict: Any) -> list[dict[Any, Any]]:
-    return [_at(state_dict, path) for path in _paths(state_dict)]
-
-
 def _at(value: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         value = value[key]
     return value
-
-
-def _taken(state_dict: Any, key: str) -> tuple[Any, Any]:
-    """The value of a key, or None, and the state dict without it."""
-    if not isinstance(state_dict, dict) or key not in state_dict:
-        return None, state_dict
-    return state_dict[key], {name: value for name, value in state_dict.items() if name != key}
-
-
-def _put(state_dict: Any, path: tuple[Any, ...], given: Given) -> None:
-    try:
-        holder = _at(state_dict, path)
-    except (KeyError, IndexError, TypeError):
-        return  # nothing was loaded there
-    if isinstance(holder, dict):
-        holder[NOTE] = given
 
 
 def _group_of(wishes: list[bool]) -> Any:
