@@ -50,7 +50,8 @@ def test_no_optimizer_goes_on_with_a_state_that_is_not_the_saved_one(
     version: str, inner: str, fix: str, tmp_path: Path
 ) -> None:
     rows = resumes(version, inner, "hook", 2, tmp_path, env=without(fix)).rows
-    silent = [row for row in rows if row["result"].startswith("differs") and not exact(row)]
+    recorded = [row for row in rows if row["format"] != "torch"]
+    silent = [row for row in recorded if row["result"].startswith("differs") and not exact(row)]
     assert {row["optimizer"] for row in silent} <= (NOT_CAUGHT if fix == "hybrid_offload_resume" else set())
     assert all(row["result"].endswith("the loaded state is bit-equal") for row in silent)
     caught = [row for row in rows if row["result"].startswith(f"load died: {CAUGHT[:60]}")]
