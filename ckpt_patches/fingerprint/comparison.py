@@ -213,7 +213,7 @@ def _what(record: Record, key: Key, total: Total) -> tuple[str, str]:
     if not state.numel or total.numel % state.numel:
         return INCOMPLETE, f"{total.numel:,} elements here, of {state.numel:,}"
     copies = total.numel // state.numel
-    if total.value == copies * zeros(state.numel) % MODULUS:
+    if copies and total.value == copies * zeros(state.numel) % MODULUS:
         return ZEROS, "all zeros"
     for other, its in record.states.items():
         if other != key and its.numel == state.numel and total.value == copies * its.value % MODULUS:
