@@ -19,7 +19,8 @@ from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dcp_reader import set_step
 from ckpt_patches.formats.dtypes import FLOATS
 from ckpt_patches.formats.paths import path_within
-from ckpt_patches.formats.safetensors import INDEX_SUFFIX, SUFFIX, Tensor
+from ckpt_patches.formats.safetensors import SUFFIX, Tensor
+from ckpt_patches.formats.tensor_streams import read_json
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile, tensors_in
 from ckpt_patches.runtime.shown import shown
 
@@ -35,6 +36,7 @@ OF_A_RANK = re.compile(r"iter_(\d{7,15})_(\d{1,7})_local\.pt")  # a file of a lo
 OWN = re.compile(r"(?!rng_state|optimizer|scheduler|scaler).+\.(pt|pth)")
 PARAMETER = re.compile(r"(.*[._])?(weight|bias|lora_\w+)")  # in the name of what is no buffer
 NORM = re.compile(r".*(norm|ln_|\bln)[^.]*\.weight", re.IGNORECASE)
+INDEX_SUFFIX, OF_TORCHS = ".index.json", ".bin"  # an index can list files of torch.save, too
 LEAST = 64  # bytes: fewer zeros can end a tensor that nothing was lost of
 Files = dict[str, dict[str, Tensor]]  # tensors by file and name
 
@@ -120,19 +122,17 @@ def _read_torch(found: Checkpoint, name: str) -> TorchFile | None:
 def _read_optimizers(found: Checkpoint, files: Mapping[str, TorchFile], weights: Mapping[str, Any]) -> list[Any]:
     """Read the optimizers' files, with states by parameter number or name. Returns the steps of the states."""
     steps: list[Any] = []
+    shapes = [tensor.shape for tensors in weights.values() for tensor in tensors.values()]
     for name, file in files.items():
         if not OPTIMIZER.fullmatch(name):
             continue
         value = file.value if isinstance(file.value, dict) else {}
         if not isinstance(value.get("state"), dict) or not isinstance(value.get("param_groups"), list):
-            detail = "expected state and param_groups, as a torch optimizer's state dict has them"
-            found.add(damages.MISSING_STATE, name, detail)
+            found.add(damages.MISSING_STATE, name, torch_optimizers.NO_STATES)
             continue
         steps += torch_optimizers.take(found, file, value, f"{file.path.stem}.state").values()
-        shapes = [tensor.shape for tensors in weights.values() for tensor in tensors.values()]
         states = filter(_is_of_its_shape, tensor_streams.states_of(value).values())
-        problems = torch_optimizers.without_weights(name, states, shapes) if shapes else ()
-        found.findings += problems
+        found.findings += torch_optimizers.without_weights(name, states, shapes) if shapes else ()
     return steps
 
 
@@ -218,11 +218,20 @@ def _zeros(file: str, tensors: Mapping[str, Tensor], begin: int) -> Iterator[Fin
 
 
 def _index(found: Checkpoint, name: str) -> dict[str, str]:
-    try:
-        return safetensors.read_index(path_within(found.path, name))
-    except (UserError, OSError) as error:
-        found.findings.append(tensor_streams.refused(error, name, damage=damages.BAD_METADATA))
+    """The file of each tensor, by an index; empty, with a finding, if it lists something other than files beside it."""
+    content = read_json(found.path, name)
+    if isinstance(content, Finding):
+        found.findings.append(content)
+        return {}
+    listed = content.get("weight_map")
+    if isinstance(listed, dict) and listed and all(map(_is_file_name, listed.values())):
+        return listed
+    found.add(damages.BAD_METADATA, name, "it has no weight_map of tensors to files beside it")
     return {}
+
+
+def _is_file_name(value: Any) -> bool:
+    return isinstance(value, str) and value.endswith((SUFFIX, OF_TORCHS)) and "/" not in value and "\0" not in value
 
 
 def _of_index(index: str, listed: Mapping[str, str], files: Files, names: list[str]) -> Iterator[Finding]:

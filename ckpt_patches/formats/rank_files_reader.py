@@ -5,23 +5,18 @@ with FSDP1; `optim_…` holds `optimizer.state_dict()`, `extra_state_…` the sc
 https://docs.pytorch.org/docs/stable/distributed.tensor.html
 """
 
-import json
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
-from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages, settings, tensor_streams, torch_optimizers, zero_inventory, zero_keys
 from ckpt_patches.formats.checkpoint import ALONE, WEIGHT, Checkpoint, Shard, last_step
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dcp_reader import set_step
-from ckpt_patches.formats.paths import path_within
-from ckpt_patches.formats.ranged import read_metadata
-from ckpt_patches.formats.tensor_streams import groups_of, states_of
+from ckpt_patches.formats.tensor_streams import groups_of, read_json, states_of
 from ckpt_patches.formats.torch_file import Instance, TensorHeader, TorchFile
 from ckpt_patches.runtime.shown import shown
 
@@ -35,67 +30,51 @@ KINDS = {
 NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
 CONFIG = "fsdp_config.json"
 MOST_KEYS = 5  # contradictions reported per file
-REPLICATE = "Replicate"
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes within a tensor
 
 
-# A rank's part of a tensor: of a DTensor (FSDP2, tensor parallelism) or a ShardedTensor (FSDP1)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A rank's part of a tensor."""
+class Part(NamedTuple):
+    """A rank's part of a tensor: of a DTensor (FSDP2, tensor parallelism), of a ShardedTensor (FSDP1), or all of it."""
 
     size: tuple[int, ...]  # of the complete tensor
     tensors: tuple[TensorHeader, ...]
-    placements: tuple[tuple[str, Any], ...] = ()  # DTensor, by mesh dimension: kind, sharded dimension
-    coordinates: tuple[int, ...] = ()  # of the rank in the mesh
-    boxes: tuple[Box, ...] = ()  # ShardedTensor: the boxes of `tensors`
-    is_sharded: bool = False  # a ShardedTensor
+    # What identifies the elements of each; replicas are at one place. Of a ShardedTensor: offsets and sizes.
+    places: tuple[tuple[Any, ...], ...] = ()
+    cut: Any = None  # a DTensor's placements, by mesh dimension; True for a ShardedTensor; None if it is not cut
 
-    @property
-    def is_plain(self) -> bool:
-        return not self.placements and not self.is_sharded
 
-    @property
-    def places(self) -> list[tuple[Any, TensorHeader]]:
-        """Its tensors with what identifies their elements: replicas are at one place."""
-        if self.is_sharded:
-            return list(zip(self.boxes, self.tensors, strict=True))
-        cut = zip(self.coordinates, self.placements, strict=True)
-        return [(tuple(at for at, (kind, _) in cut if kind != REPLICATE), self.tensors[0])]
+Parts: TypeAlias = dict[int, dict[str, Part]]  # by rank and name
+Files: TypeAlias = dict[str, dict[int, TorchFile]]  # by kind and rank
 
 
 def part_of(value: Any) -> Part | None:
     """A rank's part of a tensor; None if the value is not a tensor, or has an unknown form."""
     if isinstance(value, TensorHeader):
         return Part(value.shape, (value,))
-    if not isinstance(value, Instance) or len(value.args) < 3 or not _are_sizes(value.args[2]):
+    size = _sizes(value.args[2]) if isinstance(value, Instance) and len(value.args) > 2 else None
+    if size is None:
         return None
-    size, kind = tuple(value.args[2]), getattr(value.args[0], "__name__", "")
+    kind = getattr(value.args[0], "__name__", "")
     if kind == "DTensor":
-        return _of_dtensor(size, _fields(value))
-    return _of_sharded(size, value.state) if kind == "ShardedTensor" else None
-
-
-def _of_dtensor(size: tuple[int, ...], fields: Mapping[str, Any]) -> Part | None:
-    local, spec = fields.get("_local_tensor"), _fields(fields.get("_spec"))
-    placements, at = spec.get("placements"), _fields(spec.get("mesh")).get("_coordinate_on_dim")
-    if not isinstance(local, TensorHeader) or not isinstance(placements, (tuple, list)) or not _are_sizes(at):
+        fields = _fields(value)
+        spec = _fields(fields.get("_spec"))
+        local, at = fields.get("_local_tensor"), _sizes(_fields(spec.get("mesh")).get("_coordinate_on_dim"))
+        placements = spec.get("placements")
+        if not isinstance(local, TensorHeader) or not isinstance(placements, (tuple, list)) or not at:
+            return None
+        cut = tuple((type(own).__name__, shown(_fields(own).get("dim"))) for own in placements)
+        if len(cut) != len(at) or len(local.shape) != len(size):
+            return None
+        place = tuple(at for at, (kind, _) in zip(at, cut, strict=True) if kind != "Replicate")
+        return Part(size, (local,), (place,), cut)
+    if kind != "ShardedTensor" or not isinstance(value.state, tuple) or len(value.state) < 2:
         return None
-    kinds = tuple((type(own).__name__, _fields(own).get("dim")) for own in placements)
-    is_known = len(kinds) == len(at) > 0 and len(local.shape) == len(size)
-    return Part(size, (local,), kinds, tuple(at)) if is_known else None
-
-
-def _of_sharded(size: tuple[int, ...], state: Any) -> Part | None:
-    if not isinstance(state, tuple) or len(state) < 2 or not isinstance(state[0], list):
-        return None
-    shards = [_fields(shard) for shard in state[0]]
-    boxes = [box for shard in shards if (box := _box(shard.get("metadata"), len(size))) is not None]
-    tensors = [tensor for shard in shards if isinstance(tensor := shard.get("tensor"), TensorHeader)]
-    is_known = len(shards) == len(boxes) == len(tensors)
-    return Part(size, tuple(tensors), boxes=tuple(boxes), is_sharded=True) if is_known else None
+    shards = list(map(_fields, value.state[0])) if isinstance(value.state[0], list) else [{}]
+    tensors = tuple(own for shard in shards if isinstance(own := shard.get("tensor"), TensorHeader))
+    boxes = []
+    for shard in shards:
+        box = tuple(_sizes(_fields(shard.get("metadata")).get(f"shard_{what}")) for what in ("offsets", "sizes"))
+        boxes += [box] if all(own is not None and len(own) == len(size) for own in box) else []
+    return Part(size, tensors, tuple(boxes), True) if len(shards) == len(tensors) == len(boxes) else None
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -106,29 +85,23 @@ def _fields(value: Any) -> dict[str, Any]:
     return {name: item for state in states if isinstance(state, dict) for name, item in state.items()}
 
 
-def _box(value: Any, dimensions: int) -> Box | None:
-    offsets, sizes = (_fields(value).get(f"shard_{what}") for what in ("offsets", "sizes"))
-    if not _are_sizes(offsets) or not _are_sizes(sizes) or not len(offsets) == len(sizes) == dimensions:
-        return None
-    return tuple(offsets), tuple(sizes)
-
-
-def _are_sizes(value: Any) -> TypeGuard[list[int] | tuple[int, ...]]:
-    return isinstance(value, (list, tuple)) and all(type(one) is int and one >= 0 for one in value)
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    are_sizes = isinstance(value, (list, tuple)) and all(type(one) is int and one >= 0 for one in value)
+    return tuple(value) if are_sizes else None
 
 
 def untiled(parts: Mapping[int, Part]) -> Iterator[str]:
     """Yield why the ranks' parts of a tensor do not hold each of its elements once."""
     sizes = {part.size for part in parts.values()}
-    if all(part.is_plain for part in parts.values()):
+    if all(part.cut is None for part in parts.values()):
         return
-    if len(sizes) > 1 or len({part.placements for part in parts.values()}) > 1:
+    if len(sizes) > 1 or len({part.cut for part in parts.values()}) > 1:
         yield f"ranks state different shapes or placements: {' and '.join(map(str, sorted(sizes)))}"
         return
     held, counts, size = dict[Any, int](), Counter[Any](), sizes.pop()
     for rank, part in parts.items():
-        for place, tensor in part.places:
-            if part.is_sharded and tensor.shape != place[1]:
+        for place, tensor in zip(part.places, part.tensors, strict=True):
+            if part.cut is True and tensor.shape != place[1]:
                 yield f"rank {rank} holds {tensor.shape} at {place[0]}, for which {place[1]} is stated"
             if tensor.numel:
                 counts[place] += 1
@@ -139,123 +112,92 @@ def untiled(parts: Mapping[int, Part]) -> Iterator[str]:
         yield f"ranks hold {sum(held.values())} elements, its shape {size} has {math.prod(size)}"
 
 
-# The ranks' files
-
-
-class Name(NamedTuple):
-    """The fields of a file's name."""
-
-    kind: str
-    ranks: int
-    rank: int
-
-
-def named(name: str) -> Name | None:
-    """Parse the name of a rank's file; None for other names."""
-    own = NAME.fullmatch(name)
-    return Name(own[1], int(own[2]), int(own[3])) if own else None
-
-
 def is_rank_files(path: Path) -> bool:
     """Whether a folder contains a rank's file."""
-    return any(named(own.name) for own in path.iterdir())
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """The readable files of one save, and the parts of tensors in them by their names there."""
-
-    count: int
-    files: dict[str, dict[int, TorchFile]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
-    parts: dict[str, dict[int, dict[str, Part]]] = field(default_factory=lambda: {MODEL: {}, OPTIMIZER: {}})
-
-    def of_tensors(self, kind: str) -> dict[str, dict[int, Part]]:
-        """The parts of each tensor by rank."""
-        found: dict[str, dict[int, Part]] = {}
-        for rank, parts in sorted(self.parts[kind].items()):
-            for name, part in parts.items():
-                found.setdefault(name, {})[rank] = part
-        return found
-
-    @property
-    def is_fsdp1(self) -> bool:
-        return any(part.is_sharded for own in self.parts[MODEL].values() for part in own.values())
+    return any(NAME.fullmatch(own.name) for own in path.iterdir())
 
 
 def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint, with findings for the problems of its files."""
     found = Checkpoint(path, FORMAT)
-    ranks = _read_files(found)
-    for kind, own in ranks.files.items():
+    count, files = _read_files(found)
+    for kind, own in files.items():
         found.findings += _unlike(kind, own)
-    _read_weights(found, ranks)
-    steps = _read_optimizers(found, ranks)
+    weights = {rank: _read_weights(found, file, rank) for rank, file in sorted(files[MODEL].items())}
+    states: Parts = {}
+    steps = {rank: _read_optimizer(found, file, rank, states) for rank, file in sorted(files[OPTIMIZER].items())}
     set_step(found, [step for own in steps.values() for step in own.values()], path.name, path.parent.name)
-    found.findings += _unlike_steps(ranks, steps)
-    for kind in ranks.parts:
-        for name, parts in ranks.of_tensors(kind).items():
-            if len(parts) == ranks.count:
-                found.findings += [Finding(damages.FRAGMENTS, name, why) for why in untiled(parts)]
-    found.findings += _without_states(ranks)
-    found.format = FORMAT if ranks.files[OPTIMIZER] else WEIGHTS_ALONE
+    found.findings += _unlike_steps(files[OPTIMIZER], steps)
+    for parts in (weights, states):
+        for name, of_ranks in _by_name(parts).items():
+            if len(of_ranks) == count:
+                found.findings += [Finding(damages.FRAGMENTS, name, why) for why in untiled(of_ranks)]
+    found.findings += _without_states(files[OPTIMIZER], weights, states, count)
+    found.format = FORMAT if files[OPTIMIZER] else WEIGHTS_ALONE
     return found
 
 
-def _read_files(found: Checkpoint) -> _Ranks:
-    """Read all files of the newest save. Files for another number of ranks are older; a load ignores them."""
-    every = {path.name: own for path in sorted(found.path.iterdir()) if (own := named(path.name))}
-    counts = Counter(own.ranks for own in every.values())
-    config = _world_size(found)
+def _by_name(parts: Parts) -> dict[str, dict[int, Part]]:
+    """The parts of each tensor by rank."""
+    found: dict[str, dict[int, Part]] = {}
+    for rank, own in sorted(parts.items()):
+        for name, part in own.items():
+            found.setdefault(name, {})[rank] = part
+    return found
+
+
+def _read_files(found: Checkpoint) -> tuple[int, Files]:
+    """The number of ranks and the files of the newest save. A load ignores files for another number of ranks."""
+    names = sorted(path.name for path in found.path.iterdir())
+    every = {name: own for name in names if (own := _named(name))}
+    counts = Counter(count for _, count, _ in every.values())
+    stated = _world_size(found) if CONFIG in names else None
     usual = max(counts, key=lambda count: (counts[count], count))
-    ranks = _Ranks(config if config is not None and config in counts else usual)
-    if config not in (None, ranks.count):
-        found.add(damages.CONTRADICTION, CONFIG, f"it states {config} ranks, and the names of the files {ranks.count}")
+    count = stated if stated is not None and stated in counts else usual
+    if stated not in (None, count):
+        found.add(damages.CONTRADICTION, CONFIG, f"it states {stated} ranks, and the names of the files {count}")
+    files: Files = {kind: {} for kind in KINDS}
     there: dict[str, set[int]] = defaultdict(set)
-    for name, own in every.items():
+    for name, (kind, of, rank) in every.items():
         file = tensor_streams.read_file(found.path / name, found)
-        if own.ranks != ranks.count:
-            detail = f"a rank's file of a save of {own.ranks} ranks, beside one of {ranks.count}"
-            found.add(damages.UNUSUAL, name, detail)
+        if of != count:
+            found.add(damages.UNUSUAL, name, f"a rank's file of a save of {of} ranks, beside one of {count}")
             continue
-        there[own.kind].add(own.rank)
-        if file is not None and (why := _why_foreign(file, own)):
-            found.findings.append(why)
-        if file is not None and isinstance(file.value, dict) and own.rank < ranks.count:
-            ranks.files[own.kind][own.rank] = file
+        there[kind].add(rank)
+        if file is None:
+            continue
+        written_as = f"{file.root}.pt"  # torch.save names the folder of the records after the file
+        if _named(written_as) not in (None, (kind, of, rank)):
+            found.add(damages.FOREIGN_FILE, name, f"it was written as {written_as}")
+        elif rank >= count:
+            found.add(damages.FOREIGN_FILE, name, f"of {count} ranks")
+        elif not isinstance(file.value, dict):
+            detail = f"expected a dict, found {shown(type(file.value).__name__)}"
+            found.add(damages.CONTRADICTION, name, detail)
+        if isinstance(file.value, dict) and rank < count:
+            files[kind][rank] = file
     for kind in KINDS:
-        if kind in there or kind == MODEL:
-            absent = zero_inventory.absent_ranks(there[kind], ranks.count, KINDS[kind])
-            found.findings += absent
-    return ranks
+        absent = zero_inventory.absent_ranks(there[kind], count, KINDS[kind]) if kind in (*there, MODEL) else ()
+        found.findings += absent
+    return count, files
+
+
+def _named(name: str) -> tuple[str, int, int] | None:
+    """The kind, the number of ranks and the rank in the name of a rank's file; None for other names."""
+    own = NAME.fullmatch(name)
+    return (own[1], int(own[2]), int(own[3])) if own else None
 
 
 def _world_size(found: Checkpoint) -> int | None:
-    """The number of ranks in verl's configuration; None if that is absent, or, with a finding, if it is invalid."""
-    try:
-        value = json.loads(read_metadata(path_within(found.path, CONFIG)))
-        size = value.get("world_size") if isinstance(value, dict) else None
-    except FileNotFoundError:
+    """The number of ranks in verl's configuration; None, and a finding, if it is invalid."""
+    value = read_json(found.path, CONFIG)
+    if isinstance(value, Finding):
+        found.findings.append(value)
         return None
-    except UserError as error:
-        found.findings.append(tensor_streams.refused(error, CONFIG))
-        return None
-    except (OSError, ValueError, RecursionError):
-        size = None
+    size = value.get("world_size")
     if type(size) is int and size > 0:
         return size
     found.add(damages.BAD_METADATA, CONFIG, "it states no number of ranks")
-    return None
-
-
-def _why_foreign(file: TorchFile, own: Name) -> Finding | None:
-    """The finding for another rank's file. torch.save names the root folder in the archive after the file."""
-    name, written_as = file.path.name, f"{file.root}.pt"
-    if named(written_as) not in (None, own):
-        return Finding(damages.FOREIGN_FILE, name, f"it was written as {written_as}")
-    if own.rank >= own.ranks:
-        return Finding(damages.FOREIGN_FILE, name, f"of {own.ranks} ranks")
-    if not isinstance(file.value, dict):
-        return Finding(damages.CONTRADICTION, name, f"expected a dict, found {shown(type(file.value).__name__)}")
     return None
 
 
@@ -276,18 +218,17 @@ def _unlike(kind: str, files: Mapping[int, TorchFile]) -> Iterator[Finding]:
                 yield Finding(damages.CONTRADICTION, other.path.name, detail)
 
 
-def _read_weights(found: Checkpoint, ranks: _Ranks) -> None:
-    for rank, file in sorted(ranks.files[MODEL].items()):
-        parts = {str(name): part for name, value in file.value.items() if (part := _part(found, str(name), value))}
-        ranks.parts[MODEL][rank] = parts
-        if not parts:
-            found.add(damages.MISSING_WEIGHT, file.path.name, "it holds no weight")
-        for name, part in parts.items():
-            for number, tensor in enumerate(part.tensors):
-                stream = tensor_streams.stream(found, file.path, name, tensor)
-                if stream is not None and stream.numel:
-                    label = f"rank {rank}" + (f", part {number}" if number else "")
-                    found.shards.append(Shard(name, label, tensor.shape, {WEIGHT: stream}))
+def _read_weights(found: Checkpoint, file: TorchFile, rank: int) -> dict[str, Part]:
+    parts = {str(name): part for name, value in file.value.items() if (part := _part(found, str(name), value))}
+    if not parts:
+        found.add(damages.MISSING_WEIGHT, file.path.name, "it holds no weight")
+    for name, part in parts.items():
+        for number, tensor in enumerate(part.tensors):
+            stream = tensor_streams.stream(found, file.path, name, tensor)
+            if stream is not None and stream.numel:
+                label = f"rank {rank}" + (f", part {number}" if number else "")
+                found.shards.append(Shard(name, label, tensor.shape, {WEIGHT: stream}))
+    return parts
 
 
 def _part(found: Checkpoint, name: str, value: Any) -> Part | None:
@@ -298,40 +239,30 @@ def _part(found: Checkpoint, name: str, value: Any) -> Part | None:
     return part
 
 
-def _read_optimizers(found: Checkpoint, ranks: _Ranks) -> dict[int, dict[Any, Any]]:
-    """Check the optimizers' files and add shards of their moments. Returns the steps by rank and parameter."""
-    steps = {}
-    for rank, file in sorted(ranks.files[OPTIMIZER].items()):
-        there = torch_optimizers.KEYS & file.value.keys()
-        if there != torch_optimizers.KEYS:
-            kind = damages.MISSING_STATE if there else damages.NOT_JUDGED
-            detail = "expected state and param_groups, as a torch optimizer's state dict has them"
-            found.add(kind, file.path.name, detail, shard=f"rank {rank}")
-        parts = ranks.parts[OPTIMIZER].setdefault(rank, {})
-        local = {number: _local(found, parts, number, state) for number, state in states_of(file.value).items()}
-        value = {**file.value, "state": local}
-        steps[rank] = torch_optimizers.take(found, file, value, "state", f"rank {rank}")
-    return steps
+def _read_optimizer(found: Checkpoint, file: TorchFile, rank: int, states: Parts) -> dict[Any, Any]:
+    """Check a rank's optimizer, add shards of its moments, and its parts to `states`. Returns the steps."""
+    there = torch_optimizers.KEYS & file.value.keys()
+    if there != torch_optimizers.KEYS:
+        kind = damages.MISSING_STATE if there else damages.NOT_JUDGED
+        found.add(kind, file.path.name, torch_optimizers.NO_STATES, shard=f"rank {rank}")
+    parts = states.setdefault(rank, {})
+    local: dict[Any, dict[Any, Any]] = {}  # with the rank's own part in place of each tensor
+    for number, state in states_of(file.value).items():
+        local[number] = dict(state)
+        for key, value in state.items():
+            name = f"state.{number!s:.100}.{key!s:.100}"
+            if key != "step" and (part := _part(found, name, value)) is not None:
+                parts[name] = part
+                local[number][key] = part.tensors[0] if len(part.tensors) == 1 else None
+    return torch_optimizers.take(found, file, {**file.value, "state": local}, "state", f"rank {rank}")
 
 
-def _local(found: Checkpoint, parts: dict[str, Part], number: Any, state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A parameter's states with the rank's own part in place of each tensor, which is added to `parts`."""
-    own = dict(state)
-    for name, value in state.items():
-        array = f"state.{number!s:.100}.{name!s:.100}"
-        part = _part(found, array, value) if name != "step" else None
-        if part is not None:
-            parts[array] = part
-            own[name] = part.tensors[0] if len(part.tensors) == 1 else None
-    return own
-
-
-def _unlike_steps(ranks: _Ranks, steps: Mapping[int, Mapping[Any, Any]]) -> Iterator[Finding]:
+def _unlike_steps(files: Mapping[int, TorchFile], steps: Mapping[int, Mapping[Any, Any]]) -> Iterator[Finding]:
     """Ranks that are not at the newest step, or have a parameter at another step than another rank."""
     newest = last_step(step for own in steps.values() for step in own.values())
     first: dict[Any, tuple[float, int]] = {}
     for rank, own in steps.items():
-        name, highest = ranks.files[OPTIMIZER][rank].path.name, last_step(own.values())
+        name, highest = files[rank].path.name, last_step(own.values())
         if highest not in (None, newest):
             yield Finding(damages.MIXED_STEPS, name, f"step {highest}, others are at {newest}")
             continue
@@ -343,51 +274,39 @@ def _unlike_steps(ranks: _Ranks, steps: Mapping[int, Mapping[Any, Any]]) -> Iter
             yield Finding(damages.MIXED_STEPS, name, detail)
 
 
-def _without_states(ranks: _Ranks) -> Iterator[Finding]:
-    """States that a rank lacks, and others have."""
-    parts, files = ranks.of_tensors(OPTIMIZER), ranks.files[OPTIMIZER]
-    if ranks.is_fsdp1 and any(len({part.size for part in own.values()}) > 1 for own in parts.values()):
-        yield from _without_elements(ranks, parts)
-        return
-    states = {
-        rank: {
-            (number, str(key)) for number, own in states_of(file.value).items() for key in own if own[key] is not None
-        }
-        for rank, file in files.items()
-    }
-    every = {one for own in states.values() for one in own}
-    for rank, there in states.items():
-        absent = sorted({f"parameter {shown(number)} has no {shown(key)}" for number, key in every - there})
-        for what in absent[:MOST_KEYS]:
-            yield Finding(damages.CONTRADICTION, files[rank].path.name, f"{what}, and has it on other ranks")
+def _without_states(files: Mapping[int, TorchFile], weights: Parts, states: Parts, count: int) -> Iterator[Finding]:
+    """States that a rank lacks, and others have.
 
-
-def _without_elements(ranks: _Ranks, parts: Mapping[str, Mapping[int, Part]]) -> Iterator[Finding]:
-    """The same if FSDP1 steps the original parameters, and a rank has no state of one that it has no elements of.
-
-    All ranks together have as many elements as a weight.
+    Where FSDP1 steps the original parameters, a rank has no state of one that it has no elements of: there all ranks
+    together have as many elements of a state as a weight has.
     """
-    files = ranks.files[OPTIMIZER]
-    groups = [group for file in files.values() for group in groups_of(file.value)]
-    named = {str(number) for group in groups for number in _params(group)}
+    by_name = _by_name(states)
+    is_fsdp1 = any(part.cut is True for own in weights.values() for part in own.values())
+    if not (is_fsdp1 and any(len({part.size for part in own.values()}) > 1 for own in by_name.values())):
+        keys = {
+            rank: {(n, str(key)) for n, own in states_of(file.value).items() for key in own if own[key] is not None}
+            for rank, file in files.items()
+        }
+        every = {one for own in keys.values() for one in own}
+        for rank, there in keys.items():
+            absent = sorted({f"parameter {shown(number)} has no {shown(key)}" for number, key in every - there})
+            for what in absent[:MOST_KEYS]:
+                yield Finding(damages.CONTRADICTION, files[rank].path.name, f"{what}, and has it on other ranks")
+        return
+    params = [group.get("params") for file in files.values() for group in groups_of(file.value)]
+    named = {str(number) for own in params if isinstance(own, (list, tuple)) for number in own}
     if without := named - {str(number) for file in files.values() for number in states_of(file.value)}:
         detail = f"{len(without)} parameters have no state on any rank, such as {shown(min(without))}"
         yield Finding(damages.UNUSUAL, "optimizer", detail)
-    if not len(files) == len(ranks.parts[MODEL]) == ranks.count:
-        return
-    weights = {sum(map(_elements, own.values())) for own in ranks.of_tensors(MODEL).values()}
-    for name, own in parts.items():
-        count = sum(map(_elements, own.values()))
-        if name.endswith(torch_optimizers.OF_ELEMENTS) and count not in weights:
-            detail = f"ranks hold {count} elements, and no weight of the model has as many"
-            yield Finding(damages.MISSING_STATE, name, detail)
+    if len(files) == len(weights) == count:
+        sizes = {sum(map(_elements, own.values())) for own in _by_name(weights).values()}
+        for name, own in by_name.items():
+            elements = sum(map(_elements, own.values()))
+            if name.endswith(torch_optimizers.OF_ELEMENTS) and elements not in sizes:
+                detail = f"ranks hold {elements} elements, and no weight of the model has as many"
+                yield Finding(damages.MISSING_STATE, name, detail)
 
 
 def _elements(part: Part) -> int:
     """The number of elements that a rank holds."""
     return sum(tensor.numel for tensor in part.tensors)
-
-
-def _params(group: Mapping[str, Any]) -> list[Any]:
-    params = group.get("params")
-    return list(params) if isinstance(params, (list, tuple)) else []

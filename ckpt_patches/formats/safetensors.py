@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from ckpt_patches.formats.dtypes import ITEM_SIZE
-from ckpt_patches.formats.ranged import open_regular, read_metadata
+from ckpt_patches.formats.ranged import open_regular
 from ckpt_patches.formats.torch_file import BadFileError
 from ckpt_patches.runtime.shown import shown
 
-SUFFIX, INDEX_SUFFIX = ".safetensors", ".index.json"
-OF_TORCH = ".bin"  # suffix of torch.save files, which an index can list, too
+SUFFIX = ".safetensors"
 METADATA = "__metadata__"
 LONGEST_HEADER = 100_000_000  # bytes; the library's limit
 BLOCK = 1 << 20  # bytes
@@ -137,25 +136,3 @@ def zeros_from(path: Path, tensors: Mapping[str, Tensor]) -> int:
             if kept:
                 break
     return at
-
-
-def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor, from an index (`weight_map`).
-
-    Raises:
-        BadFileError: the index is invalid, or lists something other than files beside it.
-    """
-    try:
-        found = json.loads(read_metadata(path))
-    except (ValueError, RecursionError) as error:
-        raise BadFileError(f"{path} is no JSON ({type(error).__name__})") from None
-    listed = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(listed, dict) or not listed:
-        raise BadFileError(f"{path} has no weight_map")
-    if odd := [file for file in listed.values() if not _is_file_name(file)]:
-        raise BadFileError(f"{path}: expected names of files beside it, found {shown(odd[0])}")
-    return listed
-
-
-def _is_file_name(value: Any) -> bool:
-    return isinstance(value, str) and value.endswith((SUFFIX, OF_TORCH)) and "/" not in value and "\0" not in value

@@ -1,5 +1,6 @@
 """Read tensors of torch.save files as streams, for the readers of formats that consist of such files."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Held, Record, St
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
 from ckpt_patches.formats.paths import LinkOutsideError, path_within
-from ckpt_patches.formats.ranged import open_regular
+from ckpt_patches.formats.ranged import open_regular, read_metadata
 
 OF_TORCH, OF_TORCH_OR_ANOTHER = (".pt", ".pth"), (".bin", ".pkl")  # suffixes
 # Found in the class names of quantized tensors (codes with scales), such as Transformer Engine's.
@@ -58,6 +59,17 @@ def refused(
     kind = damages.NOT_READ if is_unknown else damage
     detail = error.strerror if isinstance(error, OSError) else None
     return Finding(kind, array, detail or str(error), shard=shard)
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any] | Finding:
+    """The object in a JSON file of a checkpoint; a finding if it cannot be read."""
+    try:
+        content = json.loads(read_metadata(path_within(folder, name)))
+    except (UserError, OSError) as error:
+        return refused(error, name, damage=damages.BAD_METADATA)
+    except (ValueError, RecursionError):
+        content = None
+    return content if isinstance(content, dict) else Finding(damages.BAD_METADATA, name, "it is no JSON object")
 
 
 def hold(found: Checkpoint, file: torch_file.TorchFile, span: tuple[int, int], name: str = "") -> None:

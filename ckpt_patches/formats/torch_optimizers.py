@@ -5,7 +5,7 @@ https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.state_dict.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,14 @@ from ckpt_patches.formats.torch_file import Instance, TensorHeader, TorchFile
 from ckpt_patches.runtime.shown import shown
 
 KEYS = {"state", "param_groups"}
+NO_STATES = "expected state and param_groups, as a torch optimizer's state dict has them"
 MASTERS = ("fp32_groups_flat", "fp32_groups")  # of DeepSpeed's FP16_Optimizer and FP16_UnfusedOptimizer
 DEEPEST = 8  # dicts and objects around an optimizer
 # Settings that all groups of one optimizer have. Users can add others to some groups.
-OF_ADAM = ("betas", "eps", "weight_decay", "amsgrad", "bias_correction", "decoupled_weight_decay")
-OF_TORCH = ("momentum", "maximize", "foreach", "capturable", "differentiable", "fused")
-SHARED = {*OF_ADAM, *OF_TORCH}
+SHARED = {
+    *("betas", "eps", "weight_decay", "amsgrad", "bias_correction", "decoupled_weight_decay"),
+    *("momentum", "maximize", "foreach", "capturable", "differentiable", "fused"),
+}
 # States with as many elements as the parameter, unlike Adafactor's rows and columns and Shampoo's factors.
 OF_ELEMENTS = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "master_param"),
@@ -78,43 +80,68 @@ class Optimizer:
 
 def problems(optimizer: Optimizer) -> Iterator[Finding]:
     """Yield all problems of an optimizer. Pure."""
-    where = optimizer.where
-    for what in (
-        *settings.not_groups(optimizer.groups),
-        *settings.not_numbers(optimizer.groups),
-        *settings.not_steps({f"step of parameter {shown(n)}": step for n, step in optimizer.steps.items()}),
-    ):
+    groups, where = optimizer.groups, optimizer.where
+    steps = {f"step of parameter {shown(number)}": step for number, step in optimizer.steps.items()}
+    for what in (*settings.not_groups(groups), *settings.not_numbers(groups), *settings.not_steps(steps)):
         yield Finding(CONTRADICTION, where, what)
-    yield from _keys(optimizer)
+    # In a mix, such as Muon with Adam, each kind has its own settings.
+    for what in settings.unlike_groups([{k: v for k, v in group.items() if k in SHARED} for group in groups]):
+        yield Finding(UNUSUAL, where, what)
     yield from _states(optimizer)
-    yield from _masters(optimizer)
+    if optimizer.masters:
+        yield from _masters(optimizer)
     yield from _steps(optimizer)
 
 
-def _keys(optimizer: Optimizer) -> Iterator[Finding]:
-    """Check that groups have the same settings. In a mix, such as Muon with Adam, each kind has its own."""
-    for what in settings.unlike_groups([{k: v for k, v in group.items() if k in SHARED} for group in optimizer.groups]):
-        yield Finding(UNUSUAL, optimizer.where, what)
-    has_betas = any("betas" in group for group in optimizer.groups)
-    for number, group in enumerate(optimizer.groups):
-        # Transformers' Adafactor has its own settings
-        is_of_adam = has_betas or {*group} >= settings.TORCHS_ADAM - {"betas"}
-        if is_of_adam and "betas" not in group and {"exp_avg", "exp_avg_sq"} <= _named(optimizer, {number}):
-            yield Finding(CONTRADICTION, optimizer.where, f"group {number} has no betas, and moments of Adam")
+def _states(optimizer: Optimizer) -> Iterator[Finding]:
+    """Check that each parameter has the states that others of its kind have, all of the same shape.
 
-
-def _named(optimizer: Optimizer, groups: Collection[int], dimensions: int | None = None) -> set[str]:
-    """The names of all states in these groups; with `dimensions`, of parameters with as many.
-
-    Adafactor, Shampoo and others have different states for matrices and vectors.
+    Its kind: the groups of the same optimizer and the same number of dimensions. Adafactor, Shampoo and others have
+    different states for matrices and vectors.
     """
-    found = set[str]()
-    for group, number in optimizer.parameters:
-        if group in groups and _is_key(number):
-            state = optimizer.states.get(number) or {}
-            if dimensions is None or dimensions == _dimensions(optimizer, number, state):
-                found |= {str(name) for name, value in state.items() if value is not None}
-    return found
+    where, without = optimizer.where, []
+    parameters = [(group, number) for group, number in optimizer.parameters if isinstance(number, (int, str))]
+    kinds: dict[Any, tuple[frozenset[Any], int | None]] = {}
+    named: dict[tuple[frozenset[Any], int | None], set[str]] = {}
+    of_group: dict[int, set[str]] = {}
+    for group, number in parameters:
+        if state := optimizer.states.get(number):
+            own = {str(name) for name, value in state.items() if value is not None}
+            kinds[number] = _flags(optimizer.groups[group]), _dimensions(optimizer, number, state)
+            named.setdefault(kinds[number], set()).update(own)
+            of_group.setdefault(group, set()).update(own)
+        else:
+            without.append(number)
+    has_betas = any("betas" in group for group in optimizer.groups)
+    for group, names in of_group.items():
+        # Transformers' Adafactor has its own settings.
+        is_of_adam = has_betas or {*optimizer.groups[group]} >= settings.TORCHS_ADAM - {"betas"}
+        if is_of_adam and "betas" not in optimizer.groups[group] and names >= {*MOMENTS}:
+            yield Finding(CONTRADICTION, where, f"group {group} has no betas, and moments of Adam")
+    for group, number in parameters:
+        if number in kinds:
+            # What is nested is the optimizer's own, and a matrix has more factors than a vector.
+            names = {name for name in named[kinds[number]] if "." not in name and not OF_A_DIMENSION.fullmatch(name)}
+            yield from _of_parameter(optimizer, number, names | _by_settings(optimizer.groups[group]))
+    if without and kinds:
+        detail = f"{len(without)} parameters have no state, such as {shown(without[0])}: frozen or unused ones"
+        yield Finding(RARE, where, detail)
+    for number in sorted(optimizer.states.keys() - {number for _, number in parameters}, key=str)[:5]:
+        yield Finding(CONTRADICTION, where, f"a state of {shown(number)}, which no param group names")
+
+
+def _of_parameter(optimizer: Optimizer, number: Any, expected: set[str]) -> Iterator[Finding]:
+    """Check the states of a parameter that has some."""
+    where, state = optimizer.where, optimizer.states[number]
+    for name in sorted(expected - {str(name) for name, value in state.items() if value is not None}):
+        yield Finding(MISSING_STATE, where, f"parameter {shown(number)} has no {shown(name)}")
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, TensorHeader) and value.shape}
+    if len({tensor.shape for name, tensor in tensors.items() if name in OF_ELEMENTS}) > 1:
+        yield Finding(CONTRADICTION, where, f"states of parameter {shown(number)} have different shapes")
+    unlike = [own for name, own in tensors.items() if not name.startswith("max_") and own.numel > 1]  # AMSGrad's
+    crcs = [crc for tensor in unlike if (crc := optimizer.checksums.get(tensor.offset))]
+    if len(set(crcs)) < len(crcs):
+        yield Finding(FOREIGN_FILE, where, f"two states of parameter {shown(number)} are the same, bit for bit")
 
 
 def _dimensions(optimizer: Optimizer, number: Any, state: Mapping[Any, Any]) -> int | None:
@@ -129,93 +156,35 @@ def _dimensions(optimizer: Optimizer, number: Any, state: Mapping[Any, Any]) -> 
     return max((len(tensor.shape) for tensor in tensors), default=None)
 
 
-def _alike(optimizer: Optimizer, group: int) -> set[int]:
-    """The groups of the same optimizer: with the same settings but for numbers. Muon's can have a flag."""
-
-    def kind(of: Mapping[str, Any]) -> set[tuple[str, Any]]:
-        return {(key, value if isinstance(value, (bool, str)) else None) for key, value in of.items()}
-
-    own = kind(optimizer.groups[group])
-    return {number for number, other in enumerate(optimizer.groups) if kind(other) == own}
+def _flags(group: Mapping[str, Any]) -> frozenset[Any]:
+    """A group's settings but for numbers, which all groups of one optimizer have. Muon's can have a flag."""
+    return frozenset((key, value if isinstance(value, (bool, str)) else None) for key, value in group.items())
 
 
 def _by_settings(group: Mapping[str, Any]) -> set[str]:
     """The states that the settings of torch's Adam promise."""
     if not group.keys() >= settings.TORCHS_ADAM:
         return set()
-    return {"exp_avg", "exp_avg_sq", *(("step",) if "step" not in group else ())}
-
-
-def _is_key(value: Any) -> bool:
-    return isinstance(value, (int, str))
-
-
-def _states(optimizer: Optimizer) -> Iterator[Finding]:
-    """Check that each parameter has the states that others of its kind have, all of the same shape."""
-    where, parameters = optimizer.where, [(n, p) for n, p in optimizer.parameters if _is_key(p)]
-    alike = {n: _alike(optimizer, n) for n in range(len(optimizer.groups))}
-    promised: dict[tuple[frozenset[int], int | None], set[str]] = {}
-    without = []
-    for group, number in parameters:
-        state = optimizer.states.get(number)
-        if not state:
-            without.append(number)
-            continue
-        key = frozenset(alike[group]), _dimensions(optimizer, number, state)
-        if key not in promised:
-            promised[key] = _named(optimizer, *key)
-        # What is nested is the optimizer's own, and a matrix has more factors than a vector (Shampoo's pre_cond_1).
-        expected = {name for name in promised[key] if "." not in name and not OF_A_DIMENSION.fullmatch(name)}
-        expected |= _by_settings(optimizer.groups[group])
-        for name in sorted(expected - {str(name) for name, value in state.items() if value is not None}):
-            yield Finding(MISSING_STATE, where, f"parameter {shown(number)} has no {shown(name)}")
-        tensors = {str(name): value for name, value in state.items() if isinstance(value, TensorHeader) and value.shape}
-        if len({tensor.shape for name, tensor in tensors.items() if name in OF_ELEMENTS}) > 1:
-            yield Finding(CONTRADICTION, where, f"states of parameter {shown(number)} have different shapes")
-        moments = [
-            t for name, t in tensors.items() if not name.startswith("max_") and t.numel > 1
-        ]  # AMSGrad's maxima can be equal
-        crcs = [crc for tensor in moments if (crc := optimizer.checksums.get(tensor.offset))]
-        if len(set(crcs)) < len(crcs):
-            yield Finding(FOREIGN_FILE, where, f"two states of parameter {shown(number)} are the same, bit for bit")
-    if without and promised:
-        detail = f"{len(without)} parameters have no state, such as {shown(without[0])}: frozen or unused ones"
-        yield Finding(RARE, where, detail)
-    for number in sorted(optimizer.states.keys() - {number for _, number in parameters}, key=str)[:5]:
-        yield Finding(CONTRADICTION, where, f"a state of {shown(number)}, which no param group names")
+    return {*MOMENTS, *(("step",) if "step" not in group else ())}
 
 
 def _masters(optimizer: Optimizer) -> Iterator[Finding]:
-    """Check that each parameter has a main parameter of its states' shape."""
-    if not optimizer.masters:
+    """Check that each parameter has a main parameter of its states' shape, and the model a weight for each."""
+    where, masters = optimizer.where, optimizer.masters
+    if len(masters) != len(optimizer.parameters):
+        detail = f"{len(masters)} main parameters, {len(optimizer.parameters)} in the param groups"
+        yield Finding(MISSING_STATE, where, detail)
         return
-    count = len(optimizer.parameters)
-    if len(optimizer.masters) != count:
-        detail = f"{len(optimizer.masters)} main parameters, {count} in the param groups"
-        yield Finding(MISSING_STATE, optimizer.where, detail)
-        return
-    for (_, number), master in zip(optimizer.parameters, optimizer.masters, strict=True):
-        state = optimizer.states.get(number) if _is_key(number) else None
+    for (_, number), master in zip(optimizer.parameters, masters, strict=True):
+        state = optimizer.states.get(number) if isinstance(number, (int, str)) else None
         shapes = {value.shape for value in (state or {}).values() if isinstance(value, TensorHeader) and value.shape}
         if isinstance(master, TensorHeader) and shapes and master.shape not in shapes:
             detail = f"the main parameter {shown(number)} has another shape than its states"
-            yield Finding(CONTRADICTION, optimizer.where, detail)
-    yield from _weights(optimizer)
-
-
-def _weights(optimizer: Optimizer) -> Iterator[Finding]:
-    """Check that the model has as many weights of each shape as main parameters, unless these are flattened."""
-    shapes = {
-        called: Counter(tensor.shape for tensor in tensors if isinstance(tensor, TensorHeader))
-        for called, tensors in (("masters", optimizer.masters), ("weights", optimizer.weights))
-    }
-    if not optimizer.weights or any(len(shape) > 1 for shape in shapes["weights"]) > any(
-        len(shape) > 1 for shape in shapes["masters"]
-    ):
-        return
-    for shape, count in (shapes["masters"] - shapes["weights"]).items():
-        detail = f"{count} main parameters of the shape {shown(tuple(shape))} have no weight in the model"
-        yield Finding(MISSING_WEIGHT, optimizer.where, detail)
+            yield Finding(CONTRADICTION, where, detail)
+    own, weights = ([one.shape for one in of if isinstance(one, TensorHeader)] for of in (masters, optimizer.weights))
+    is_flat = any(len(shape) > 1 for shape in weights) and not any(len(shape) > 1 for shape in own)
+    if weights and not is_flat:
+        yield from _unmatched(MISSING_WEIGHT, where, "main parameters", own, weights)
 
 
 def without_weights(
@@ -225,13 +194,20 @@ def without_weights(
 
     A rank's own part of a flat parameter has such a shape: the parts of the other ranks were not saved.
     """
-    shapes: Counter[tuple[int, ...]] = Counter()
-    for state in states:
-        own = [state[key] for key in OF_ELEMENTS if isinstance(state.get(key), TensorHeader)]
-        shapes.update([own[0].shape] if own and own[0].shape else [])  # Amos has one number
-    for shape, count in (shapes - Counter(weights)).items():
-        detail = f"{count} parameters with states of the shape {shown(tuple(shape))} have no weight in the model"
-        yield Finding(UNUSUAL, where, detail)
+    first = [[own for key in OF_ELEMENTS if isinstance(own := state.get(key), TensorHeader)][:1] for state in states]
+    shapes = [own.shape for one in first for own in one if own.shape]  # Amos has one number
+    return _unmatched(UNUSUAL, where, "parameters with states", shapes, weights)
+
+
+def _unmatched(
+    kind: damages.FindingKind,
+    where: str,
+    what: str,
+    shapes: Iterable[tuple[int, ...]],
+    weights: Iterable[tuple[int, ...]],
+) -> Iterator[Finding]:
+    for shape, count in (Counter(shapes) - Counter(weights)).items():
+        yield Finding(kind, where, f"{count} {what} of the shape {shown(tuple(shape))} have no weight in the model")
 
 
 def _steps(optimizer: Optimizer) -> Iterator[Finding]:
@@ -294,14 +270,14 @@ def _shard(
     found: Checkpoint, file: TorchFile, name: str, label: str, state: Mapping[Any, Any], master: Any
 ) -> Iterator[Shard]:
     """The moments and the main parameter of one parameter, or of a flat buffer, if all have the same shape."""
-    values = {role: state.get(role) for role in MOMENTS if are_of_adam(state)}
-    streams = tensor_streams.streams(found, file.path, name, {**values, MASTER: master})
-    headers = [own for role in streams if isinstance(own := {**values, MASTER: master}[role], TensorHeader)]
+    values = {**{role: state.get(role) for role in MOMENTS if _are_of_adam(state)}, MASTER: master}
+    streams = tensor_streams.streams(found, file.path, name, values)
+    headers = [own for role in streams if isinstance(own := values[role], TensorHeader)]
     if len({header.numel for header in headers}) == 1 and headers[0].numel:
         yield Shard(name, label, headers[0].shape, streams, has_rows=MASTER not in streams)
 
 
-def are_of_adam(state: Mapping[Any, Any]) -> bool:
+def _are_of_adam(state: Mapping[str, Any]) -> bool:
     """Whether the moments are Adam's. Beside further means of gradients, or lists as SOAP's bases, they are others."""
     further = {str(name) for name in state} - {EXP_AVG, EXP_AVG_SQ, "max_exp_avg_sq"}
     has_lists = any(isinstance(value, (list, dict)) for value in state.values())

@@ -5,7 +5,6 @@
 weights and the optimizer. https://huggingface.co/docs/transformers/main_classes/trainer
 """
 
-import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -18,7 +17,7 @@ from ckpt_patches.formats import damages, settings, torch_file
 from ckpt_patches.formats.checkpoint import last_step
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.paths import path_within
-from ckpt_patches.formats.ranged import read_metadata
+from ckpt_patches.formats.tensor_streams import read_json
 from ckpt_patches.formats.zero import OPTIMIZER as OF_A_ZERO_RANK
 from ckpt_patches.runtime.shown import shown
 
@@ -42,7 +41,9 @@ OF_RANKS = ("random_states", "rng_state")
 OF_EVALUATIONS = ("num_bad_epochs", "best")  # keys of schedulers that count evaluations
 
 
-def findings(path: Path, names: Collection[str], steps: Iterable[Any], groups: list[dict[str, Any]]) -> list[Finding]:
+def findings(
+    path: Path, names: Collection[str], steps: Iterable[Any], groups: list[dict[str, Any]]
+) -> Iterator[Finding]:
     """The findings for a folder that a Trainer saved; none for other folders.
 
     Args:
@@ -51,29 +52,30 @@ def findings(path: Path, names: Collection[str], steps: Iterable[Any], groups: l
         steps: that the optimizer's states have; empty if they have none, or are not known.
         groups: the optimizer's param groups; empty if not known.
     """
+    yield from _missing(path, names)
     has_random_state = any(map(RANDOM_STATE.fullmatch, names))
     is_named = FOLDER.fullmatch(path.name) is not None
     has_training = has_random_state or SCHEDULER in names or "optimizer.pt" in names
     is_trainers = STATE in names or is_named or ARGUMENTS in names or (has_random_state and SCHEDULER in names)
-    found = list(_missing(path, names))
     if not is_trainers or not (has_training or STATE in names or (is_named and ARGUMENTS in names)):
-        return found
+        return
     if STATE not in names:  # scripts without a Trainer have some of its names, and no random state
         kind = damages.INCOMPLETE_SAVE if has_random_state else damages.UNUSUAL
-        found.append(Finding(kind, STATE, "Trainer writes it last, and it is missing: the save has not finished"))
-    found += _absent(names) if has_training else ()
-    try:
-        state = _state(path) if STATE in names else None
-    except UserError as error:
-        return [*found, Finding(damages.NOT_READ, STATE, str(error))]
-    except (OSError, ValueError, RecursionError) as error:
-        what = error.strerror if isinstance(error, OSError) else "expected JSON with the number of steps"
-        return [*found, Finding(damages.BAD_METADATA, STATE, str(what or error))]
-    if state is not None:
-        found += _of_folders(path.name, names, state)
-    if not any(map(OF_DEEPSPEED.fullmatch, names)):
-        found += _of_steps(path, state, _value(path, SCHEDULER), steps, groups)
-    return found
+        yield Finding(kind, STATE, "Trainer writes it last, and it is missing: the save has not finished")
+    if has_training:
+        yield from _absent(names)
+    state = _state(path) if STATE in names else None
+    if isinstance(state, Finding):
+        yield state
+        return
+    inner = [int(own[1]) for own in map(OF_DEEPSPEED.fullmatch, names) if own]
+    named = FOLDER.fullmatch(path.name)
+    if state is not None and named and int(named[1]) != state:
+        yield Finding(damages.MIXED_STEPS, STATE, f"step {state}, and the folder is named {path.name}")
+    if state is not None and inner and state not in inner:  # some releases count a last, smaller batch differently
+        yield Finding(damages.UNUSUAL, STATE, f"step {state}, and DeepSpeed's folder is global_step{max(inner)}")
+    if not inner:
+        yield from _of_steps(path, state, steps, groups)
 
 
 def _missing(path: Path, names: Collection[str]) -> Iterator[Finding]:
@@ -111,38 +113,26 @@ def _ranks_below(path: Path, names: Iterable[str]) -> int:
 
 def _absent(names: Collection[str]) -> Iterator[Finding]:
     """What is missing of a save that is not of the model alone."""
-    has_optimizer = any(map(WITH_OPTIMIZER.fullmatch, names))
-    if not has_optimizer:
+    if not any(map(WITH_OPTIMIZER.fullmatch, names)):
         detail = "other files of the training are there, and no file or folder of an optimizer"
         yield Finding(damages.MISSING_STATE, "optimizer", detail)
-    elif SCHEDULER not in names and not any(map(OF_DEEPSPEED.fullmatch, names)):  # which can have its own scheduler
+        return
+    if SCHEDULER not in names and not any(map(OF_DEEPSPEED.fullmatch, names)):  # which can have its own scheduler
         detail = "the file is missing: without it Trainer loads no optimizer, and begins a new one"
         yield Finding(damages.MISSING_STATE, SCHEDULER, detail)
-    if has_optimizer and not any(map(RANDOM_STATE.fullmatch, names)):
+    if not any(map(RANDOM_STATE.fullmatch, names)):
         yield Finding(damages.UNUSUAL, "rng_state.pth", "no random state of any rank is there")
 
 
-def _state(path: Path) -> int:
-    """The step that a Trainer's state states.
-
-    Raises:
-        LeavesFolderError: it is a link out of the folder.
-        OSError, ValueError, RecursionError: it cannot be read, or has no step.
-    """
-    content = json.loads(read_metadata(path_within(path, STATE)))
-    step = content.get("global_step") if isinstance(content, dict) else None
-    if type(step) is not int or not settings.is_step(step):
-        raise ValueError(f"no step: {shown(step)}")
-    return step
-
-
-def _of_folders(folder: str, names: Iterable[str], state: int) -> Iterator[Finding]:
-    """Compare the Trainer's step with the names of its folder and of DeepSpeed's folders in it."""
-    if (named := FOLDER.fullmatch(folder)) and int(named[1]) != state:
-        yield Finding(damages.MIXED_STEPS, STATE, f"step {state}, and the folder is named {folder}")
-    inner = [int(own[1]) for own in map(OF_DEEPSPEED.fullmatch, names) if own]
-    if inner and state not in inner:  # some releases count a last, smaller batch differently
-        yield Finding(damages.UNUSUAL, STATE, f"step {state}, and DeepSpeed's folder is global_step{max(inner)}")
+def _state(path: Path) -> int | Finding:
+    """The step that a Trainer's state states; a finding if it states none."""
+    content = read_json(path, STATE)
+    if isinstance(content, Finding):
+        return content
+    step = content.get("global_step")
+    if type(step) is int and settings.is_step(step):
+        return step
+    return Finding(damages.BAD_METADATA, STATE, f"expected the number of steps, found {shown(step)}")
 
 
 def _value(path: Path, name: str) -> Any:
@@ -153,16 +143,14 @@ def _value(path: Path, name: str) -> Any:
         return {}
 
 
-def _of_steps(
-    path: Path, state: int | None, scheduler: Any, steps: Iterable[Any], groups: list[dict[str, Any]]
-) -> Iterator[Finding]:
+def _of_steps(path: Path, state: int | None, steps: Iterable[Any], groups: list[dict[str, Any]]) -> Iterator[Finding]:
     """Compare the steps of the Trainer, its scheduler, which counts those of the optimizer, and the optimizer.
 
     The Trainer also counts steps that fp16 skips, and those before a resume without the optimizer's files.
     """
+    scheduler = _value(path, SCHEDULER)
     scheduler = scheduler if isinstance(scheduler, dict) and not {*OF_EVALUATIONS} & {*scheduler} else {}
-    counted = last_step([scheduler.get("last_epoch")])
-    taken = last_step(steps)
+    counted, taken = last_step([scheduler.get("last_epoch")]), last_step(steps)
     if taken is not None and state == counted == taken - 1:
         return  # some optimizers count from 1
     every = {"Trainer": state, "scheduler": counted, "optimizer": taken}

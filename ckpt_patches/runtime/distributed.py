@@ -178,9 +178,15 @@ def joined(wanted: bool | None) -> Iterator[Ranks]:
     at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     places: list[Any] = [None] * size
     try:
-        with _stdout_to_stderr():
+        sys.stdout.flush()
+        stdout = os.dup(1)  # which may be JSON: some releases of Gloo print a line when they connect
+        try:
+            os.dup2(2, 1)
             distributed.init_process_group("gloo", timeout=START)
             distributed.all_gather_object(places, (os.uname().nodename, os.sched_getaffinity(0)))
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"rank {rank} of {size} cannot join the others at {at}, for which it waits {START}: {error}"
@@ -191,16 +197,3 @@ def joined(wanted: bool | None) -> Iterator[Ranks]:
         yield Ranks(rank, size, max(1, len(usable) // hosts.count(hosts[rank])), hosts)
     finally:
         distributed.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Redirect standard output, which may be JSON: some releases of Gloo print a line when they connect."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)

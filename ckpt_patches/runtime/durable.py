@@ -66,30 +66,28 @@ def sync_folder(folder: Path) -> None:
         OSError: an error of the disk, or the folder does not exist. The error names the folder.
     """
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        _sync(folder)
     except PermissionError:  # a folder that is writable but not readable cannot be opened
         return
-    try:
-        os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NO_SYNC:
-            error.filename = str(folder)
             raise
-    finally:
-        os.close(descriptor)
 
 
 def sync_all(folder: Path) -> None:
     """Sync all files and folders below a folder, and itself."""
     for inner, _, files in os.walk(folder):
         for name in files:
-            _sync_file(Path(inner, name))
+            _sync(Path(inner, name))
         sync_folder(Path(inner))
 
 
-def _sync_file(path: Path) -> None:
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(descriptor)

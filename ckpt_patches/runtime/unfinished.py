@@ -84,21 +84,17 @@ class UnfinishedFolder:
         Raises:
             UserError: the folder has other content, or the disk has too little room.
         """
-        self._check_names()
-        check_space(self.final, sum(output.nbytes for output in self.missing(outputs)))
-
-    def _check_names(self) -> None:
         # First look for content, then for the mark: other processes of this work may make it, or rename, at any moment.
         taken, begun = _holds_any(self.final), _holds_any(self.working)
-        if self.is_of_this(self.final):
-            return
-        if taken:
-            raise UserError(f"{self.final} exists; name another output folder, or remove it")
-        if begun and not self.is_of_this(self.working) and not self.is_of_this(self.final):
-            raise UserError(
-                f"{self.working} holds the unfinished {self.work} of another checkpoint, or of this one before it "
-                "changed; remove it to begin anew"
-            )
+        if not self.is_of_this(self.final):
+            if taken:
+                raise UserError(f"{self.final} exists; name another output folder, or remove it")
+            if begun and not self.is_of_this(self.working) and not self.is_of_this(self.final):
+                raise UserError(
+                    f"{self.working} holds the unfinished {self.work} of another checkpoint, or of this one before it "
+                    "changed; remove it to begin anew"
+                )
+        check_space(self.final, sum(output.nbytes for output in self.missing(outputs)))
 
     def begin(self) -> None:
         """Make the folder and mark it as this work's."""
@@ -116,8 +112,15 @@ class UnfinishedFolder:
         with ExitStack() as stack:
             with suppress(FileNotFoundError):  # it is complete
                 file = stack.enter_context(open(self.working / self.mark, "r+b"))
-                # A lock of the process and not of the open file: workers of a killed process do not hold it.
-                _lock(file.fileno(), self.working, self.work)
+                try:
+                    # A lock of the process and not of the open file: workers of a killed process do not hold it.
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except (BlockingIOError, PermissionError):
+                    raise UserError(
+                        f"another {self.work} writes {self.working} now; wait for it, or name another output folder"
+                    ) from None
+                except OSError:
+                    pass  # the file system has no locks
             yield
 
     def missing(self, outputs: Iterable[Output]) -> list[Output]:
@@ -151,8 +154,15 @@ class UnfinishedFolder:
             raise UserError(f"{self.working / missing[0].name} is missing, and {len(missing) - 1} more")
 
     def rename(self, folders: Sequence[str]) -> None:
-        """Sync the entries of these folders, then give the complete folder its final name."""
-        _sync_folders(folders)
+        """Sync the entries of these folders, in which the files are synced, and give the folder its final name.
+
+        Raises:
+            OSError: a folder could not be synced.
+        """
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(TOGETHER) as pool:  # syncs at the same time share the disk's work
+            list(pool.map(sync_folder, map(Path, folders)))
         os.rename(self.working, self.final)
         sync_folder(self.final.parent)
 
@@ -187,25 +197,3 @@ def reported(path: str | Path) -> Iterator[None]:
 def write_at_once(path: Path, data: bytes) -> None:
     """Write and sync a file under a temporary name, then rename it."""
     replace_durably(path, data, path.with_name(f"{TEMPORARY}{os.urandom(4).hex()}-{path.name}"))
-
-
-def _lock(descriptor: int, folder: Path, work: str) -> None:
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        raise UserError(f"another {work} writes {folder} now; wait for it, or name another output folder") from None
-    except OSError:
-        pass  # the file system has no locks
-
-
-def _sync_folders(folders: Sequence[str]) -> None:
-    """Sync the entries of some folders; the files in them are already synced. Syncs at the same time share the disk's
-    work.
-
-    Raises:
-        OSError: one folder could not be synced; others may not be synced either.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(TOGETHER) as pool:
-        list(pool.map(sync_folder, map(Path, folders)))

@@ -376,29 +376,7 @@ def test_weights_in_folders_of_models(tmp_path: Path) -> None:
     assert audit(path).verdict == audit(path / "unet").verdict == WHOLE
 
 
-# What is no plain file
-
-
-def pipe(file: Path) -> None:
-    os.mkfifo(file)
-
-
-def link(file: Path) -> None:
-    outside = file.parent.parent / "outside"
-    file.rename(outside)
-    file.symlink_to(outside)
-
-
-@pytest.mark.parametrize("other", [pipe, link, Path.mkdir], ids=["pipe", "link", "folder"])
-@pytest.mark.parametrize("name", [ONE, "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE])
-def test_what_is_no_plain_file_of_the_folder_is_never_read(name: str, other: Change, tmp_path: Path) -> None:
-    path = run(tmp_path)
-    if other is not link:
-        (path / name).unlink()
-    other(path / name)
-    report = audit(path)
-    assert report.verdict == (UNKNOWN if other is link else DAMAGED)
-    assert not [finding for finding in report.findings if "defect" in finding.detail]
+# Links
 
 
 def test_links_within_hugging_faces_cache_are_followed(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.cli.command_line import main
 from ckpt_patches.formats import zarr
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
+from test_audit_trainer import run
 from upstream import newest
 from zero_checkpoints import trained
 
@@ -46,18 +47,6 @@ def test_a_name_of_a_megabyte_is_shortened(
     assert not options or json.loads(out)["checkpoints"][0]["verdict"] == DAMAGED
 
 
-def test_a_pipe_in_place_of_a_rank_s_file_is_refused(tmp_path: Path) -> None:
-    (data,) = saved(tmp_path, "w").glob("*.distcp")
-    data.unlink()
-    os.mkfifo(data)
-    assert audit(tmp_path).verdict == DAMAGED
-
-
-def test_a_pipe_in_place_of_weights_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "model.safetensors")
-    assert audit(tmp_path).verdict == DAMAGED
-
-
 def of_zarr(folder: Path) -> None:
     array = folder / "layer.weight"
     array.mkdir()
@@ -85,25 +74,33 @@ def of_fsdp(folder: Path) -> None:
     (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 1}))
 
 
-def pipe(file: Path) -> None:
+def of_trainer(folder: Path) -> None:
+    shutil.copytree(run(folder.parent / "run"), folder, dirs_exist_ok=True)
+
+
+def pipe(file: Path, _: Path) -> None:
     os.mkfifo(file)
 
 
-def device(file: Path) -> None:
+def device(file: Path, _: Path) -> None:
     file.symlink_to("/dev/zero")
 
 
-def sparse(file: Path) -> None:
+def sparse(file: Path, _: Path) -> None:
     file.touch()
     os.truncate(file, 1 << 40)
 
 
-def folder_in_place(file: Path) -> None:
+def folder_in_place(file: Path, _: Path) -> None:
     file.mkdir()
 
 
-def link_to_itself(file: Path) -> None:
+def link_to_itself(file: Path, _: Path) -> None:
     file.symlink_to(file.name)
+
+
+def link_outside(file: Path, outside: Path) -> None:
+    file.symlink_to(outside)
 
 
 FILES = [
@@ -117,22 +114,27 @@ FILES = [
     (of_safetensors, "model-00001-of-00001.safetensors"),
     (of_fsdp, "fsdp_config.json"),
     (of_fsdp, "model_world_size_1_rank_0.pt"),
+    *((of_trainer, name) for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")),
+    (of_trainer, "trainer_state.json"),
     *((make, "ckpt-patches-repaired.json") for make in (of_zarr, of_dcp, of_safetensors, of_fsdp)),
 ]
 
 
-@pytest.mark.parametrize("other", [pipe, device, sparse, folder_in_place, link_to_itself])
+@pytest.mark.parametrize("other", [pipe, device, sparse, folder_in_place, link_to_itself, link_outside])
 @pytest.mark.parametrize(("make", "name"), FILES)
 def test_what_is_no_plain_file_is_an_error_and_never_read(
-    make: Callable[[Path], None], name: str, other: Callable[[Path], None], tmp_path: Path
+    make: Callable[[Path], None], name: str, other: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
-    make(tmp_path)
-    assert audit(tmp_path).verdict in (WHOLE, UNKNOWN)  # UNKNOWN: this is no optimizer's whole state
-    (tmp_path / name).unlink(missing_ok=True)
-    other(tmp_path / name)
+    folder, outside = tmp_path / "saved", tmp_path / "outside"
+    folder.mkdir()
+    make(folder)
+    assert audit(folder).verdict in (WHOLE, UNKNOWN)  # UNKNOWN: this is no optimizer's whole state
+    if (folder / name).exists():
+        (folder / name).rename(outside)
+    other(folder / name, outside)
     signal.alarm(20)
     try:
-        found = audit(tmp_path)
+        found = audit(folder)
     finally:
         signal.alarm(0)
     assert found.verdict != WHOLE or name == "ckpt-patches-repaired.json"
@@ -191,13 +193,6 @@ def test_a_zarr_array_with_wrong_metadata_is_damaged(fields: dict[str, Any], tmp
     change_zarray(tmp_path, **fields)
     with pytest.raises(BadFileError, match="is corrupt"):
         zarr.read_array(tmp_path / "layer.weight")
-
-
-def test_an_index_that_is_a_link_out_of_the_checkpoint_is_not_read(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "saved", "w")
-    (folder / ".metadata").rename(tmp_path / "index")
-    (folder / ".metadata").symlink_to(tmp_path / "index")
-    assert audit(folder).verdict == UNKNOWN
 
 
 @pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "*_rank_0_mp_rank_00_optim_states.pt"])

@@ -63,24 +63,27 @@ def test_every_new_folder_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(synced) == 3
 
 
-@pytest.mark.parametrize("bad", range(0, 20, 3))
 def test_the_converter_waits_for_many_folders_and_misses_no_error(
-    bad: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several threads sync the folders, and an error in any of them is raised."""
-    folders = [tmp_path / str(index) for index in range(20)]
+    work = unfinished.UnfinishedFolder(tmp_path / "output", "", "mark", "conversion")
+    folders = [work.working / str(index) for index in range(20)]
     for folder in folders:
-        folder.mkdir()
+        folder.mkdir(parents=True)
 
     def fsync(descriptor: int) -> None:
-        if os.path.samestat(os.fstat(descriptor), folders[bad].stat()):
+        if os.path.samestat(os.fstat(descriptor), folders[15].stat()):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    unfinished._sync_folders([str(folder) for folder in folders])
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OSError, match="Input/output error") as raised:
-        unfinished._sync_folders([str(folder) for folder in folders])
-    assert raised.value.filename == str(folders[bad])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(OSError, match="Input/output error") as raised:
+            work.rename([*map(str, folders)])
+        assert raised.value.filename == str(folders[15])
+    assert work.working.is_dir()
+    work.rename([*map(str, folders)])
+    assert work.final.is_dir()
 
 
 def test_all_files_and_folders_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
