@@ -131,7 +131,6 @@ class TorchFile(NamedTuple):
 
     path: Path
     size: int  # bytes
-    mtime_ns: int  # of the last change
     value: Any  # dicts, lists, numbers and strings as they are; headers for tensors, stubs for classes
     storages: tuple[stored_zip.Stored, ...]  # all that are not empty, with the checksums that the file states
     root: str = ""  # the records' folder: the stem of the name that torch.save wrote to, or "archive"
@@ -162,10 +161,9 @@ def read(path: str | Path, *, trust: bool = False) -> TorchFile:
     """
     path = path if isinstance(path, Path) else Path(path)  # avoids a copy: there are thousands of files
     with _as_bad_file(path), _opened(path) as descriptor:
-        status = os.fstat(descriptor)
-        archive = _Archive(descriptor, path, (0, status.st_size))
-        value = _Unpickler(archive, trust).load()
-        return TorchFile(path, status.st_size, status.st_mtime_ns, value, archive.storages, archive.root)
+        size = os.fstat(descriptor).st_size
+        archive = _Archive(descriptor, path, (0, size))
+        return TorchFile(path, size, _Unpickler(archive, trust).load(), archive.storages, archive.root)
 
 
 def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile:
@@ -174,12 +172,11 @@ def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile
     Classes that are not listed become stubs. Offsets are from the start of the file. Raises the same as `read`.
     """
     with _as_bad_file(path):
-        status = os.fstat(descriptor)
-        if sum(span) > status.st_size or min(span) < 0:
-            raise BadFileError(f"{path} has {status.st_size} bytes, expected {span[1]} from {span[0]} on")
+        size = os.fstat(descriptor).st_size
+        if sum(span) > size or min(span) < 0:
+            raise BadFileError(f"{path} has {size} bytes, expected {span[1]} from {span[0]} on")
         archive = _Archive(descriptor, path, span)
-        value = _Unpickler(archive, trust=True).load()
-        return TorchFile(path, status.st_size, status.st_mtime_ns, value, archive.storages)
+        return TorchFile(path, size, _Unpickler(archive, trust=True).load(), archive.storages)
 
 
 def instance(value: Any, name: str) -> bool:

@@ -2,12 +2,10 @@
 
     python tests/tools/hostile_input.py mutations --seed 0 --count 5000 [--only 'stage*']
     python tests/tools/hostile_input.py values    [--only 'stage*']
-    python tests/tools/hostile_input.py pipes     [--only 'stage*']
 
-`mutations` changes bytes, `values` puts each of many values into each place of each pickle, and `pipes` puts a pipe, a
-device, a sparse file, a folder, and links in place of each file. Every command runs in a process of its own. It must
-end within a time and a memory limit, without a traceback, without an import or a write that an unchanged checkpoint
-does not need. The exit status is 1 if one did not.
+`mutations` changes bytes, and `values` puts each of many values into each place of each pickle. Every command runs in a
+process of its own. It must end within a time and a memory limit, without a traceback, without an import or a write that
+an unchanged checkpoint does not need. The exit status is 1 if one did not.
 """
 
 import argparse
@@ -431,36 +429,7 @@ def values(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Callab
                 yield f"{relative} {place!r}: {what}", change
 
 
-# Pipes
-
-
-def pipes(name: str, _options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path], bool]]]:
-    whole = source(name)
-    for path in sorted(path for path in whole.rglob("*") if path.is_file()):
-        relative = path.relative_to(whole)
-        for what, make in (
-            ("a pipe", os.mkfifo),
-            ("a link to /dev/zero", lambda path: os.symlink("/dev/zero", path)),
-            ("a link to itself", lambda path: os.symlink(path.name, path)),
-            ("a folder", os.mkdir),
-            ("a sparse file", _sparse),
-            ("a link to a file elsewhere", lambda path: os.symlink("/etc/passwd", path)),
-        ):
-
-            def change(folder: Path, relative: Path = relative, make: Callable[[Path], None] = make) -> bool:
-                (folder / relative).unlink()
-                make(folder / relative)
-                return True
-
-            yield f"{relative}: {what}", change
-
-
-def _sparse(path: Path) -> None:
-    with open(path, "wb") as file:
-        file.truncate(1 << 40)
-
-
-KINDS_OF_CHANGE = {"mutations": mutations, "values": values, "pipes": pipes}
+KINDS_OF_CHANGE = {"mutations": mutations, "values": values}
 
 
 def run_all(options: argparse.Namespace) -> int:

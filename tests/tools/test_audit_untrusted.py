@@ -16,6 +16,7 @@ from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
 from ckpt_patches.cli.command_line import main
 from ckpt_patches.formats import zarr
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
+from every_checkpoint import EVERY
 from test_audit_trainer import run
 from upstream import newest
 from zero_checkpoints import trained
@@ -78,6 +79,18 @@ def of_trainer(folder: Path) -> None:
     shutil.copytree(run(folder.parent / "run"), folder, dirs_exist_ok=True)
 
 
+def of_zero(folder: Path) -> None:
+    shutil.copytree(EVERY["stage 2"].path, folder, dirs_exist_ok=True)
+
+
+def of_torch_dist(folder: Path) -> None:
+    shutil.copytree(EVERY["0.14, torch_dist"].path, folder, dirs_exist_ok=True)
+
+
+def of_universal(folder: Path) -> None:
+    shutil.copytree(EVERY["universal of stage 2"].path, folder, dirs_exist_ok=True)
+
+
 def pipe(file: Path, _: Path) -> None:
     os.mkfifo(file)
 
@@ -114,6 +127,14 @@ FILES = [
     (of_safetensors, "model-00001-of-00001.safetensors"),
     (of_fsdp, "fsdp_config.json"),
     (of_fsdp, "model_world_size_1_rank_0.pt"),
+    (of_zero, "mp_rank_00_model_states.pt"),
+    (of_zero, "*_rank_0_mp_rank_00_optim_states.pt"),
+    (of_torch_dist, "metadata.json"),
+    (of_torch_dist, "common.pt"),
+    (of_torch_dist, ".metadata"),
+    (of_torch_dist, "__0_0.distcp"),
+    (of_universal, "mp_rank_00_model_states.pt"),
+    (of_universal, "zero/w1.weight/fp32.pt"),
     *((of_trainer, name) for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")),
     (of_trainer, "trainer_state.json"),
     *((make, "ckpt-patches-repaired.json") for make in (of_zarr, of_dcp, of_safetensors, of_fsdp)),
@@ -129,9 +150,10 @@ def test_what_is_no_plain_file_is_an_error_and_never_read(
     folder.mkdir()
     make(folder)
     assert audit(folder).verdict in (WHOLE, UNKNOWN)  # UNKNOWN: this is no optimizer's whole state
-    if (folder / name).exists():
-        (folder / name).rename(outside)
-    other(folder / name, outside)
+    file = next(folder.glob(name), folder / name)
+    if file.exists():
+        file.rename(outside)
+    other(file, outside)
     signal.alarm(20)
     try:
         found = audit(folder)

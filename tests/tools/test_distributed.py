@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.runtime.distributed import Ranks, place
+from ckpt_patches.runtime.distributed import place
 from test_audit_many import arrays
 from test_audit_many import written as by_hand
 from test_audit_repair import contents
@@ -57,16 +57,6 @@ def test_the_place_of_a_process(variables: dict[str, str], wanted: bool | None, 
 def test_variables_that_are_missing_or_wrong(wrong: dict[str, str]) -> None:
     with pytest.raises(UserError, match="expected RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment"):
         place(True, {**POD, **wrong} if wrong else SRUN)
-
-
-def test_every_rank_has_a_share_and_each_item_is_in_one() -> None:
-    found = [Ranks(rank, 3).share(range(8)) for rank in range(3)]
-    assert sorted(item for own in found for item in own) == list(range(8))
-    assert [len(own) for own in found] == [3, 3, 2]
-
-
-def test_one_rank_takes_at_most_sixteen_processors() -> None:
-    assert Ranks(processors=96).workers == 16
 
 
 # Commands
@@ -301,16 +291,17 @@ def test_a_defect_of_one_rank_is_reported_by_rank_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_converts_another_checkpoint_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (2, "holds the unfinished conversion of another checkpoint"),
+        (4, "expected the folder that rank 0 has made, found none: is it on this host as well"),
+    ],
+)
+def test_a_rank_with_another_input_or_output_ends_all(argument: int, message: str, tmp_path: Path) -> None:
     own = work("convert", tmp_path, "together")
-    other = shutil.copytree(own.options[1], tmp_path / "other")
-    found = own.by_hand("", f"sys.argv[2] = {str(other)!r}")
-    once("holds the unfinished conversion of another checkpoint", found)
+    other = tmp_path / "other"
+    if argument == 2:
+        shutil.copytree(own.options[1], other)
+    once(message, own.by_hand("", f"sys.argv[{argument}] = {str(other)!r}"))
     assert not own.output.exists()
-
-
-@pytest.mark.slow
-def test_a_rank_without_the_output_folder_ends_all(tmp_path: Path) -> None:
-    own = work("convert", tmp_path, "together")
-    found = own.by_hand("", f"sys.argv[4] = {str(tmp_path / 'not_mounted')!r}")
-    once("expected the folder that rank 0 has made, found none: is it on this host as well", found)

@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).with_name("hostile_input.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "only", "audits"),
-    [("mutations", "trainer", "20 audit"), ("values", "dcp", "audit"), ("pipes", "dcp", "audit")],
+    [("mutations", "trainer", "20 audit"), ("values", "dcp", "audit")],
 )
 def test_commands_end_in_a_line(how: str, only: str, audits: str) -> None:
     options = (how, "--only", only, "--count", "1" if how == "values" else "20")
