@@ -157,7 +157,6 @@ class Checkpoint:
     beta1: float | None = None  # decay factor of the first moment per step
     data_parallel: int | None = None  # number of ranks
     model_parallel: tuple[int, int] = (1, 1)  # tensor- and pipeline-parallel sizes, from the run's arguments
-    expert_parallel: int = 1  # size, from the run's arguments
     torch_fsdp2: bool | None = None  # whether it sharded the parameters, from the run's arguments; None if unknown
     sharding: str = ""  # Megatron's sharding type of the optimizer state; empty if unknown
     groups: list[dict[str, Any]] = field(default_factory=list)  # settings of param groups

@@ -24,6 +24,9 @@ from ckpt_patches.formats.torch_dist import INDEX, LARGEST, Index, Tensor
 from ckpt_patches.runtime.shown import shown
 
 STATE, GROUPS = "state.", "param_groups"
+# The parts of a name at which an optimizer's param groups and states begin.
+OF_GROUPS = re.compile(r"(?:^|(?<=\.))(?:param_groups|param_to_group_meta)(?=\.|$)")
+OF_STATES = re.compile(r"(?:^|(?<=\.))state(?=\..+\.)")
 MASTERS = ("master_param", "master_weight", "fp32_param")  # optimizer states next to a 16-bit weight
 OF_MEGATRON_FSDP = "param_to_group_meta"  # Megatron-FSDP's param groups, by parameter
 WRAPPER = "module."  # prefix of Megatron-FSDP's parameters in the optimizer, not of its weights
@@ -124,8 +127,7 @@ def optimizers(tensors: Iterable[str], objects: Iterable[str]) -> list[Optimizer
     """The optimizers of a checkpoint, from the names of its tensors and objects."""
     tensors = list(tensors)
     names = [*tensors, *objects]
-    of_any = [name for name in names if GROUPS in name or OF_MEGATRON_FSDP in name]  # most names are neither's
-    of_groups = {before for name in of_any for before, part in _places(name) if part in (GROUPS, OF_MEGATRON_FSDP)}
+    of_groups = {name[: own.start()] for name in names for own in OF_GROUPS.finditer(name)}
     prefixes = sorted({*of_groups, *(own for name in names for own in _state_prefix(name, of_groups))})
     left = others(tensors, prefixes)
     return [_optimizer(prefix, names, left) for prefix in prefixes]
@@ -136,20 +138,11 @@ def others(tensors: Iterable[str], prefixes: Iterable[str]) -> list[str]:
     return [name for name in tensors if not any(_is_of(prefix, name) for prefix in prefixes)]
 
 
-def _places(name: str) -> list[tuple[str, str]]:
-    """Each part of a dotted name, as (prefix before it, part)."""
-    found, at = [], 0
-    for part in name.split("."):
-        found.append((name[:at], part))
-        at += len(part) + 1
-    return found
-
-
 def _state_prefix(name: str, of_groups: set[str]) -> list[str]:
     """The optimizer's prefix of a state's name, possibly empty. Prefers an optimizer whose param groups exist."""
     if name.rpartition(".")[2] not in KNOWN_STATES:
         return []
-    found = [before for before, part in _places(name)[:-2] if part == STATE[:-1]]
+    found = [name[: own.start()] for own in OF_STATES.finditer(name)]
     return [own for own in found if own in of_groups][-1:] or found[:1]
 
 

@@ -23,7 +23,6 @@ from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
 from ckpt_patches.formats.paths import LinkOutsideError, path_within
 from ckpt_patches.formats.ranged import read_metadata
-from ckpt_patches.formats.recorded import KEY
 from ckpt_patches.formats.torch_dist import COMMON, INDEX
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.runtime.shown import shown
@@ -36,7 +35,6 @@ BACKENDS = ZARR, TORCH_DIST = "zarr", "torch_dist"
 # Roles of a parameter's states. The main parameter's name depends on the format; buckets use the second one.
 STATES = {"fp32_param": MASTER, "param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 MOST_RANKS = 1 << 20
-EXPERTS = ".experts."  # in the names of expert parameters
 ADAM = {"betas", "eps"}  # settings that identify it
 SHARDING_TYPE = "param_state_sharding_type"
 SCALER, OF_SCALER = "grad_scaler", {"scale", "growth_tracker", "hysteresis_tracker"}
@@ -112,36 +110,15 @@ def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
     steps: dict[str, Any] = {
         name: step for name, step in stated.items() if step is not None and not isinstance(step, TensorHeader)
     }
-    wrong = [*settings.not_numbers(found.groups), *settings.not_steps(steps)]
+    unusual = [*settings.unlike_groups(found.groups)]
     if len(known := {step for step in steps.values() if settings.is_step(step)}) > 1:
-        detail = f"the groups are at different steps, {', '.join(map(str, sorted(known)[:5]))}"
-        found.add(damages.UNUSUAL, "param_groups", detail)
+        unusual.append(f"the groups are at different steps, {', '.join(map(str, sorted(known)[:5]))}")
     # Allow one extra step: an optimizer may take one at the start, to allocate its states.
     if found.iteration is not None and (found.step or 0) > found.iteration + 1:
-        detail = f"the optimizer has taken {found.step} steps, and the run {found.iteration}"
-        found.add(damages.UNUSUAL, "param_groups", detail)
-    found.findings += [Finding(damages.UNUSUAL, "param_groups", what) for what in _groups_of_states(found)]
+        unusual.append(f"the optimizer has taken {found.step} steps, and the run {found.iteration}")
+    wrong = [*settings.not_numbers(found.groups), *settings.not_steps(steps)]
+    found.findings += [Finding(damages.UNUSUAL, "param_groups", what) for what in unusual]
     found.findings += [Finding(damages.CONTRADICTION, "param_groups", what) for what in wrong]
-    unlike = settings.unlike_groups(found.groups)
-    found.findings += [Finding(damages.UNUSUAL, "param_groups", what) for what in unlike]
-
-
-def _groups_of_states(found: Checkpoint) -> Iterator[str]:
-    """Missing param groups that the states require. Megatron decays weights, but not biases and norms."""
-    multipliers = [group.get("wd_mult") for group in found.groups]  # anything, if the file is damaged
-    if not found.groups or not all(map(settings.is_number, multipliers)):
-        return
-    trained = [shard.parameter for shard in found.shards if shard.has_rows and shard.streams.keys() - {WEIGHT}]
-    without = [name for name in trained if name.endswith(".bias") or "norm" in name]
-    if without and 0 not in multipliers:
-        yield f"none without weight decay, and {without[0]} is trained: Megatron-LM does not decay it"
-    decayed = next((name for name in trained if name not in without), None)
-    if decayed and not any(multipliers):
-        yield f"none with weight decay, and {decayed} is trained: Megatron-LM decays it"
-    expert = next((name for name in trained if EXPERTS in name), None)
-    of_experts = [group.get("is_expert_parallel") for group in found.groups]
-    if found.expert_parallel > 1 and expert and set(of_experts) == {False}:
-        yield f"none of experts, which {expert} is one of"
 
 
 def _is_state(name: str) -> bool:
@@ -149,23 +126,24 @@ def _is_state(name: str) -> bool:
     return OPTIMIZER_STATE in name or is_bucket(name)
 
 
-def set_common(found: Checkpoint, common: Any, *, is_distributed: bool) -> None:
-    """Set the optimizer's step and other facts about the run from the unsharded state."""
+def set_common(found: Checkpoint, common: Any, where: str = COMMON, *, is_distributed: bool = False) -> None:
+    """Set the optimizer's step and other facts about the run from the unsharded state, or a rank's model file."""
     if not isinstance(common, dict):
-        found.add(damages.BAD_METADATA, COMMON, f"expected a dict in {COMMON}, found {type(common).__name__}")
+        found.add(damages.BAD_METADATA, where, f"expected a dict in {where}, found {type(common).__name__}")
         return
     optimizers = [common.get("optimizer"), common.get("optimizer_states")]  # the second is NeMo's
     set_run(found, param_groups(optimizers), common.get("args"))
-    check_scaler(found, optimizers, common.get("args"))
+    _check_scaler(found, optimizers, common.get("args"))
     for what in _without_groups(optimizers):
         found.add(damages.MISSING_STATE, "param_groups", what)
-    check_iteration(found, common, COMMON)
+    _check_iteration(found, common, where)
     own = next(iter(sharding_types(optimizers)), "")
-    found.sharding = _sharding_of_content(common) or own
+    content = common.get("content_metadata")
+    stated = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    found.sharding = stated if isinstance(stated, str) else own
     if not own and is_distributed:
-        detail = f"no {SHARDING_TYPE} in {COMMON}, without which no load of a distributed optimizer begins"
-        found.add(damages.CONTRADICTION, COMMON, detail)
-    found.recorded = common.get(KEY)
+        detail = f"no {SHARDING_TYPE} in {where}, without which no load of a distributed optimizer begins"
+        found.add(damages.CONTRADICTION, where, detail)
 
 
 def _without_groups(optimizers: list[Any]) -> Iterator[str]:
@@ -200,12 +178,10 @@ def set_run(found: Checkpoint, optimizers: list[list[dict[str, Any]]], arguments
         tensor, pipeline = (arguments.fields.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline"))
         if all(type(size) is int and 0 < size < MOST_RANKS for size in (tensor, pipeline)):
             found.model_parallel = int(tensor), int(pipeline)  # type: ignore[arg-type]
-        expert = arguments.fields.get("expert_model_parallel_size")
-        found.expert_parallel = expert if type(expert) is int else 1
         found.torch_fsdp2 = arguments.fields.get("use_torch_fsdp2") is True
 
 
-def check_scaler(found: Checkpoint, optimizer: Any, arguments: Any) -> None:
+def _check_scaler(found: Checkpoint, optimizer: Any, arguments: Any) -> None:
     """Check the loss scale of fp16. A load without it starts again from the initial scale and only logs that.
 
     A constant scale is saved as an empty dict.
@@ -230,7 +206,7 @@ def _mixed_precision(optimizer: Any) -> Iterator[dict[str, Any]]:
             yield from _mixed_precision(value)
 
 
-def check_iteration(found: Checkpoint, value: dict[str, Any], where: str) -> None:
+def _check_iteration(found: Checkpoint, value: dict[str, Any], where: str) -> None:
     """Check the iteration, which Megatron-LM saves and uses in the folder's name. Other trainers save none."""
     named, stated = ITERATION.fullmatch(found.path.name), value.get("iteration")
     absent = {"args", "checkpoint_version", "iteration"} - value.keys()  # Megatron-LM saves these together
@@ -245,13 +221,6 @@ def check_iteration(found: Checkpoint, value: dict[str, Any], where: str) -> Non
     if named and type(stated) is int and stated != int(named[1]):
         detail = f"it states iteration {shown(stated)}, and the folder is named {found.path.name}"
         found.add(damages.UNUSUAL, where, detail)
-
-
-def _sharding_of_content(common: dict[str, Any]) -> str:
-    """The sharding type in the checkpoint's content metadata; empty if missing."""
-    content = common.get("content_metadata")
-    kind = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
-    return kind if isinstance(kind, str) else ""
 
 
 def sharding_types(value: Any) -> list[str]:

@@ -20,10 +20,9 @@ from ckpt_patches.formats.chunked import ALIGNMENT, Object
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.megatron_arrays import (
     STATES,
-    check_iteration,
     check_promises,
-    check_scaler,
     param_groups,
+    set_common,
     set_run,
 )
 from ckpt_patches.formats.torch_file import TensorHeader, tensors_in
@@ -110,31 +109,50 @@ def read(path: Path) -> Checkpoint:
 
 
 def _read_rank(found: Checkpoint, folder: Path, label: str) -> _Rank | None:
-    """Add the buckets of a folder. Returns None if one of its files is missing or cannot be read."""
-    before = len(found.groups)
-    model = _read_model(found, folder, label)
-    if not (folder / OPTIMIZER).exists():
-        found.add(damages.BAD_FILE, f"{label}/{OPTIMIZER}", "the file is missing")
-        return None
-    states = tensor_streams.read(folder / OPTIMIZER, found)
-    judge_buckets(found, folder / OPTIMIZER, label, states)
-    if model is None or states is None:
-        return None
-    weights = [tensor.numel for key, own in model.items() if key.startswith("model") for _, tensor in tensors_in(own)]
-    check_weights(found, f"{label}/{MODEL}".lstrip("/"), unpadded(states), weights)
-    return _Rank(label, frozenset(model), found.groups[before:], bool(buckets(states)))
+    """Add the facts and the buckets of a folder. Returns None if one of its files is missing or cannot be read.
 
-
-def judge_object(found: Checkpoint, own: Object, name: str) -> int:
-    """Read an object, or a list of one, that is stored with the sharded tensors: bucket states or param groups.
-
-    Returns the number of elements, without padding, that it states for the buckets.
+    The weights are judged with all tensors.
     """
-    value = own.value[0] if isinstance(own.value, list) and len(own.value) == 1 else own.value
-    judge_buckets(found, Path(own.extent.path), "", value, name)
-    if groups := param_groups(value):
-        set_run(found, groups, None)
-    return _total(value) if name.endswith(f".{BUCKET_SIZES}_unpadded") else unpadded(value)
+    before, values = len(found.groups), []
+    for name in (MODEL, OPTIMIZER):
+        if (folder / name).exists():
+            values.append(tensor_streams.read(folder / name, found))
+        else:
+            found.add(damages.BAD_FILE, f"{label}/{name}".lstrip("/"), "the file is missing")
+            values.append(None)
+    (model, states), where = values, f"{label}/{MODEL}".lstrip("/")
+    judge_buckets(found, folder / OPTIMIZER, label, states)
+    if model is not None:
+        set_common(found, model, where)
+    if not isinstance(model, dict):
+        return None
+    of_model = [own for key, own in model.items() if str(key).startswith("model")]
+    if not of_model:
+        found.add(damages.MISSING_WEIGHT, where, "no weights of the model")
+    if states is None:
+        return None
+    check_weights(found, where, unpadded(states), [tensor.numel for own in of_model for _, tensor in tensors_in(own)])
+    return _Rank(label, frozenset(map(str, model)), found.groups[before:], bool(buckets(states)))
+
+
+def judge_objects(found: Checkpoint, objects: Mapping[str, Object]) -> list[int]:
+    """Read objects, or lists of one, that are stored with the sharded tensors: bucket states, sizes, param groups.
+
+    Returns the numbers of elements, without padding, that they state for the buckets.
+    """
+    numels = []
+    for name, own in objects.items():
+        value = own.value[0] if isinstance(own.value, list) and len(own.value) == 1 else own.value
+        judge_buckets(found, Path(own.extent.path), "", value, name)
+        if groups := param_groups(value):
+            set_run(found, groups, None)
+        key, _, shard = name.partition("/")
+        numels.append(_total(value) if key.endswith(f".{BUCKET_SIZES}_unpadded") else unpadded(value))
+        other = objects.get(f"{key}_unpadded/{shard}") if key.endswith(f".{BUCKET_SIZES}") else None
+        if other is not None and not _is_at_most(other.value, own.value):  # `dp_reshardable` saves both
+            detail = "the buckets, or their sizes with and without padding, are not those of each other"
+            found.add(damages.CONTRADICTION, key, detail)
+    return numels
 
 
 def _total(sizes: Any) -> int:
@@ -142,15 +160,6 @@ def _total(sizes: Any) -> int:
     if isinstance(sizes, (dict, list)):
         return sum(map(_total, sizes.values() if isinstance(sizes, dict) else sizes))
     return sizes if type(sizes) is int else 0
-
-
-def check_bucket_sizes(found: Checkpoint, objects: Mapping[str, Any]) -> None:
-    """Check the bucket sizes that `dp_reshardable` saves, with padding and without it."""
-    for name, value in objects.items():
-        other = objects.get(f"{name}_unpadded") if name.endswith(f".{BUCKET_SIZES}") else None
-        if other is not None and not _is_at_most(other, value):
-            detail = "the buckets, or their sizes with and without padding, are not those of each other"
-            found.add(damages.CONTRADICTION, name, detail)
 
 
 def _is_at_most(one: Any, other: Any) -> bool:
@@ -235,20 +244,3 @@ def _check_copies(found: Checkpoint) -> None:
             detail = f"all of its tensors are those of {other.relative_to(found.path)}"
             kind = damages.FOREIGN_FILE if is_stage else damages.UNUSUAL
             found.add(kind, str(path.relative_to(found.path)), detail)
-
-
-def _read_model(found: Checkpoint, folder: Path, label: str) -> dict[str, Any] | None:
-    """The value of the model's file, by key. Sets the optimizer's step; the weights are judged with all tensors."""
-    path = folder / MODEL
-    if not path.exists():
-        found.add(damages.BAD_FILE, f"{label}/{MODEL}".lstrip("/"), "the file is missing")
-        return None
-    value = tensor_streams.read(path, found)
-    if not isinstance(value, dict):
-        return None
-    set_run(found, param_groups(value.get("optimizer")), value.get("args"))
-    check_scaler(found, value.get("optimizer"), value.get("args"))
-    if not any(str(key).startswith("model") for key in value):
-        found.add(damages.MISSING_WEIGHT, f"{label}/{MODEL}".lstrip("/"), "no weights of the model")
-    check_iteration(found, value, f"{label}/{MODEL}".lstrip("/"))
-    return {str(key): own for key, own in value.items()}

@@ -23,8 +23,9 @@ from ckpt_patches.formats.megatron_arrays import (
     set_common,
 )
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE
-from ckpt_patches.formats.megatron_torch import check_bucket_sizes, judge_object
+from ckpt_patches.formats.megatron_torch import judge_objects
 from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.recorded import KEY
 from ckpt_patches.formats.torch_dist import Offsets
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader
 from ckpt_patches.formats.torch_optimizers import OF_ELEMENTS
@@ -50,15 +51,14 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], dict[str, 
     is_expected = len(found.findings) == known or (path / torch_dist.COMMON).exists()
     if is_expected and (common := _common(found, index)) is not None:
         set_common(found, common, is_distributed=_is_distributed(index))
+        found.recorded = common.get(KEY) if isinstance(common, dict) else None
     if (path / torch_dist.COMMON).exists():  # releases that mix rows write it
         found.findings += swiglu_rows.findings(index.tensors, found.torch_fsdp2)
     arrays, objects = read_contents(found, index)
     for name, own in objects.items():
         if OF_SHARDS.search(name) and isinstance(own.value, list) and len(own.value) != 1:
             found.add(damages.BAD_FILE, name, f"expected a list of one, found {len(own.value)}")
-        if name != torch_dist.COMMON_OBJECT:
-            judge_object(found, own, name)
-    check_bucket_sizes(found, {name.partition("/")[0]: own.value for name, own in objects.items()})
+    judge_objects(found, {name: own for name, own in objects.items() if name != torch_dist.COMMON_OBJECT})
     check_siblings(found, {name: array.tensor.dtype for name, array in arrays.items()})
     for parameter, roles in by_parameter(arrays).items():
         found.shards += shards_of(found, parameter, with_shapes(roles))

@@ -26,10 +26,11 @@ from ckpt_patches.formats.megatron_arrays import (
     parameter_and_role,
     set_common,
 )
-from ckpt_patches.formats.megatron_torch import check_bucket_sizes, check_weights, judge_object
+from ckpt_patches.formats.megatron_torch import check_weights, judge_objects
 from ckpt_patches.formats.paths import LeavesFolderError, path_within
 from ckpt_patches.formats.pickles import MOST_DIMENSIONS
 from ckpt_patches.formats.ranged import read_metadata
+from ckpt_patches.formats.recorded import KEY
 from ckpt_patches.formats.torch_dist import COMMON, Tensor
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.runtime.shown import shown
@@ -64,6 +65,7 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], dict[str, 
     check_config(found)
     if (common := tensor_streams.read(path / COMMON, found, damages.BAD_METADATA)) is not None:
         set_common(found, common, is_distributed=any(map(is_of_distributed, os.listdir(path))))
+        found.recorded = common.get(KEY) if isinstance(common, dict) else None
     below = [folder for folder in sorted(path.iterdir()) if folder.is_dir()]
     found.findings += [Finding(damages.LOCK_DIRECTORY, own.name) for own in below if own.name.endswith(LOCKS)]
     folders = [own for own in below if not own.name.endswith(LOCKS) and _is_array(own)]
@@ -71,13 +73,10 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], dict[str, 
     for parameter, roles in by_parameter(arrays).items():
         found.shards += shards_of(found, parameter, roles)
     objects: dict[str, Object] = {}
-    numels: list[int] = []  # elements that the objects state for the optimizer's buckets
-    for path_of_one in sorted(path.glob("*/shard_*.pt")):
-        if (file := tensor_streams.read_file(path_of_one, found)) is not None:
-            name = path_of_one.parent.name
-            own = objects[f"{name}/{path_of_one.stem}"] = Object(Extent(str(file.path), 0, file.size), file.value)
-            numels.append(judge_object(found, own, name))
-    check_bucket_sizes(found, {name.partition("/")[0]: own.value for name, own in objects.items()})
+    for file in sorted(path.glob("*/shard_*.pt")):
+        if (read := tensor_streams.read_file(file, found)) is not None:
+            objects[f"{file.parent.name}/{file.stem}"] = Object(Extent(str(file), 0, read.size), read.value)
+    numels = judge_objects(found, objects)  # elements that they state for the optimizer's buckets
     if sum(numel > 0 for numel in numels) == 1:  # there is one model-parallel rank
         of_weights = [array for name, array in arrays.items() if parameter_and_role(name)[1] == WEIGHT]
         weights = [math.prod(chunk) for array in of_weights for chunk in array.tensor.chunks.values()]  # one per layer

@@ -14,8 +14,7 @@ from ckpt_patches.formats import megatron_arrays, torch_dist_reader, torch_file,
 from ckpt_patches.formats.checkpoint import MASTER, WEIGHT, Checkpoint, Extent
 from ckpt_patches.formats.chunked import Chunked, Object, with_shapes
 from ckpt_patches.formats.damages import BAD_FILE, BAD_METADATA, NOT_READ
-from ckpt_patches.formats.dtypes import nbytes
-from ckpt_patches.formats.megatron_arrays import STATES, param_groups, parameter_and_role, sharding_types
+from ckpt_patches.formats.megatron_arrays import STATES, param_groups, sharding_types
 from ckpt_patches.formats.reading import wrong_path
 from ckpt_patches.formats.torch_dist import COMMON, COMMON_OBJECT, INDEX, Offsets, Tensor
 from ckpt_patches.formats.torch_file import Instance
@@ -25,8 +24,8 @@ from ckpt_patches.migrate.output import Entry, OutputFile
 EXPECTED = "one of Megatron's distributed checkpoints, in zarr or torch_dist"
 # Megatron's names for the sharding types of the distributed optimizer's state, and the new type of each old one.
 MODEL_SPACE, BUCKETS, GATHERED = "fully_sharded_model_space", "fully_sharded_bucket_space", "dp_zero_gather_scatter"
-RESHARDABLE, DP_RESHARDABLE = "fully_reshardable", "dp_reshardable"
-TARGETS = {MODEL_SPACE: RESHARDABLE, BUCKETS: DP_RESHARDABLE, GATHERED: GATHERED}
+RESHARDABLE = "fully_reshardable"
+TARGETS = {MODEL_SPACE: RESHARDABLE, GATHERED: GATHERED}
 TYPE, GROUPS, CONTENT = "param_state_sharding_type", "param_groups", "content_metadata"
 TYPE_OF_CONTENT = "distrib_optim_sharding_type"
 # An optimizer's array: the state and the parameter. Up to 0.13 chained optimizers, as of experts, have a prefix.
@@ -89,7 +88,8 @@ def read(path: Path, *, trust: bool = False) -> Source:
     """The structure of a checkpoint.
 
     Raises:
-        UserError: it is not a distributed Megatron checkpoint, is damaged, or names classes that are not listed.
+        UserError: it is not a distributed Megatron checkpoint, is damaged, of a kind that is not migrated, or names
+            classes that are not listed.
     """
     backend = megatron_arrays.backend(path) if path.is_dir() else None
     if backend is None:
@@ -115,7 +115,13 @@ def read(path: Path, *, trust: bool = False) -> Source:
     if len(set(kinds)) > 1:
         raise UserError(f"{path}: expected one sharding type of the optimizer, found {sorted(set(kinds))}")
     of_arrays = MODEL_SPACE if any(array.tensor.whole is not None for array in arrays.values()) else ""
-    return Source(found, arrays, objects, common, kinds[0] if kinds else of_arrays, files)
+    kind = kinds[0] if kinds else of_arrays
+    if kind == BUCKETS:
+        raise UserError(
+            f"{path}: expected an optimizer's state in {' or '.join(TARGETS)}, found {kind}: load it in the release "
+            f"that saved it, save it as {MODEL_SPACE} (--ckpt-fully-parallel-save), and migrate that"
+        )
+    return Source(found, arrays, objects, common, kind, files)
 
 
 def _object(path: str | Path, trust: bool) -> Object:
@@ -160,27 +166,21 @@ def _arrays(source: Source) -> Iterator[tuple[Tensor, list[Part]]]:
     Raises:
         UserError: a state of the optimizer is not known, two arrays would have one name, or elements are missing.
     """
-    path, unpadded = source.found.path, _unpadded(source) if source.kind == BUCKETS else {}
-    names: dict[str, str] = {}
+    path, names = source.found.path, dict[str, str]()
     for name, array in source.arrays.items():
-        bucket, own = parameter_and_role(name)[0], OF_OPTIMIZER.match(name)
+        own = OF_OPTIMIZER.match(name)
         new, model = name, own[2] if own else None
-        is_known = own is None or source.kind not in (MODEL_SPACE, BUCKETS) or bucket in unpadded
-        if own and source.kind == MODEL_SPACE and own[1] in STATES:
-            new, is_known = f"optimizer.state.{own[1].removeprefix('fp32_')}.{model}", True
-        if not is_known:
-            raise UserError(
-                f"{path}: {name} is not a known state of the optimizer, and nothing was written: a checkpoint without "
-                "it would not be complete"
-            )
+        if own and source.kind == MODEL_SPACE:
+            if own[1] not in STATES:
+                raise UserError(
+                    f"{path}: {name} is not a known state of the optimizer, and nothing was written: a checkpoint "
+                    "without it would not be complete"
+                )
+            new = f"optimizer.state.{own[1].removeprefix('fp32_')}.{model}"
         if names.setdefault(new, name) != name:
             raise UserError(f"{path}: several arrays would become {new}, one of them {name}")
         _check_complete(array, source.found)
-        if bucket in unpadded:
-            parts = [_without_padding(array, unpadded[bucket])]
-            size = parts[0].shape
-        else:
-            size, parts = _parts(source, array, model)
+        size, parts = _parts(source, array, model)
         yield Tensor(new, array.tensor.dtype, size, None, {part.offsets: part.shape for part in parts}), parts
 
 
@@ -223,8 +223,9 @@ def _parts(source: Source, array: Chunked, model: str | None) -> tuple[Shape, li
     if weight.full != array.full:
         expected, found = list(weight.full), list(array.full)
         raise UserError(f"{source.found.path}: expected {name} of its parameter's shape {expected}, found {found}")
-    is_line = array.tensor.whole is None and len(array.full) == 1  # slices of a bias's state
-    return array.full, [_joined(array)] if is_line else _shards(array)
+    if array.tensor.whole is None and len(array.full) == 1:  # slices of a bias's state
+        return array.full, [Part((0,), array.full, tuple(array.extents[at] for at in sorted(array.extents)))]
+    return array.full, _shards(array)
 
 
 def _shards(array: Chunked) -> list[Part]:
@@ -238,49 +239,6 @@ def _shards(array: Chunked) -> list[Part]:
             )
         parts.append(Part(array.begin(offsets) or offsets[0], shape, tuple(array.extents[at] for at in offsets)))
     return parts
-
-
-def _joined(array: Chunked) -> Part:
-    """A 1-D array as one chunk."""
-    return Part((0,), array.tensor.size, tuple(array.extents[at] for at in sorted(array.extents)))
-
-
-def _without_padding(bucket: Chunked, numel: int) -> Part:
-    """A bucket without the padding at its end, which depends on the number of data-parallel ranks.
-
-    Raises:
-        UserError: it has fewer elements.
-    """
-    tensor, left, kept = bucket.tensor, nbytes(bucket.tensor.dtype, numel), []
-    if len(tensor.size) != 1 or not 0 <= numel <= tensor.size[0]:
-        raise UserError(f"{tensor.name}: expected {numel} elements without its padding, found {list(tensor.size)}")
-    for extent in _joined(bucket).extents:
-        kept.append(extent._replace(nbytes=min(left, extent.nbytes)))
-        left -= kept[-1].nbytes
-    return Part((0,), (numel,), tuple(extent for extent in kept if extent.nbytes))
-
-
-def _unpadded(source: Source) -> dict[str, int]:
-    """The length of each bucket without padding, from the objects that state it.
-
-    Raises:
-        UserError: such an object has an unknown form.
-    """
-    found: dict[str, int] = {}
-    for key, own in source.objects.items():
-        group, _, what = key.rpartition("/")[0].rpartition(".")
-        if what != "per_bucket_numel_unpadded":
-            continue
-        try:
-            (value,) = [own.value] if source.is_zarr else own.value
-            for number, buffer in enumerate(value):
-                for dtypes, sizes in buffer.items():
-                    named = ", ".join(f"{part.__module__}.{part.__name__}" for part in dtypes)
-                    prefix = f"{group}.gbuf_idx_{number}.dtype_({named}).bucket_idx_"
-                    found |= {f"{prefix}{bucket}": int(numel) for bucket, numel in enumerate(sizes)}
-        except (TypeError, AttributeError, ValueError) as error:
-            raise UserError(f"{key} does not record how long the buckets are: {error}") from None
-    return found
 
 
 # Objects and the unsharded state

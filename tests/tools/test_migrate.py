@@ -14,9 +14,8 @@ from ckpt_patches.formats import torch_dist
 from every_checkpoint import in_torch_dist
 from upstream import MAIN, all_releases, main_branch, newest, once, run_lines, tree
 
-MODEL_SPACE, BUCKETS = "fully_sharded_model_space", "fully_sharded_bucket_space"
-GATHERED = "dp_zero_gather_scatter"
-TARGETS = {MODEL_SPACE: "fully_reshardable", BUCKETS: "dp_reshardable", GATHERED: GATHERED}
+MODEL_SPACE, GATHERED = "fully_sharded_model_space", "dp_zero_gather_scatter"
+TARGETS = {MODEL_SPACE: "fully_reshardable", GATHERED: GATHERED}
 # 0.15.3 is the only release that reads the old formats and the new ones.
 LOADED_BY = (
     ["0.15.3", "0.16.1", "0.17.1", "0.18.2", newest("megatron-core")] if all_releases() else [newest("megatron-core")]
@@ -39,7 +38,7 @@ def migrated(old: Path, new: Path) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """A release and its format; the backend is zarr before 0.13, and always for buckets."""
+    """A release and its format; the backend is zarr before 0.13."""
 
     version: str
     format: str = MODEL_SPACE
@@ -51,7 +50,6 @@ class Run:
 RUNS = [
     Run("0.14.0"),
     Run("0.12.3", default=True),
-    Run("0.14.0", BUCKETS),
     Run("0.12.3", GATHERED),
     Run("0.14.0", GATHERED),
     *(Run(version) for version in ("0.12.0", "0.13.1", "0.15.3")),
