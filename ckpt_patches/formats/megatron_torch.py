@@ -149,7 +149,8 @@ def judge_objects(found: Checkpoint, objects: Mapping[str, Object]) -> list[int]
         key, _, shard = name.partition("/")
         numels.append(_total(value) if key.endswith(f".{BUCKET_SIZES}_unpadded") else unpadded(value))
         other = objects.get(f"{key}_unpadded/{shard}") if key.endswith(f".{BUCKET_SIZES}") else None
-        if other is not None and not _is_at_most(other.value, own.value):  # `dp_reshardable` saves both
+        sizes = (own.value, other.value) if other else (None, None)  # `dp_reshardable` saves both
+        if None not in sizes and not _is_at_most(*reversed(sizes)):
             detail = "the buckets, or their sizes with and without padding, are not those of each other"
             found.add(damages.CONTRADICTION, key, detail)
     return numels
