@@ -3,13 +3,13 @@
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckpt_patches.formats import damages
-from ckpt_patches.formats.checkpoint import MASTER, WEIGHT, Checkpoint, Extent, Shard, Stream
+from ckpt_patches.formats.checkpoint import MASTER, Checkpoint, Extent, Shard, Stream
 from ckpt_patches.formats.megatron_names import is_bucket
 from ckpt_patches.formats.torch_dist import Offsets, Tensor
 
@@ -133,23 +133,6 @@ class Chunked:
 
 def _label(index: Offsets) -> str:
     return ".".join(map(str, index))
-
-
-def with_shapes(roles: dict[str, Chunked]) -> dict[str, Chunked]:
-    """A parameter's arrays, the flattened ones with their original shape.
-
-    Up to megatron-core 0.8 the index does not store that shape, so it is taken from the model's weight.
-    """
-    size = roles[WEIGHT].tensor.size if WEIGHT in roles else ()
-
-    def is_flattened(tensor: Tensor) -> bool:
-        same = math.prod(tensor.size) == math.prod(size)
-        return tensor.whole is None and len(tensor.size) == len(size) + 1 and same and bool(size)
-
-    return {
-        role: replace(own, tensor=replace(own.tensor, whole=size)) if is_flattened(own.tensor) else own
-        for role, own in roles.items()
-    }
 
 
 def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> Iterator[Shard]:

@@ -7,10 +7,7 @@ The keys of nested dicts are joined by dots: `model.<parameter>` (scripts can us
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
-import contextlib
 import itertools
-import mmap
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -19,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.formats.checkpoint import Extent
-from ckpt_patches.formats.ranged import open_regular
+from ckpt_patches.formats.ranged import read_metadata
 from ckpt_patches.formats.torch_dist import INDEX, LARGEST, Index, Tensor
 from ckpt_patches.runtime.shown import shown
 
@@ -114,13 +111,12 @@ def is_by_megatron_core(path: Path) -> bool:
 
     With FSDP, Megatron-LM writes torch's format, into folders with the same names.
     """
-    with os.fdopen(open_regular(path / INDEX), "rb") as file, contextlib.suppress(ValueError):  # an empty file
-        size = min(LARGEST, os.fstat(file.fileno()).st_size)  # a sparse file has any size
-        found = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-        if any(found.find(name) >= 0 for name in BY_MEGATRON_CORE):
-            return True
-        return bool(ITERATION.fullmatch(path.name)) and found.find(b"checkpoint_version") < 0
-    return False
+    try:
+        data = read_metadata(path / INDEX, LARGEST)
+    except OSError:
+        return False
+    is_its_own = any(name in data for name in BY_MEGATRON_CORE)
+    return is_its_own or (ITERATION.fullmatch(path.name) is not None and b"checkpoint_version" not in data)
 
 
 def optimizers(tensors: Iterable[str], objects: Iterable[str]) -> list[Optimizer]:

@@ -246,19 +246,3 @@ def read_chunk(files: RangedFiles, folder: Path, tensor: Tensor, offsets: Offset
     if isinstance(header, Instance):
         raise ChunkError(detail, found)
     raise BadFileError(detail)
-
-
-def read_common(folder: Path, index: Index) -> Any:
-    """Read the unsharded state of a checkpoint: from its file, or from its object if the file does not exist.
-
-    Raises:
-        BadFileError, NotReadError: the state cannot be read, or does not exist.
-    """
-    path = folder / COMMON
-    if path.exists() or COMMON_OBJECT not in index.objects:
-        return torch_file.read(path, trust=True).value  # runs no code; unknown classes are stubs
-    with RangedFiles() as files:
-        found = read_place(files, folder, index.objects[COMMON_OBJECT])
-    if not isinstance(found.value, list) or len(found.value) != 1:
-        raise BadFileError(f"{found.path}: expected a list of one as {COMMON_OBJECT}, found {shown(found.value)}")
-    return found.value[0]

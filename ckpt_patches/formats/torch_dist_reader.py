@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages, dcp, swiglu_rows, tensor_streams, torch_dist, torch_file
 from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Held, Record
-from ckpt_patches.formats.chunked import Chunked, Object, shards_of, with_shapes
+from ckpt_patches.formats.chunked import Chunked, Object, shards_of
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import FLOATS
 from ckpt_patches.formats.megatron_arrays import (
@@ -26,10 +26,11 @@ from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE
 from ckpt_patches.formats.megatron_torch import judge_objects
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.recorded import KEY
-from ckpt_patches.formats.torch_dist import Offsets
+from ckpt_patches.formats.torch_dist import COMMON, COMMON_OBJECT, Offsets
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader
 from ckpt_patches.formats.torch_optimizers import OF_ELEMENTS
 from ckpt_patches.runtime.processes import mapped
+from ckpt_patches.runtime.shown import shown
 
 OF_SHARDS = re.compile(r"/shard_[\d.]+_[\d.]+$")  # end of megatron-core's object names
 WORTH_A_PROCESS = 4000  # chunks per process
@@ -48,20 +49,20 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], dict[str, 
     known = len(found.findings)
     index = read_index(found, path)
     # Without an index it is not known whether the common state has a file of its own.
-    is_expected = len(found.findings) == known or (path / torch_dist.COMMON).exists()
-    if is_expected and (common := _common(found, index)) is not None:
+    is_expected = len(found.findings) == known or (path / COMMON).exists()
+    arrays, objects = read_contents(found, index)
+    if is_expected and (common := _common(found, objects)) is not None:
         set_common(found, common, is_distributed=_is_distributed(index))
         found.recorded = common.get(KEY) if isinstance(common, dict) else None
-    if (path / torch_dist.COMMON).exists():  # releases that mix rows write it
+    if (path / COMMON).exists():  # releases that mix rows write it
         found.findings += swiglu_rows.findings(index.tensors, found.torch_fsdp2)
-    arrays, objects = read_contents(found, index)
     for name, own in objects.items():
         if OF_SHARDS.search(name) and isinstance(own.value, list) and len(own.value) != 1:
             found.add(damages.BAD_FILE, name, f"expected a list of one, found {len(own.value)}")
-    judge_objects(found, {name: own for name, own in objects.items() if name != torch_dist.COMMON_OBJECT})
+    judge_objects(found, {name: own for name, own in objects.items() if name != COMMON_OBJECT})
     check_siblings(found, {name: array.tensor.dtype for name, array in arrays.items()})
     for parameter, roles in by_parameter(arrays).items():
-        found.shards += shards_of(found, parameter, with_shapes(roles))
+        found.shards += shards_of(found, parameter, roles)
     check_promises(found, arrays)
     return found, arrays, objects
 
@@ -98,7 +99,7 @@ def read_contents(found: Checkpoint, index: torch_dist.Index) -> tuple[dict[str,
 
 def _wrong_entries(index: torch_dist.Index) -> Iterator[Finding]:
     """Report entries of an index without a place in a file, or at the place of another entry."""
-    for name in (name for name in index.absent if name != torch_dist.COMMON_OBJECT):  # `_common` reports that one
+    for name in (name for name in index.absent if name != COMMON_OBJECT):  # `_common` reports that one
         detail = "the index lists it, or a rank has planned to write it, and it is in no file"
         yield Finding(damages.MISSING_ARRAY, name, detail)
     for first, other in itertools.islice(index.same_places(), MANY):
@@ -111,16 +112,15 @@ def _is_distributed(index: torch_dist.Index) -> bool:
     return any(map(is_of_distributed, (*index.tensors, *index.objects))) or any(OPTIMIZER_STATE in n for n in flattened)
 
 
-def _common(found: Checkpoint, index: torch_dist.Index) -> Any:
-    """The unsharded state; None, and a finding, if unreadable. If it is an object, `read_contents` registers it."""
-    path = found.path / torch_dist.COMMON
-    if path.exists() or torch_dist.COMMON_OBJECT not in index.objects:
-        return tensor_streams.read(path, found, damages.BAD_METADATA)
-    try:
-        return torch_dist.read_common(found.path, index)
-    except (BadFileError, NotReadError) as error:
-        found.findings.append(tensor_streams.refused(error, torch_dist.COMMON, damage=damages.BAD_METADATA))
-        return None
+def _common(found: Checkpoint, objects: dict[str, Object]) -> Any:
+    """The unsharded state, from its file, or from its object if there is none; None, and a finding, if unreadable."""
+    if (found.path / COMMON).exists() or COMMON_OBJECT not in objects:
+        return tensor_streams.read(found.path / COMMON, found, damages.BAD_METADATA)
+    value = objects[COMMON_OBJECT].value
+    if isinstance(value, list) and len(value) == 1:
+        return value[0]
+    found.add(damages.BAD_METADATA, COMMON, f"expected a list of one as {COMMON_OBJECT}, found {shown(value)}")
+    return None
 
 
 class _Elements(NamedTuple):

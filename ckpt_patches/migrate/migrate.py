@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from ckpt_patches import __version__
 from ckpt_patches.audit import audit
@@ -22,7 +21,7 @@ from ckpt_patches.formats.megatron_arrays import CONFIG
 from ckpt_patches.formats.torch_dist import INDEX
 from ckpt_patches.migrate import output as files
 from ckpt_patches.migrate.output import OutputFile
-from ckpt_patches.migrate.plan import Plan, Source, files_in, plan, read
+from ckpt_patches.migrate.plan import OTHER_WAY, Plan, files_in, plan, read
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.pause import without_garbage_collection
 from ckpt_patches.runtime.processes import in_order
@@ -32,7 +31,6 @@ from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, che
 MARK = ".ckpt-patches-migrate.json"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 BACKEND |= {"common_backend": "torch", "common_backend_version": 1}
-OTHER_WAY = "load it in megatron-core 0.15.3 with the fixes and save it as dp_reshardable"
 STOPS = (UNREADABLE, REPAIRED)  # of findings that are no damage; the list of what was repaired is of the source's files
 
 
@@ -68,15 +66,7 @@ class Summary:
     findings: tuple[Finding, ...]
 
 
-class _Migration(NamedTuple):
-    """What rank 0 has planned."""
-
-    old: Source
-    planned: Plan
-    folder: UnfinishedFolder
-
-
-def prepare(path: Path, options: Options) -> tuple[Source, Plan]:
+def prepare(path: Path, options: Options) -> Plan:
     """Read the structure of a checkpoint and plan its migration. Writes nothing.
 
     Raises:
@@ -91,7 +81,7 @@ def prepare(path: Path, options: Options) -> tuple[Source, Plan]:
         more = f", its optimizer's state is {old.kind}" if old.kind else ""
         raise NothingToDo(f"{path} needs nothing: megatron-core 0.16 and later load it as it is{more}")
     _check_damage(path, old.found.findings, options)
-    return old, planned
+    return planned
 
 
 def _check_damage(path: Path, findings: Iterable[Finding], options: Options) -> None:
@@ -138,7 +128,7 @@ def migrate(
     """
     begin, options, ranks = time.monotonic(), options or Options(), ranks or Ranks()
     workers = options.workers or ranks.workers
-    made: list[_Migration] = []
+    made: list[tuple[Plan, UnfinishedFolder]] = []  # on rank 0
     ranks.first("planning", lambda: made.append(_prepared(path, output, options)))
     report = audit.audit_together(path, workers, ranks)
     with ExitStack() as stack:
@@ -146,13 +136,13 @@ def migrate(
         def start() -> tuple[Path, list[OutputFile]]:
             assert report
             _check_damage(path, report.findings, options)
-            for warning in made[0].planned.warnings:
+            planned, folder = made[0]
+            for warning in planned.warnings:
                 warn(warning)
-            folder = made[0].folder
             folder.begin()
             stack.enter_context(folder.held())
             folder.clean()  # of a run that was killed, so that they take no room
-            return folder.folder, folder.missing(made[0].planned.files)
+            return folder.folder, folder.missing(planned.files)
 
         where, missing = ranks.first("making the output folder", start)
         began = time.monotonic()
@@ -160,11 +150,11 @@ def migrate(
 
         def finish() -> Summary:
             assert report
-            recorded = _finish(made[0], report.checkpoint, workers, options)
-            planned = made[0].planned
+            planned, folder = made[0]
+            recorded = _finish(planned, folder, report.checkpoint, workers, options)
             return Summary(
-                output=str(made[0].folder.final),
-                source_type=planned.source_type,
+                output=str(folder.final),
+                source_type=planned.source.kind,
                 target_type=planned.target_type,
                 bytes=sum(file.nbytes for file in missing),
                 files=len(missing),
@@ -180,20 +170,15 @@ def migrate(
     return None if ranks.rank else summary
 
 
-def _prepared(path: Path, output: Path, options: Options) -> _Migration:
+def _prepared(path: Path, output: Path, options: Options) -> tuple[Plan, UnfinishedFolder]:
     check_outside(path, output)
     check_parent(output)
-    old, planned = prepare(path, options)
-    folder = UnfinishedFolder(output, _fingerprint(old, planned), MARK, "migration")
-    folder.check(planned.files)
-    return _Migration(old, planned, folder)
-
-
-def _fingerprint(old: Source, planned: Plan) -> str:
-    """A hash of everything that the output depends on."""
+    planned = prepare(path, options)
     outputs = [(file.name, file.nbytes) for file in planned.files]
-    data = json.dumps([__version__, os.path.abspath(old.found.path), old.files, outputs])
-    return hashlib.sha256(data.encode()).hexdigest()
+    depends_on = json.dumps([__version__, os.path.abspath(path), planned.source.files, outputs])
+    folder = UnfinishedFolder(output, hashlib.sha256(depends_on.encode()).hexdigest(), MARK, "migration")
+    folder.check(planned.files)
+    return planned, folder
 
 
 def _write(outputs: Sequence[OutputFile], folder: Path, workers: int) -> None:
@@ -204,7 +189,9 @@ def _write(outputs: Sequence[OutputFile], folder: Path, workers: int) -> None:
             progress.show(done)
 
 
-def _finish(made: _Migration, audited: Checkpoint, workers: int, options: Options) -> list[Finding]:
+def _finish(
+    planned: Plan, folder: UnfinishedFolder, audited: Checkpoint, workers: int, options: Options
+) -> list[Finding]:
     """Write what is not in the plan, and rename the complete folder. Returns findings about what was written.
 
     Raises:
@@ -212,7 +199,6 @@ def _finish(made: _Migration, audited: Checkpoint, workers: int, options: Option
         UserError: the source has changed.
     """
     findings: list[Finding] = []
-    old, planned, folder = made
     if not folder.is_of_this(folder.final):  # else an earlier run was killed at its very end
         folders, working = folder.clean(), folder.working
         write_at_once(working / CONFIG, json.dumps(BACKEND).encode())
@@ -220,7 +206,7 @@ def _finish(made: _Migration, audited: Checkpoint, workers: int, options: Option
         findings += recorded_states.findings(audited, working, workers)
         if (wrong := _damage(findings)) and not options.damaged_as_is:
             raise DamagedError(f"{working} is not what was recorded: {wrong}; remove it, and begin anew")
-        if files_in(audited.path) != old.files:
+        if files_in(audited.path) != planned.source.files:
             raise UserError(f"{audited.path} has changed while it was migrated: remove {working}, and begin anew")
         folder.rename(folders)
     (folder.final / MARK).unlink()

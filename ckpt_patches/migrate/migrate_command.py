@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace, chosen: "Options", say: Callable[[str], No
     from ckpt_patches.migrate import migrate
 
     if options.dry_run:
-        _, planned = migrate.prepare(options.path, chosen)
+        planned = migrate.prepare(options.path, chosen)
         print(_plan_as_json(planned) if options.json else printable_lines(_plan_as_text(planned)))
         return 0
     from ckpt_patches.runtime.distributed import joined
@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace, chosen: "Options", say: Callable[[str], No
 
 
 def _plan_as_text(planned: "Plan") -> str:
-    kind = f"{planned.source_type or 'not distributed'} -> {planned.target_type or 'the same'}"
+    kind = f"{planned.source.kind or 'not distributed'} -> {planned.target_type or 'the same'}"
     size = f"{len(planned.tensors)} tensors, {in_bytes(planned.nbytes)} in {len(planned.files)} files"
     last = f"optimizer's state: {kind}; {size}; nothing was written"
     return "\n".join([*(f"note: {warning}" for warning in planned.warnings), last])
@@ -89,7 +89,7 @@ def _plan_as_text(planned: "Plan") -> str:
 def _plan_as_json(planned: "Plan") -> str:
     content: dict[str, Any] = {
         "schema": SCHEMA,
-        "source_type": planned.source_type,
+        "source_type": planned.source.kind,
         "target_type": planned.target_type,
         "bytes": planned.nbytes,
         "files": [file.name for file in planned.files],

@@ -3,7 +3,6 @@
 import operator
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any, NamedTuple
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import megatron_arrays, torch_dist_reader, torch_file, zarr
-from ckpt_patches.formats.checkpoint import MASTER, WEIGHT, Checkpoint, Extent
-from ckpt_patches.formats.chunked import Chunked, Object, with_shapes
+from ckpt_patches.formats.checkpoint import Checkpoint, Extent
+from ckpt_patches.formats.chunked import Chunked, Object
 from ckpt_patches.formats.damages import BAD_FILE, BAD_METADATA, NOT_READ
 from ckpt_patches.formats.megatron_arrays import STATES, param_groups, sharding_types
 from ckpt_patches.formats.reading import wrong_path
@@ -30,7 +29,8 @@ TYPE, GROUPS, CONTENT = "param_state_sharding_type", "param_groups", "content_me
 TYPE_OF_CONTENT = "distrib_optim_sharding_type"
 # An optimizer's array: the state and the parameter. Up to 0.13 chained optimizers, as of experts, have a prefix.
 OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.([^.]+)\.(.+))?", re.DOTALL)
-SHARD = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)(?:_(\d+(?:\.\d+)*))?", re.DOTALL)  # an object: index, counts
+SHARD = re.compile(r".+/shard_(\d[\d.]*)(?:_(\d[\d.]*))?", re.DOTALL)  # an object: its index, and the counts
+OTHER_WAY = "load it in megatron-core 0.15.3 with the fixes and save it as dp_reshardable"
 
 Shape = tuple[int, ...]
 
@@ -72,8 +72,8 @@ class Source:
 class Plan:
     """The plan of a migration."""
 
-    source_type: str  # as of the source
-    target_type: str
+    source: Source
+    target_type: str  # Megatron's sharding type of the new optimizer state
     tensors: tuple[Tensor, ...]  # without places
     files: tuple[OutputFile, ...]
     warnings: tuple[str, ...]
@@ -154,7 +154,7 @@ def plan(source: Source) -> Plan:
         common[CONTENT] = _described(common.get(CONTENT), target)
     file = OutputFile(COMMON, (output.of_value(COMMON, common, source.common.extent.path),))
     files = (*output.in_files([*entries, *objects]), file)
-    return Plan(source.kind, target, tuple(new for new, _ in arrays), files, tuple(_warnings(source)))
+    return Plan(source, target, tuple(new for new, _ in arrays), files, tuple(_warnings(source)))
 
 
 # Tensors
@@ -218,8 +218,6 @@ def _parts(source: Source, array: Chunked, model: str | None) -> tuple[Shape, li
     if model not in source.arrays:
         raise UserError(f"{source.found.path}: {name} is the state of {model}, which is not there")
     weight = source.arrays[model]
-    if source.kind == MODEL_SPACE:
-        array = with_shapes({WEIGHT: weight, MASTER: array})[MASTER]
     if weight.full != array.full:
         expected, found = list(weight.full), list(array.full)
         raise UserError(f"{source.found.path}: expected {name} of its parameter's shape {expected}, found {found}")
@@ -248,33 +246,21 @@ def _objects(source: Source, target: str) -> Iterator[Entry]:
     """The objects, unchanged if possible. Outside model space, each rank's param groups are an object.
 
     Raises:
-        UserError: two would have one name, or the groups of one have different steps.
+        UserError: the groups of one have different steps, or a name lacks a count, as before 0.12.
     """
-    names = _object_keys(list(source.objects))
-    twice = [name for name, count in Counter(names.values()).items() if count > 1]
-    if twice:
-        raise UserError(f"{source.found.path}: several objects would become {twice[0]}")
     for key, own in source.objects.items():
+        if (named := SHARD.fullmatch(key)) and named[1].count(".") != (named[2] or "").count("."):
+            raise UserError(
+                f"{source.found.path}: expected an object's index and count on each axis, as megatron-core 0.12 and "
+                f"later name it, found {key}: {OTHER_WAY}"
+            )
         _check_steps(own.value)
         is_changed = _without_step(own.value) > 0
         value = _renewed(own.value, target) if is_changed else own.value
         if source.is_zarr or is_changed:
-            yield output.of_value(names[key], [value] if source.is_zarr else value, own.extent.path)
+            yield output.of_value(key, [value] if source.is_zarr else value, own.extent.path)
         else:
-            yield output.unchanged(names[key], own.extent)
-
-
-def _object_keys(names: list[str]) -> dict[str, str]:
-    """The new name of each object. It includes the count on the last axis, which old releases left out."""
-    found, last = dict(zip(names, names, strict=True)), dict[str, int]()
-    shards = {name: match for name in names if (match := SHARD.fullmatch(name))}
-    for own in shards.values():
-        last[own[1]] = max(last.get(own[1], 0), int(own[2].split(".")[-1]))
-    for name, own in shards.items():
-        counts = own[3].split(".") if own[3] else []
-        if len(counts) != len(own[2].split(".")):
-            found[name] = f"{own[1]}/shard_{own[2]}_{'.'.join([*counts, str(last[own[1]] + 1)])}"
-    return found
+            yield output.unchanged(key, own.extent)
 
 
 def _steps(value: Any) -> list[list[Any]]:

@@ -78,8 +78,8 @@ def test_objects_are_wrapped_as_torch_dist_has_them(tmp_path: Path) -> None:
     tied = torch.arange(6.0)
     values = {
         "rng_state/shard_0_1": [{"cpu": torch.arange(9), "text": "x", "pair": (1, None)}],
-        "module._extra_state/shard_0.0_1": io.BytesIO(b"abc"),
-        "module._extra_state/shard_0.1_1": io.BytesIO(b"def"),
+        "module._extra_state/shard_0.0_1.2": io.BytesIO(b"abc"),
+        "module._extra_state/shard_0.1_1.2": io.BytesIO(b"def"),
         "tied/shard_0_1": {"one": tied, "half": tied[2:4], "empty": torch.empty(0)},
     }
     for key, value in values.items():
