@@ -50,7 +50,7 @@ def agree_first(source: Source) -> None:
         announce=source.function("DeepSpeedEngine.__init__").body[-1],
         check=saves,
         patience=30,
-        before=source.class_named("DeepSpeedEngine"),
+        before="DeepSpeedEngine",
     )
 
 

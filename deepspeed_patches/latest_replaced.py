@@ -61,4 +61,4 @@ def write_a_temporary_file_and_rename_it(source: Source) -> None:
         if len(statement.body) != 1:
             raise NoMatch(f"expected `{source.text(written)}` alone, found {len(statement.body)} statements")
         source.replace(statement, f"_replace_file({source.text(path)}, {source.text(written.args[0])})")
-    source.insert_function_before(source.class_named("DeepSpeedEngine"), _replace_file)
+    source.insert_function_before("DeepSpeedEngine", _replace_file)

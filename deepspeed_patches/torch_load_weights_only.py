@@ -103,9 +103,8 @@ def define_and_call(source: Source) -> None:
     calls = plain_loads(source)
     if not calls:
         return
-    first = next(statement for statement in source.tree.body if calls[0] in ast.walk(statement))
-    source.insert_function_before(first, checkpoint_classes)
-    source.insert_function_before(first, load_checkpoint_file)
+    source.insert_function_before(calls[0], checkpoint_classes)
+    source.insert_function_before(calls[0], load_checkpoint_file)
     replace(source, calls)
 
 
@@ -114,7 +113,7 @@ def import_and_call(source: Source) -> None:
     calls = plain_loads(source)
     if not calls:
         return
-    imports = [statement for statement in source.tree.body if isinstance(statement, ast.ImportFrom)]
+    imports = [statement for statement in source.import_statements() if isinstance(statement, ast.ImportFrom)]
     source.insert_after(imports[-1], f"from {ENGINE} import {load_checkpoint_file.__name__}")
     replace(source, calls)
 

@@ -53,4 +53,4 @@ def take_step_and_states_from_the_group(source: Source) -> None:
     step = source.branch(STEP, within=load)
     source.insert_at(step.test, GUARD)
     source.insert_before(source.one("hp_param = param_group['params'][0]", within=load), PADDING)
-    source.insert_function_before(source.class_named("ZeROOptimizer"), _step_and_state_keys)
+    source.insert_function_before("ZeROOptimizer", _step_and_state_keys)

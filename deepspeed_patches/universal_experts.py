@@ -100,4 +100,4 @@ def load_each_expert_by_its_number(source: Source) -> None:
     source.replace(source.one(GROUPS.format(SAVED), within=load).args[1], SETTINGS)
     source.insert_before(source.loop("i, (param_group, loaded_param_group)", within=load), "\n".join(PREPARED))
     for function in (_folder_names, _settings_to_load):
-        source.insert_function_before(source.class_named("DeepSpeedOptimizer"), function)
+        source.insert_function_before("DeepSpeedOptimizer", function)

@@ -190,7 +190,7 @@ def drop_the_states_that_were_not_saved(source: Source) -> None:
     load = source.function(f"ZeROOptimizer.{LOAD}")
     source.skip_if(DROP, _drop_states_not_saved, within=load)
     source.insert_before(source.one(FLAT, within=load), DROP)
-    source.insert_function_before(source.class_named("ZeROOptimizer"), _drop_states_not_saved)
+    source.insert_function_before("ZeROOptimizer", _drop_states_not_saved)
 
 
 @fix.edit(STAGE_1_AND_2, releases=(("0.17.6", newest("deepspeed")),))
@@ -208,8 +208,8 @@ def load_the_momentum_of_muon(source: Source) -> None:
 @fix.edit(STAGE3)
 def load_the_saved_states_at_stage_3(source: Source) -> None:
     """Upstream loads only Adam's states and a step."""
-    owner = source.class_named("DeepSpeedZeroOptimizer_Stage3")
-    load = source.function(f"{owner.name}.{LOAD}_stage3")
+    owner = "DeepSpeedZeroOptimizer_Stage3"
+    load = source.function(f"{owner}.{LOAD}_stage3")
     by_list = bool(source.all(f"{KEYS_BEFORE_0_18} = ...", within=load))
     saved = SAVED_BEFORE_0_18 if by_list else SAVED
     functions = (_saved_states,) if by_list else (_saved_states, _have_step)

@@ -69,4 +69,4 @@ def put_the_fixed_script_into_the_checkpoint(source: Source) -> None:
     copy = source.function("DeepSpeedEngine._copy_recovery_script")
     source.skip_if(COPY_AS_LOADED, _copy_as_loaded, within=copy)
     source.replace(source.one(COPY, within=copy), COPY_AS_LOADED)
-    source.insert_function_before(source.class_named("DeepSpeedEngine"), _copy_as_loaded)
+    source.insert_function_before("DeepSpeedEngine", _copy_as_loaded)

@@ -54,7 +54,7 @@ def _own_tensors(staged: "Any", state_dict: "Any") -> "Any":
 def own_staged_tensors(source: Source) -> None:
     """The stager of torch's own writers. Torch 2.3 has no stagers."""
     _own(source, source.function("BlockingAsyncStager.stage"))
-    source.insert_function_before(source.class_named("BlockingAsyncStager"), _own_tensors)
+    source.insert_function_before("BlockingAsyncStager", _own_tensors)
     if not source.imports("torch"):
         of_torch = [
             node for node in source.all_of(ast.ImportFrom) if str(node.module).startswith("torch.")

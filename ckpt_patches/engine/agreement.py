@@ -91,7 +91,7 @@ def insert_agreement(
     announce: "ast.stmt | None",
     check: Iterable[Function],
     patience: int,
-    before: "ast.stmt",
+    before: str,
 ) -> None:
     """Insert the announcement of a fix after a statement, and the check at the start of functions.
 
@@ -102,7 +102,7 @@ def insert_agreement(
         announce: a statement that every rank runs long before it saves, or None.
         check: the functions in which the fix changes the collectives.
         patience: seconds that a rank without an earlier announcement may come after the first one.
-        before: a definition of the module; the inserted functions go before it.
+        before: a class of the module; the inserted functions go before it.
 
     Raises:
         NotNeeded: the source has the check, or upstream has the changes, so all ranks have them.

@@ -3,6 +3,7 @@
 A tree is the folder that contains the package: site-packages, a `--target` folder or a checkout.
 """
 
+import bisect
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from ckpt_patches.engine.source import NoMatch, NotNeeded, Source, UnreadableSou
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.pause import without_garbage_collection, without_syntax_warnings
 
+CO_OPTIMIZED = 1  # of the code of a function, not of a class
 Reasons = Mapping[tuple[str, str], str]  # by fix and module
 
 
@@ -195,14 +197,44 @@ def _compile(tree: _Tree) -> tuple[dict[str, FilePlan], str]:
         try:
             code = compile(patched, source.path, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
+            source.parse_whole()
             return {}, f"{source.path}: the edited source does not compile: {error}"
+        defined = list(_defined(code))
+        if lost := source.used.difference(name for name, _ in defined):
+            source.parse_whole()
+            return {}, f"{source.path}: the edited source does not define {', '.join(sorted(lost))}"
         fixes = tuple(dict.fromkeys(edit.fix for edit in source.edits))
-        functions: dict[str, tuple[str, ...]] = {}
-        for fix in fixes:
-            for name in source.functions_of(fix):
-                functions[name] = (*functions.get(name, ()), fix)
-        files[module] = FilePlan(module, source.path, source.data, patched, code, fixes, functions)
+        files[module] = FilePlan(
+            module, source.path, source.data, patched, code, fixes, _edited(source, patched, defined)
+        )
     return files, ""
+
+
+def _defined(code: CodeType, owner: str = "") -> Iterator[tuple[str, CodeType]]:
+    """The functions, classes and methods (`Class.name`) of a module."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield owner + inner.co_name, inner
+            if not owner and not inner.co_flags & CO_OPTIMIZED:  # a class
+                yield from _defined(inner, f"{inner.co_name}.")
+
+
+def _edited(source: Source, patched: bytes, defined: Iterable[tuple[str, CodeType]]) -> dict[str, tuple[str, ...]]:
+    """By the functions and methods that are edited or added, the fixes."""
+    functions = sorted((code.co_firstlineno, name, code) for name, code in defined if code.co_flags & CO_OPTIMIZED)
+    found: dict[str, dict[str, None]] = {}
+    for start, fix in source.places():
+        line = patched.count(b"\n", 0, start) + 1
+        at = bisect.bisect_right(functions, line, key=lambda function: function[0]) - 1
+        if at >= 0 and _reaches(functions[at][2], line):
+            found.setdefault(functions[at][1], {})[fix] = None
+    return {name: tuple(fixes) for name, fixes in found.items()}
+
+
+def _reaches(code: CodeType, line: int) -> bool:
+    """Whether a function has code on a line or after it."""
+    inner = (_reaches(const, line) for const in code.co_consts if isinstance(const, CodeType))
+    return any((own or 0) >= line for _, _, own in code.co_lines()) or any(inner)
 
 
 def _one_by_one(names: Sequence[str], tree: _Tree) -> list[FixResult]:
@@ -278,16 +310,13 @@ def _make_one(fix: Fix, edit: Edit, tree: _Tree) -> _Found:
     path = module_path(tree.root, edit.module)
     try:
         source = tree.source(edit.module, path)
-        others, source.fix = list(source.edits), fix.name
-        try:
-            edit.function(source)
-            is_made = len(source.edits) > len(others)
-            if is_made and (fix.name, edit.module) in tree.unavailable:
-                raise NoMatch(tree.unavailable[fix.name, edit.module])
-        except (NoMatch, NotNeeded):
-            source.edits = others
-            raise
-        return _Found.CODE if is_made else _Found.NOTHING
+        count, source.fix = len(source.edits), fix.name
+        source.request(edit.function)
+        if len(source.edits) == count:
+            return _Found.NOTHING
+        if (fix.name, edit.module) in tree.unavailable:
+            raise NoMatch(tree.unavailable[fix.name, edit.module])
+        return _Found.CODE
     except NotNeeded:
         return _Found.FIXED
     except NoMatch as error:

@@ -3,6 +3,9 @@
 Everything outside an edit stays byte-identical: line endings, quotes, comments, a byte order mark. Anchors are written
 as Python (`source.one('zarr.create(...)', within=function)`) and compared as syntax, so quotes, spacing and line breaks
 of a release do not matter.
+
+Each process of a job pays for this, so only the functions that may have an anchor are parsed: an outline of the file,
+from the beginnings of its lines, has their places. Where the outline and the parser disagree, the whole file is parsed.
 """
 
 import ast
@@ -27,6 +30,14 @@ Ranges = tuple[tuple[str, str], ...]  # the first and the last release of each r
 # Of a fix's code: a pattern, a pattern and the node that it is in, an inserted function, or whether it is there.
 Part = str | tuple[str, ast.AST] | Callable[..., Any] | bool
 NodeT = TypeVar("NodeT", bound=ast.AST)
+# The beginning of a statement of a module or class: indentation, decorator, keyword and name.
+_BEGIN = re.compile(
+    rb"\n( {4}|\t|)(?:(@)|(?:async +)?(def|class) +(\w+)|(?!else\b|elif\b|except\b|finally\b)[^\s#)\]}])"
+)
+_STRING = re.compile(r"""[bfru]*("[^"]*"|'[^']*')""", re.IGNORECASE)
+_WORD = re.compile(r"(?<!\w)[^\W\d]\w*")
+_IN_WORD = frozenset(b"_0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_OTHER_INDENT = re.compile(rb"\n(?: {1,3}| *\t+ +)(?:async +)?(?:def|class) ")
 
 
 class NoMatch(Exception):
@@ -52,6 +63,10 @@ class UnreadableSource(NoMatch):
     """The file cannot be edited at all: it is unreadable or not UTF-8, or does not parse with this Python."""
 
 
+class _Inexact(Exception):
+    """The outline from the text of the lines is not that of the syntax, or may not be."""
+
+
 class TextEdit(NamedTuple):
     """Replace the bytes [start, stop) of the file with `text`."""
 
@@ -59,6 +74,17 @@ class TextEdit(NamedTuple):
     stop: int
     text: bytes
     fix: str
+
+
+class _Block:
+    """The bytes of one statement of a module or class, with its decorators, up to the next statement."""
+
+    def __init__(self, start: int, name: str | None = None, nodes: list[ast.stmt] | None = None) -> None:
+        self.start = start
+        self.stop = start
+        self.name = name  # of a function or class; None as long as only decorators were read
+        self.members: list[_Block] | None = None  # of a class
+        self.nodes = nodes  # parsed
 
 
 def _same(pattern: Any, node: Any) -> bool:
@@ -85,46 +111,44 @@ def _is_wildcard(pattern: Any) -> bool:
     return isinstance(pattern, ast.Constant) and pattern.value is ...
 
 
-def _children(node: ast.AST) -> list[ast.AST]:
-    """As `ast.iter_child_nodes`, without the `ctx` of variables, in half the time."""
-    found: list[ast.AST] = []
-    for field in node._fields:
-        value = getattr(node, field, None)
-        if isinstance(value, list):
-            found += [item for item in value if isinstance(item, ast.AST)]
-        elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
-            found.append(value)
-    return found
-
-
-def _walk(root: ast.AST, kind: type[NodeT], lines: Sequence[int]) -> list[NodeT]:
-    """The nodes of a kind on any of these lines, which are in order.
-
-    What is on none of them is not walked: that would take longer than all else, in every process of a job.
-    """
+def _walk(root: ast.AST, kind: type[NodeT], lines: Sequence[int] | None) -> list[NodeT]:
+    """The nodes of a kind, with `lines` only those on any of these lines, which are in order."""
     nodes = [root]
     for node in nodes:  # the list grows meanwhile
-        nodes += [child for child in _children(node) if not child._attributes or _is_on(child, lines)]
+        for value in vars(node).values():
+            if isinstance(value, list):
+                nodes += [n for n in value if isinstance(n, ast.AST) and (lines is None or _is_on(n, lines))]
+            elif isinstance(value, ast.AST) and (lines is None or _is_on(value, lines)):
+                nodes.append(value)
     return [node for node in nodes if isinstance(node, kind)]
 
 
 def _is_on(node: Any, lines: Sequence[int]) -> bool:
-    """Whether a node, or a decorator of it, is on one of these lines, which are in order."""
-    decorators = getattr(node, "decorator_list", None)
-    first = min(node.lineno, decorators[0].lineno) if decorators else node.lineno
-    at = bisect.bisect_left(lines, first)
+    """Whether a node, or a decorator of it, is on one of these lines; true for one without a place."""
+    if not node._attributes:
+        return True
+    at = bisect.bisect_left(lines, _first_line(node))
     return at < len(lines) and lines[at] <= node.end_lineno
 
 
+def _first_line(node: Any) -> int:
+    """The first line of a statement, with its decorators."""
+    decorators = getattr(node, "decorator_list", None)
+    line: int = min(node.lineno, decorators[0].lineno) if decorators else node.lineno
+    return line
+
+
 @functools.cache
-def _parse_pattern(pattern: str) -> tuple[ast.AST, tuple[bytes, ...]]:
-    """The syntax of a pattern, and the names in it, without those in strings."""
+def _parse_pattern(pattern: str) -> ast.AST:
+    """The syntax of a pattern."""
     (statement,) = ast.parse(textwrap.dedent(pattern).strip()).body
-    wanted = statement.value if isinstance(statement, ast.Expr) else statement
-    names = [getattr(node, field, None) for node in ast.walk(wanted) for field in ("id", "attr", "arg", "name")]
-    return wanted, tuple(
-        name.encode() for name in dict.fromkeys(names) if isinstance(name, str) and name.isidentifier()
-    )
+    return statement.value if isinstance(statement, ast.Expr) else statement
+
+
+@functools.cache
+def _words(pattern: str) -> tuple[bytes, ...]:
+    """The names and keywords of a pattern, without those in strings: what lacks one of them cannot be equal."""
+    return tuple(word.encode() for word in dict.fromkeys(_WORD.findall(_STRING.sub("", pattern))))
 
 
 class Source:
@@ -139,24 +163,57 @@ class Source:
         self.is_expected = is_expected
         self.edits: list[TextEdit] = []
         self.fix = ""  # that requests edits now
-        self._tree: ast.Module | None = None
-        self._nodes: dict[ast.AST, dict[type[ast.AST], list[Any]]] = {}
+        self.used: set[str] = set()  # functions and classes that were found by the text of their lines
+        self.is_exact = False  # whether the whole file is parsed
 
-    @property
-    def tree(self) -> ast.Module:
-        """The syntax tree, parsed once.
-
-        Raises:
-            UnreadableSource: the file is not UTF-8, or does not parse with this Python.
-        """
-        if self._tree is None:
-            self._check_encoding()
+    def request(self, edit: "Callable[[Source], None]") -> None:
+        """Request the edits of a function, or none if it raises."""
+        before = list(self.edits)
+        try:
             try:
-                self._tree = ast.parse(self.data, self.path)
-            except (SyntaxError, ValueError) as error:
-                line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-                raise UnreadableSource(f"it does not parse with this Python: {error.args[0]}{line}") from error
-        return self._tree
+                edit(self)
+            except _Inexact:
+                self.edits = list(before)
+                self.parse_whole()
+                edit(self)
+        except BaseException:
+            self.edits = before
+            raise
+
+    # The outline
+
+    @functools.cached_property
+    def _blocks(self) -> list[_Block]:
+        """The statements of the module. Raises UnreadableSource if it is not UTF-8, or does not parse."""
+        self._check_encoding()
+        if self.is_exact or _OTHER_INDENT.search(self.data):
+            return self._parsed_blocks()
+        blocks: list[_Block] = []
+        begin, (single, double) = self._lines[0], (quote in self.data for quote in (b"'''", b'"""'))
+        for found in _BEGIN.finditer(b"\n" + self.data[begin:]):
+            among, start = (
+                blocks if not found[1] else blocks[-1].members if blocks else None,
+                found.start(1) + begin - 1,
+            )
+            if among is None:  # not in a class
+                continue
+            last = among[-1] if among else None
+            if last and (
+                (double and self.data.count(b'"""', last.start, start) % 2)
+                or (single and self.data.count(b"'''", last.start, start) % 2)
+            ):  # in a string of several lines
+                continue
+            if last is None or last.name is not None:
+                among.append(last := _Block(start))
+            last.name = None if found[2] else (found[4] or b"").decode()
+            last.members = [] if found[3] == b"class" and not found[1] else None
+        self._set_stops(blocks, len(self.data))
+        return blocks
+
+    def _set_stops(self, blocks: list[_Block], stop: int) -> None:
+        for block, following in itertools.zip_longest(blocks, blocks[1:]):
+            block.stop = following.start if following else stop
+            self._set_stops(block.members or [], block.stop)
 
     def _check_encoding(self) -> None:
         try:
@@ -167,23 +224,101 @@ class Source:
         if declared not in ("utf-8", "utf-8-sig"):
             raise UnreadableSource(f"expected UTF-8, found a file declared as {declared}")
 
+    def parse_whole(self) -> None:
+        """Forget the outline: from now on, it is that of the parser."""
+        self.is_exact = True
+        self.used.clear()
+        self.__dict__.pop("_blocks", None)
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        """The syntax tree of the whole file.
+
+        Raises:
+            UnreadableSource: the file is not UTF-8, or does not parse with this Python.
+        """
+        self._check_encoding()
+        try:
+            return ast.parse(self.data, self.path)
+        except (SyntaxError, ValueError) as error:
+            line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+            raise UnreadableSource(f"it does not parse with this Python: {error.args[0]}{line}") from error
+
+    def _parsed_blocks(self) -> list[_Block]:
+        self.is_exact = True
+        blocks = list(map(self._parsed_block, self.tree.body))
+        self._set_stops(blocks, len(self.data))
+        return blocks
+
+    def _parsed_block(self, node: ast.stmt) -> _Block:
+        is_decorated = getattr(node, "decorator_list", None)
+        start = self._lines[_first_line(node) - 1] if is_decorated else self._span(node)[0]
+        block = _Block(start, getattr(node, "name", ""), [node])
+        if isinstance(node, ast.ClassDef):
+            block.members = list(map(self._parsed_block, node.body))
+        return block
+
+    def _nodes(self, block: _Block) -> list[ast.stmt]:
+        """The statements of a block, usually one. Raises _Inexact."""
+        if block.nodes is None:
+            line = bisect.bisect_right(self._lines, block.start) - 1
+            is_member = self.data[block.start : block.start + 1].isspace()
+            before = b"\n" * (line - 1) + b"if 1:\n" if is_member else b"\n" * line
+            try:
+                nodes = ast.parse(before + self.data[block.start : block.stop]).body
+            except (SyntaxError, ValueError):
+                raise _Inexact from None
+            if is_member:
+                nodes = nodes[0].body if len(nodes) == 1 else []  # type: ignore[attr-defined]
+            if len(nodes) != 1 and (block.name or not nodes):
+                raise _Inexact
+            block.nodes = nodes
+        return block.nodes
+
+    def _block_at(self, offset: int, *, is_member: bool = True) -> _Block:
+        """The statement of the module, or of a class, with a byte of the file."""
+        block = self._blocks[max(0, bisect.bisect_right(self._blocks, offset, key=lambda block: block.start) - 1)]
+        if is_member and block.members and offset >= block.members[0].start:
+            return block.members[bisect.bisect_right(block.members, offset, key=lambda block: block.start) - 1]
+        return block
+
     # Anchors
 
     def function(self, name: str) -> Function:
         """The only function of that name; a method is `Class.method`. Raises NoMatch."""
-        near = functools.partial(self._near_definition, name)
-        if not all(part.encode() in self.data for part in name.split(".")):  # before the file is parsed
-            raise NoMatch(f"expected one definition of {name}, found 0", near)
-        found: ast.AST = self.tree
-        for part in name.split("."):
-            body: list[ast.stmt] = getattr(found, "body", [])
-            named = [s for s in body if isinstance(s, ast.FunctionDef | ast.ClassDef) and s.name == part]
-            if len(named) != 1:
-                raise NoMatch(f"expected one definition of {name}, found {len(named)}", near)
-            found = named[0]
+        found = self._definition(name)
         if not isinstance(found, ast.FunctionDef):
             raise NoMatch(f"expected {name} to be a function, found a class")
         return found
+
+    def _definition(self, name: str) -> ast.stmt:
+        """The only function or class of that name, of the module, a class or a function. Raises NoMatch."""
+        blocks: list[_Block] | None = self._blocks
+        body: list[ast.stmt] = []
+        for part in name.split("."):
+            if blocks is not None:
+                named = [block for block in blocks if block.name == part]
+                self._check_known(part, len(named))
+                found = self._nodes(named[0]) if len(named) == 1 and named[0].members is None else []
+                count, blocks = len(named), named[0].members if len(named) == 1 else None
+            else:
+                found = [s for s in body if isinstance(s, ast.FunctionDef | ast.ClassDef) and s.name == part]
+                count = len(found)
+            if count != 1:
+                near = functools.partial(self._near, f"def {name.rpartition('.')[2]}(self):", None, [])
+                raise NoMatch(f"expected one definition of {name}, found {count}", near)
+            body = getattr(found[0], "body", []) if found else []
+        self.used.add(".".join(name.split(".")[:2]))
+        return found[0] if found else self._nodes(named[0])[0]
+
+    def _check_known(self, name: str, found: int) -> None:
+        """Raise _Inexact if the outline lacks a definition of a name that was not found once."""
+        if found == 1 or self.is_exact:
+            return
+        every = (each for block in self._blocks for each in (block, *(block.members or ())))
+        known, begins = sum(block.name == name for block in every), ("def %s(", "class %s(", "class %s:")
+        if known != sum(self.data.count((begin % name).encode()) for begin in begins):
+            raise _Inexact
 
     def function_of(self, name: str, *releases: tuple[str, str]) -> Function | None:
         """The function that these releases have; None in others that lack it.
@@ -195,8 +330,10 @@ class Source:
 
     def class_named(self, name: str) -> ast.ClassDef:
         """The only top-level class of that name. Raises NoMatch."""
-        found = [node for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-        return self._only(found, f"class {name}")
+        named = [block for block in self._blocks if block.name == name and block.members is not None]
+        self._check_known(name, len(named))
+        self.used.add(name)
+        return self._only([node for block in named for node in self._nodes(block)], f"class {name}")  # type: ignore
 
     def has_function(self, name: str) -> bool:
         """Whether that function or method is defined exactly once."""
@@ -208,20 +345,10 @@ class Source:
 
     def all(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
         """Every node equal to the pattern, in text order. `...` is any expression, `f(...)` any call of f."""
-        wanted, _ = _parse_pattern(pattern)
-        found = [node for node in self.all_of(type(wanted), within, having=pattern) if _same(wanted, node)]
+        roots, lines = self._where(_words(pattern), within)
+        wanted = _parse_pattern(pattern) if roots else ast.Pass()
+        found = [node for root in roots for node in _walk(root, type(wanted), lines) if _same(wanted, node)]
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
-
-    def _lines_with(self, names: Sequence[bytes], within: ast.AST | None) -> list[int]:
-        """The lines of a node that have the rarest of these names, in order; none if the node lacks one of them."""
-        start, stop = (0, len(self.data)) if within is None or within is self._tree else self._span(within)
-        counts = {name: self.data.count(name, start, stop) for name in names}
-        rarest = min(counts, key=counts.__getitem__)
-        lines, at = list[int](), start - 1
-        for _ in range(counts[rarest]):
-            at = self.data.index(rarest, at + 1, stop)
-            lines.append(bisect.bisect_right(self._lines, at))
-        return lines
 
     def one(self, pattern: str, within: ast.AST | None = None) -> Any:
         """The only node equal to the pattern. Raises NoMatch unless there is exactly one."""
@@ -235,10 +362,6 @@ class Source:
             raise NoMatch(f"expected `{_short(shown)}` once{where}, found it {len(found)} times", near)
         return found[0]
 
-    def _near_definition(self, name: str) -> str:
-        """For a message: the line of the function with the most similar name."""
-        return self._near(f"def {name.rpartition('.')[2]}(self):", None, [])
-
     def _near(self, pattern: str, within: ast.AST | None, found: Sequence[Any]) -> str:
         """For a message: the lines of what was found, or the line that is most like the pattern."""
         if found:
@@ -250,16 +373,28 @@ class Source:
 
     def all_of(self, kind: type[NodeT], within: ast.AST | None = None, *, having: str = "") -> list[NodeT]:
         """Every node of a kind, such as `ast.For`; with `having`, of those that can have this pattern in them."""
-        if having and (names := _parse_pattern(having)[1]):
-            lines = self._lines_with(names, within)
-            return _walk(within or self.tree, kind, lines) if lines else []
-        root = within or self.tree
-        if root not in self._nodes:
-            nodes, self._nodes[root] = [root], {}
-            for node in nodes:  # the list grows meanwhile
-                nodes += _children(node)
-                self._nodes[root].setdefault(type(node), []).append(node)
-        return list(self._nodes[root].get(kind, []))
+        roots, lines = self._where(_words(having), within)
+        return [node for root in roots for node in _walk(root, kind, lines)]
+
+    def _where(self, words: Sequence[bytes], within: ast.AST | None) -> "tuple[Sequence[ast.AST], list[int] | None]":
+        """The nodes, and the lines in them, that may have all of these words; None for all lines."""
+        if not words:
+            return [within] if within else [node for block in self._blocks for node in self._nodes(block)], None
+        start, stop = self._span(within) if within else (0, len(self.data))
+        counts = {word: self.data.count(word, start, stop) for word in words if word in self.data}
+        if len(counts) < len(words):
+            return [], None
+        rarest = min(counts, key=counts.__getitem__)
+        places, at = list[int](), start - 1
+        for _ in range(counts[rarest]):
+            at = self.data.index(rarest, at + 1, stop)
+            end = at + len(rarest)
+            if _IN_WORD.isdisjoint(self.data[max(0, at - 1) : at] + self.data[end : end + 1]):
+                places.append(at)
+        lines = [bisect.bisect_right(self._lines, place) for place in places]
+        if within:
+            return [within] if lines else [], lines
+        return [node for block in dict.fromkeys(map(self._block_at, places)) for node in self._nodes(block)], lines
 
     def some(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
         """Every node equal to the pattern, at least one. Raises NoMatch."""
@@ -281,8 +416,8 @@ class Source:
 
     def _one_with(self, kind: type[NodeT], field: str, pattern: str, within: ast.AST | None, shown: str) -> NodeT:
         """The only node of a kind whose field equals the pattern."""
-        wanted, _ = _parse_pattern(pattern)
-        found = [node for node in self.all_of(kind, within, having=pattern) if _same(wanted, getattr(node, field))]
+        nodes = self.all_of(kind, within, having=pattern)
+        found = [node for node in nodes if _same(_parse_pattern(pattern), getattr(node, field))]
         return self._only(found, shown, within)
 
     def text(self, node: ast.AST) -> str:
@@ -292,7 +427,21 @@ class Source:
 
     def imports(self, name: str) -> bool:
         """Whether an import statement at module level, outside blocks and functions, binds that name."""
-        return name in imported_names(self.tree.body)
+        return name in self._imported
+
+    def import_statements(self) -> list[ast.Import | ast.ImportFrom]:
+        """The import statements at module level."""
+        nodes = (node for block in self._imports() for node in self._nodes(block))
+        return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+    def _imports(self) -> list[_Block]:
+        return [block for block in self._blocks if self.data.startswith((b"import ", b"from "), block.start)]
+
+    @functools.cached_property
+    def _imported(self) -> set[str]:
+        """The names that the import statements bind."""
+        texts = (self.data[block.start : block.stop] for block in self._imports())
+        return set(imported_names(ast.parse(b"".join(texts)).body))
 
     def skip_if(self, *parts: Part, within: ast.AST | None = None) -> None:
         """Recognize the fix's own code: patterns in `within`, or each with the node that it is in, functions, and
@@ -414,41 +563,46 @@ class Source:
 
     def insert_import(self, text: str) -> None:
         """Insert an import statement after the last one at module level."""
-        imports = [node for node in self.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        imports = self._imports()
         if not imports:
             raise NoMatch("expected an import statement, found none")
-        self.insert_after(imports[-1], text)
+        self.insert_after(self._nodes(imports[-1])[-1], text)
 
     def decorate(self, function: Function, text: str) -> None:
         """Insert a decorator as the outermost one."""
         self._check_begins_line(function)
-        first = self._lines[min([node.lineno for node in function.decorator_list], default=function.lineno) - 1]
+        first = self._lines[_first_line(function) - 1]
         self._edit(first, first, self._indent(function) + text + self._newline)
 
     def insert_method_before(self, method: ast.stmt, function: Callable[..., Any]) -> None:
         """Insert the source text of a method in a fix's file before an upstream method."""
-        owner = next(node for node in self.tree.body if isinstance(node, ast.ClassDef) and method in node.body)
-        self._check_undefined(function, owner.body)
-        self._insert_definition_before(method, function, blank_lines=1)
+        start = self._span(method)[0]
+        owner = self._block_at(start, is_member=False)
+        self._insert_definition(owner.members or [], self._block_at(start), function, blank_lines=1)
 
-    def insert_function_before(self, statement: ast.stmt, function: Callable[..., Any]) -> None:
-        """Insert the source text of a function in a fix's file before a function or class of a module."""
-        self._check_undefined(function, self.tree.body)
-        self._insert_definition_before(statement, function, blank_lines=2)
+    def insert_function_before(self, other: "ast.AST | str", function: Callable[..., Any]) -> None:
+        """Insert the source text of a function in a fix's file before the function or class of a module that is, or
+        has, another node, or has a name. Raises NoMatch."""
+        if isinstance(other, str):
+            named = [block for block in self._blocks if block.name == other]
+            self._check_known(other, len(named))
+            if len(named) != 1:
+                raise NoMatch(f"expected one definition of {other}, found {len(named)}")
+            self.used.add(other)
+        else:
+            named = [self._block_at(self._span(other)[0], is_member=False)]
+        self._insert_definition(self._blocks, named[0], function, blank_lines=2)
 
-    def _insert_definition_before(self, other: ast.stmt, function: Callable[..., Any], blank_lines: int) -> None:
-        first = (getattr(other, "decorator_list", None) or [other])[0]
-        line_start = self._lines[first.lineno - 1]
-        indent = self._indent(other)
-        text = indent + self._indented(self.definition(function, len(indent)), indent)
-        text += self._newline * (1 + blank_lines)
-        self._edit(line_start, line_start, text)
-
-    def _check_undefined(self, function: Callable[..., Any], body: Sequence[ast.stmt]) -> None:
-        """Raise NoMatch if a module or class has a function of that name, perhaps of another version of the fix."""
+    def _insert_definition(
+        self, among: Iterable[_Block], before: _Block, function: Callable[..., Any], blank_lines: int
+    ) -> None:
         name = function.__name__
-        if any(isinstance(node, ast.FunctionDef) and node.name == name for node in body):
+        if any(block.name == name for block in among):  # perhaps of another version of the fix
             raise NoMatch(f"expected no {name} yet, found one without what calls it in this fix")
+        line = bisect.bisect_right(self._lines, before.start)
+        indent = self._line_indent(line)
+        text = indent + self._indented(self.definition(function, len(indent)), indent)
+        self._edit(self._lines[line - 1], self._lines[line - 1], text + self._newline * (1 + blank_lines))
 
     def definition(self, function: Callable[..., Any], indent: int = 0) -> str:
         """The text of a function in a fix's file, unindented, in the form for this module at that indentation."""
@@ -457,7 +611,7 @@ class Source:
     @functools.cached_property
     def _names(self) -> set[str]:
         """The names that annotations of inserted functions can use."""
-        return {*dir(builtins), *imported_names(self.tree.body)}
+        return self._imported.union(dir(builtins))
 
     def add_keyword(self, call: ast.Call, name: str, value: str) -> None:
         """Add a keyword argument after a call's last argument, in the call's own layout."""
@@ -484,31 +638,12 @@ class Source:
             position = edit.stop
         return b"".join([*parts, self.data[position:]])
 
-    def functions_of(self, fix: str) -> list[str]:
-        """The functions and methods (`Class.name`) of the module that a fix edits or adds."""
-        found: dict[str, None] = {}
-        for edit in (edit for edit in self.edits if edit.fix == fix):
-            inside = [name for start, stop, name in self._functions if start <= edit.start and edit.stop <= stop]
-            before = [(start, name) for start, _, name in self._functions if start == edit.start == edit.stop]
-            brought = re.match(r"(?:@.*\s+)*def (\w+)", edit.text.decode().lstrip())
-            if brought and edit.start == edit.stop and (before or not inside):
-                owner = before[0][1].rpartition(".")[0] if before else ""
-                found[f"{owner}.{brought[1]}".lstrip(".")] = None
-            elif inside:
-                found[inside[0]] = None
-        return list(found)
-
-    @functools.cached_property
-    def _functions(self) -> list[tuple[int, int, str]]:
-        """The start, with decorators, the end, with the line break, and the name of each function and method."""
-        found = []
-        for node in _definitions(self.tree.body):
-            is_class = isinstance(node, ast.ClassDef)
-            for each in _definitions(node.body) if is_class else (node,):
-                first = min([each.lineno, *(own.lineno for own in each.decorator_list)])
-                name = f"{node.name}.{each.name}" if is_class else each.name
-                found.append((self._lines[first - 1], self._span(each)[1] + 1, name))
-        return found
+    def places(self) -> Iterator[tuple[int, str]]:
+        """The offset of each edit's first character in the text with all edits, and its fix."""
+        longer = 0
+        for edit in sorted(self.edits, key=lambda e: (e.start, e.stop)):
+            yield edit.start + longer + len(edit.text) - len(edit.text.lstrip()), edit.fix
+            longer += len(edit.text) - (edit.stop - edit.start)
 
     # Positions
 
@@ -562,17 +697,6 @@ class Source:
                 ours, theirs = _short(text), _short(other.text.decode())
                 raise NoMatch(f"another fix edits the same place: `{theirs}` and `{ours}`")
         self.edits.append(TextEdit(start, stop, text.encode(), self.fix))
-
-
-def _definitions(body: Sequence[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """The functions and classes of a module or class, also under an `if`, `try` or `with`."""
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node
-        elif isinstance(node, ast.If | ast.Try | ast.With):
-            handlers = [each.body for each in getattr(node, "handlers", ())]
-            for inner in (node.body, getattr(node, "orelse", []), getattr(node, "finalbody", []), *handlers):
-                yield from _definitions(inner)
 
 
 def _logic(function: ast.stmt) -> str:

@@ -61,4 +61,4 @@ def own_shared_tensors(source: Source) -> None:
     source.skip_if("_own_tensors(item.preload_fn())", _own_tensors, within=loop)
     stage = source.one("async_fn_args[1] = item.preload_fn()", within=loop)
     source.replace(stage.value, "_own_tensors(item.preload_fn())")
-    source.insert_function_before(source.class_named("PersistentAsyncCaller"), _own_tensors)
+    source.insert_function_before("PersistentAsyncCaller", _own_tensors)

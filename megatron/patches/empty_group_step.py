@@ -72,4 +72,4 @@ def align_the_groups(source: Source) -> None:
     source.insert_before(_first_use(source, load), CALL)
     if save in functions:
         source.insert_before(source.loop("param_group", within=save), CALL)
-    source.insert_function_before(source.class_named("DistributedOptimizer"), _align_group_steps)
+    source.insert_function_before("DistributedOptimizer", _align_group_steps)

@@ -293,11 +293,10 @@ def ask_for_rows_as_saved(source: Source) -> None:
 def refuse_mixed_rows(source: Source) -> None:
     """Check the rows where upstream checks the shapes against the checkpoint's metadata."""
     plan = source.function("MCoreLoadPlanner.create_local_plan")
-    planner = source.class_named("MCoreLoadPlanner")
     functions = (mixed_swiglu_grid, mixed_swiglu_rows_error, check_swiglu_rows)
     source.skip_if(f"{check_swiglu_rows.__name__}(...)", *functions, within=plan)
     metadata_and_tensors = "(self.metadata, self.shapes_validation_sharded_tensors)"
     shapes = source.one(f"self._validate_global_shapes{metadata_and_tensors}", within=plan)
     source.insert_after(shapes, f"{check_swiglu_rows.__name__}{metadata_and_tensors}")
     for function in functions:
-        source.insert_function_before(planner, function)
+        source.insert_function_before("MCoreLoadPlanner", function)

@@ -82,9 +82,7 @@ def cut_without_end_padding(source: Source) -> None:
     comment = "# What is gathered has no end padding of buckets, which these ranges include."
     source.insert_before(loop.body[0], "\n".join([comment, *lines[1:]]))
     source.replace(source.branch("missing_elems_num > 0", within=loop), ALL_THERE)
-    source.insert_function_before(
-        source.class_named("DistributedOptimizer"), _end_padding_before_buckets
-    )
+    source.insert_function_before("DistributedOptimizer", _end_padding_before_buckets)
 
 
 def _is_repaired(source: Source) -> bool:
@@ -225,4 +223,4 @@ def load_what_was_saved_shifted(source: Source) -> None:
         source.insert_before(source.one("import torch"), "import os")
     source.insert_at_start(load, UNDO)
     for function in functions:
-        source.insert_function_before(source.class_named("DistributedOptimizer"), function)
+        source.insert_function_before("DistributedOptimizer", function)

@@ -95,4 +95,4 @@ def keep_own_bounds(source: Source) -> None:
     source.insert_at_start(load, RESTORE)
     source.insert_after(source.one(STEP, within=load), REPEAT)
     source.insert_method_before(step, OptimizerParamScheduler._restore_own_bounds)
-    source.insert_function_before(source.class_named(CLASS), _bounds_of_param_group)
+    source.insert_function_before(CLASS, _bounds_of_param_group)

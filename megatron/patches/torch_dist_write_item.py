@@ -56,4 +56,4 @@ def give_torch_what_it_asks_for(source: Source) -> None:
     for call in calls:
         arguments = ", ".join(map(source.text, call.args[0].args[-4:]))
         source.replace(call, f"local_results.append(_write_one({arguments}))")
-    source.insert_function_before(source.class_named("FileSystemWriterAsync"), _write_one)
+    source.insert_function_before("FileSystemWriterAsync", _write_one)

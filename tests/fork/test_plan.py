@@ -201,6 +201,18 @@ def test_a_bad_edit_takes_its_own_fix_away_and_no_other(tree: Path, monkeypatch:
     assert made.files[SECOND].patched == b"from here import new, old\nvalue = new(1)\nthird = 3\n"
 
 
+def test_a_definition_that_is_text_of_a_string_is_none(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quotes in front of it look as if the string had ended: the compiled module does not have the function."""
+    path = tree / "megatron/core/first.py"
+    string = 'a = \'"""\', """\nclass Box:\n    def get(self):\n        pass\n"""\n'
+    path.write_text(path.read_text() + string)
+    fix = Fix("fix", releases=WITH_BUG)
+    fix.edit(FIRST)(lambda source: source.insert_at_start(source.function("Box.get"), "begin()"))
+    made = planned(tree, monkeypatch, fix, make("other"))
+    assert "first.py: expected one definition of Box.get, found 0" in made.results[0].reason
+    assert [result.outcome for result in made.results] == [Outcome.NO_MATCH, Outcome.APPLIES]
+
+
 def test_a_fix_that_fails_takes_no_other_one_away(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(source: Source) -> None:
         source.replace(source.one("old(1)"), "half(1)")

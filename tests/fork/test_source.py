@@ -107,7 +107,7 @@ def test_an_anchor_with_another_name_or_literal_is_none(old: str, new: str) -> N
 
 def test_quotes_and_layout_do_not_matter() -> None:
     made = source("f('a',\n  [1,2])\n")
-    assert made.one('f("a", [1, 2])') is made.tree.body[0].value  # type: ignore[attr-defined]
+    assert made.text(made.one('f("a", [1, 2])')) == "f('a',\n  [1,2])"
 
 
 def test_an_anchor_is_found_in_an_f_string_of_several_lines_and_in_a_decorator() -> None:
@@ -361,6 +361,36 @@ def test_two_insertions_at_one_place_keep_their_order() -> None:
 def test_what_cannot_be_read_is_said(data: bytes, message: str) -> None:
     with pytest.raises(UnreadableSource, match=message):
         _ = Source(data, "module.py").tree
+
+
+METHOD = "    def get(self):\n        return old(1)\n"
+# Files whose lines have a definition or a statement where the syntax has none, or none where it has one.
+MISLEADING = {
+    "docstring of a module": f'"""A.\n\nclass Box:\n{METHOD}"""\n\n\nclass Box:\n{METHOD}',
+    "docstring of a class": f'class Box:\n    """A.\n\n{METHOD}    """\n\n{METHOD}',
+    "quotes in a comment": f'# """\nx = 1\n\n\nclass Box:\n{METHOD}',
+    "a string at the margin": f'class Box:\n    def other(self):\n        return """\nend"""\n\n{METHOD}',
+    "a continued line at the margin": f"class Box:\n    x = 1 + \\\n2\n\n{METHOD}",
+    "two spaces": "class Box:\n  def get(self):\n    def inner():\n      pass\n\n    return old(1)\n",
+    "a tab": "class Box:\n\tdef get(self):\n\t\treturn old(1)\n",
+    "nested functions": f"def make():\n    def get(self):\n        return 2\n\n\nclass Box:\n{METHOD}",
+    "decorators of several lines": f"class Box:\n    @a(\n        1,\n    )\n    # why\n{METHOD}",
+    "an else at the margin": f"if x:\n    y = 1\nelse:\n    y = 2\n\n\nclass Box:\n{METHOD}",
+}
+
+
+@pytest.mark.parametrize("text", MISLEADING.values(), ids=MISLEADING.keys())
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_function_is_found_as_the_parser_finds_it(text: str, newline: str) -> None:
+    text = text.replace("\n", newline)
+
+    def edit(made: Source) -> None:
+        made.replace(made.one("old(1)", within=made.function("Box.get")), "new(1)")
+
+    made = source(text)
+    made.request(edit)
+    before, _, after = text.rpartition("old(1)")
+    assert made.edited().decode() == f"{before}new(1){after}"
 
 
 names = st.sampled_from(["a", "b", "ä", "名"])
