@@ -211,9 +211,9 @@ def _compile(tree: _Tree) -> tuple[dict[str, FilePlan], str]:
 
 
 def _defined(code: CodeType, owner: str = "") -> Iterator[tuple[str, CodeType]]:
-    """The functions, classes and methods (`Class.name`) of a module."""
+    """The functions, classes and methods (`Class.name`) of a module, without what Python names itself."""
     for inner in code.co_consts:
-        if isinstance(inner, CodeType):
+        if isinstance(inner, CodeType) and not inner.co_name.startswith(("<", "__annotate")):
             yield owner + inner.co_name, inner
             if not owner and not inner.co_flags & CO_OPTIMIZED:  # a class
                 yield from _defined(inner, f"{inner.co_name}.")
@@ -221,7 +221,8 @@ def _defined(code: CodeType, owner: str = "") -> Iterator[tuple[str, CodeType]]:
 
 def _edited(source: Source, patched: bytes, defined: Iterable[tuple[str, CodeType]]) -> dict[str, tuple[str, ...]]:
     """By the functions and methods that are edited or added, the fixes."""
-    functions = sorted((code.co_firstlineno, name, code) for name, code in defined if code.co_flags & CO_OPTIMIZED)
+    functions = [(code.co_firstlineno, name, code) for name, code in defined if code.co_flags & CO_OPTIMIZED]
+    functions.sort(key=lambda function: function[0])
     found: dict[str, dict[str, None]] = {}
     for start, fix in source.places():
         line = patched.count(b"\n", 0, start) + 1

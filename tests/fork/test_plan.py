@@ -93,6 +93,15 @@ def test_no_garbage_is_looked_for_meanwhile_and_after_it_as_before(
         (gc.enable if was else gc.disable)()
 
 
+def test_the_edited_functions_are_known_by_name(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the functions without a name: two of them may be on one line."""
+    path = tree / "megatron/core/first.py"
+    box = "class Box:\n    @staticmethod\n    def get():\n        x = [lambda: 1]\n        return old(1)\n"
+    path.write_text(f"a, b = (lambda: 1), (lambda: 2)\nc = {{old for old in a}}, {{old for old in b}}\n\n\n{box}")
+    made = planned(tree, monkeypatch, make())
+    assert made.files[FIRST].functions == {"Box.get": ("fix",)}
+
+
 def test_one_unknown_module_leaves_both_alone(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / "megatron/core/second.py").write_text("value = older(1)\n")
     found, reason, files = outcome(tree, monkeypatch, make())
