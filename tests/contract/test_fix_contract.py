@@ -204,7 +204,7 @@ def test_a_renamed_function_is_no_match_in_two_lines(
 def looked_for(edit: fixes.Edit, in_source: Source, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The functions and classes of a file that an edit finds by name."""
     found: set[str] = set()
-    look, look_for_class = Source.function, Source.class_named
+    look, look_for_class, insert = Source.function, Source.class_named, Source.insert_function_before
 
     def function(source: Source, wanted: str) -> Any:
         there = look(source, wanted)
@@ -215,10 +215,15 @@ def looked_for(edit: fixes.Edit, in_source: Source, monkeypatch: pytest.MonkeyPa
         found.add(wanted)
         return look_for_class(source, wanted)
 
+    def insert_function_before(source: Source, other: Any, brought: Any) -> None:
+        found.update([other] if isinstance(other, str) else [])
+        insert(source, other, brought)
+
     with monkeypatch.context() as patched:
         patched.setattr(Source, "function", function)
         patched.setattr(Source, "class_named", class_named)
-        edit.function(in_source)
+        patched.setattr(Source, "insert_function_before", insert_function_before)
+        in_source.request(edit.function)
     return found
 
 
