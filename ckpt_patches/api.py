@@ -128,14 +128,13 @@ def resume_from(run: "AnyPath", *, quick: bool = False, workers: int | None = No
         UserError: it has several runs.
     """
     folder = _folder(run)
-    from ckpt_patches.audit import resume_command
     from ckpt_patches.audit import resume_from as search
     from ckpt_patches.runtime.processes import safe_workers
 
     with safe_workers(workers) as count:
-        answer = search.resume_from(folder, count, quick=quick, say=lambda own: _warn(resume_command.skipped(own)))
+        answer = search.resume_from(folder, count, quick=quick, say=lambda own: _warn(str(own)))
     if answer.save is None and not answer.is_empty:
-        raise NoGoodCheckpointError(resume_command.lines(answer, quick=quick)[-1])
+        raise NoGoodCheckpointError(answer.lines()[-1])
     return answer.save.path if answer.save else None
 
 

@@ -1,11 +1,9 @@
 """The commands `ckpt-patches audit` and `ckpt-patches repair`."""
 
 import argparse
-import itertools
 import json
 import os
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,8 +62,8 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
             "Repair a copy of a damaged checkpoint: main parameters from the model's own weights, moments from an "
             "older checkpoint. Refused: damage that is not confined, and files of which one is another run's.",
             "ckpt-patches repair run1/iter_0002000 --output fixed --from run1/iter_0001000",
-            after="exit status: 0 the copy is REPAIRED, or PATH is whole (a line says so), 1 damage is left in it, 2 "
-            "nothing was written: a line has the reason",
+            after="exit status: 0 the copy is REPAIRED, or PATH is whole (a line says so), 1 its damage is repaired, "
+            "and what was in doubt before still is, 2 nothing was written: a line has the reason",
         ),
     )
     repair.add_argument("path", type=Path, metavar="PATH", help="one checkpoint")
@@ -134,35 +132,38 @@ def _repair(options: argparse.Namespace) -> int:
 def _audit_together(folders: list[Path], options: argparse.Namespace, ranks: "Ranks", workers: int) -> int:
     from ckpt_patches.audit.audit import audit_together
     from ckpt_patches.audit.report import page, text_report
-    from ckpt_patches.audit.run_folder import newest_first
+    from ckpt_patches.audit.run_folder import runs
     from ckpt_patches.audit.unit import joined
 
-    def found() -> list[tuple[Path, Path, Path]]:
+    def found() -> dict[Path, dict[Path, list[Path]]]:
         if options.html:
             page.require(options.html)
-        return [one for folder in folders for one in newest_first(folder)]
+        # The newest by its number first: nothing is read yet.
+        return {
+            folder: {unit: run[unit] for run in runs(folder).values() for unit in reversed(run)} for folder in folders
+        }
 
     reports: list[Report] = []
     printer = _Printer(keep=bool(options.html))
     every = ranks.first("looking for checkpoints", found)
-    once: dict[str, tuple[Path, Path, Path]] = {}
-    for one in every:  # of paths that are the same, or within each other, a save is judged once
-        once.setdefault(os.path.abspath(one[-1]), one)
-    checkpoints = list(once.values())
-    units = [*dict.fromkeys((folder, unit) for folder, unit, _ in checkpoints)]
-    for number, (own, parts) in enumerate(itertools.groupby(checkpoints, key=itemgetter(0, 1)), 1):
-        name = printable(own[1].name)
+    units: list[tuple[Path, list[Path]]] = []
+    seen = set[str]()  # of paths that are the same, or within each other, a save is judged once
+    for unit, parts in (one for own in every.values() for one in own.items()):
+        if left := [part for part in parts if os.path.abspath(part) not in seen]:
+            units.append((unit, left))
+            seen.update(map(os.path.abspath, left))
+    for number, (unit, parts) in enumerate(units, 1):
+        name = printable(unit.name)
         label = f"{name}, {number} of {len(units)}" if len(units) > 1 else name
-        judged = [report for *_, part in parts if (report := audit_together(part, workers, ranks, label))]
+        judged = [report for part in parts if (report := audit_together(part, workers, ranks, label))]
         if not judged:
             continue  # rank 0 reports it
-        reports.append(joined(own[1], judged))
+        reports.append(joined(unit, judged))
         if options.json_lines:
             printer.print(json.dumps(text_report.line_as_json(reports[-1])))
         elif not options.json and not options.summary:
             printer.print(text_report.as_text(reports[-1], notes=options.notes))
-    others = {folder for folder, *_ in every}
-    empty = [folder for folder in folders if folder not in others]
+    empty = [folder for folder in folders if not every[folder]]
     return ranks.first("the report", lambda: _end(folders, empty, options, reports, printer))
 
 

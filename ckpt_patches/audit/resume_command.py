@@ -5,18 +5,16 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime import commands
 from ckpt_patches.runtime.options import MANY, add_workers, described
 
 if TYPE_CHECKING:
-    from ckpt_patches.audit.resume_from import Answer, Save, Skipped
+    from ckpt_patches.audit.resume_from import Save
 
 PROGRAM = "ckpt-patches"
-SCHEMA = 1  # of the JSON; raised when a key changes its meaning or is removed
-OF_UNIVERSAL = "latest_universal"  # the tracker that DeepSpeed reads with "load_universal"
 PATH, TAG, STEP = "path", "tag", "step"
 
 
@@ -77,36 +75,28 @@ def _number(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    if not options.run_folder.is_dir():
-        if options.allow_empty and not os.path.lexists(options.run_folder):
-            commands.note(PROGRAM, f"{options.run_folder} is not there yet")
-            if options.json:
-                print(json.dumps(_json_without_a_run(options), indent=1))
-            return 0
-        from ckpt_patches.formats.reading import wrong_path
+    from ckpt_patches.formats.reading import wrong_path
 
-        raise wrong_path(options.run_folder, "the folder of a run")
     with commands.needed_by("resume-from"):
-        from ckpt_patches.audit.resume_from import resume_from
-    how = {"quick": options.quick, "most": options.most}
-    answer = resume_from(
-        options.run_folder, options.workers, **how, say=lambda own: commands.note(PROGRAM, skipped(own))
-    )
-    for line in lines(answer, quick=options.quick):
-        (commands.note if answer.save else commands.say)(PROGRAM, line)
+        from ckpt_patches.audit.resume_from import Answer, resume_from
+    run, quick = options.run_folder, options.quick
+    if run.is_dir():
+        how = {"quick": quick, "most": options.most}
+        answer = resume_from(run, options.workers, **how, say=lambda own: commands.note(PROGRAM, str(own)))
+        for line in answer.lines():
+            (commands.note if answer.save else commands.say)(PROGRAM, line)
+    elif options.allow_empty and not os.path.lexists(run):
+        answer = Answer(run, quick)
+        commands.note(PROGRAM, f"{run} is not there yet")
+    else:
+        raise wrong_path(run, "the folder of a run")
     if options.json:
-        print(json.dumps(as_json(answer, quick=options.quick), indent=1))
+        print(json.dumps(answer.as_json(), indent=1))
     elif answer.save is not None:
         sys.stdout.flush()
         sys.stdout.buffer.write(os.fsencode(_printed(options, answer.save)) + b"\n")  # names can be of any bytes
         sys.stdout.buffer.flush()
     return 0 if answer.save or (options.allow_empty and answer.is_empty) else 1
-
-
-def _json_without_a_run(options: argparse.Namespace) -> dict[str, Any]:
-    from ckpt_patches.audit.resume_from import Answer
-
-    return as_json(Answer(options.run_folder, None, None, (), 0, ()), quick=options.quick)
 
 
 def _printed(options: argparse.Namespace, save: "Save") -> str:
@@ -122,77 +112,3 @@ def _printed(options: argparse.Namespace, save: "Save") -> str:
     if save.step is None:
         raise UserError(f"{save.path}: expected a step in its name for --format {STEP}, found none")
     return str(save.step)
-
-
-def skipped(save: "Skipped") -> str:
-    """One line on a save that is not the answer."""
-    verdict = f"{save.verdict}: " if save.verdict else ""
-    return f"skipped {save.path}: {verdict}{save.reason}"
-
-
-def lines(answer: "Answer", *, quick: bool) -> list[str]:
-    """What to know about the answer; if there is none, the last line has the reason."""
-    if answer.save is None:
-        return _lines_of_none(answer, quick=quick)
-    found = f"structure only, no element was read: {answer.save.path}"
-    if not quick and answer.report:
-        found = f"{answer.save.path}: {answer.report.verdict}"
-    said = [f"{found}; {how}" if (how := _how(answer)) else found]
-    here = os.path.realpath(answer.save.path)
-    for tracker in answer.trackers:
-        if (tracker.path.name == OF_UNIVERSAL) != answer.save.is_universal:
-            continue  # the load does not read it
-        if tracker.names is None or os.path.realpath(tracker.names) != here:
-            named = tracker.names.name if tracker.names else "no checkpoint"
-            said.append(f"{tracker.path.name} names {named}, not this one: a load without its name would take that")
-    return said
-
-
-def _lines_of_none(answer: "Answer", *, quick: bool) -> list[str]:
-    said = ["structure only, no element was read"] if quick else []
-    limit = f"; {answer.left} older ones were not read (--max)" if answer.left else ""
-    if answer.unknown:
-        return [*said, f"no checkpoint of a known format in {answer.run}, but {answer.unknown}"]
-    if not answer.skipped:
-        return [*said, f"no checkpoint in {answer.run}"]
-    if answer.has_weights_alone:
-        newest = answer.skipped[0].path
-        those = "all that were read" if answer.left else "all"
-        why = f"{those} have weights without an optimizer, with which a training starts anew"
-        return [*said, f"no checkpoint in {answer.run} can be resumed from: {why}{limit}; the newest is {newest}"]
-    if answer.undecided is None:
-        all_of = ", all are damaged or incomplete" if all(own.verdict for own in answer.skipped) else ""
-        return [*said, f"no checkpoint in {answer.run} is verified as good{all_of}{limit}"]
-    path, _, reason = answer.undecided.path, answer.undecided.verdict, answer.undecided.reason
-    what = "without damage in its structure" if quick else "without damage"
-    return [
-        *said,
-        f"no checkpoint in {answer.run} is verified as good{limit}; the newest {what} is {path}, "
-        f"which is {answer.undecided.verdict}: {reason}",
-    ]
-
-
-def _how(answer: "Answer") -> str:
-    from ckpt_patches.audit.report.run_report import how_to_load
-
-    save, report = answer.save, answer.report
-    return how_to_load(save.path, report.checkpoint.format) if save and report else ""
-
-
-def as_json(answer: "Answer", *, quick: bool) -> dict[str, Any]:
-    """The keys of `resume-from --json`: docs/reference/json.md."""
-    save, undecided = answer.save, answer.undecided
-    return {
-        "schema": SCHEMA,
-        "run": str(answer.run),
-        "structure_only": quick,
-        "resume_from": save and str(save.path),
-        "tag": save and save.name,
-        "step": save and save.step,
-        "undecided": undecided and str(undecided.path),
-        "skipped": [
-            {"path": str(own.path), "verdict": own.verdict or None, "reason": own.reason} for own in answer.skipped
-        ],
-        "left": answer.left,
-        "trackers": [{"name": own.path.name, "names": own.names and str(own.names)} for own in answer.trackers],
-    }

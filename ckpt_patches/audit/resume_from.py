@@ -7,23 +7,26 @@ between files. Only direct saves of a run are candidates, as frameworks load no 
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, TO_RESUME_FROM, UNKNOWN, Report, audit, audit_structure
 from ckpt_patches.audit.report.rows import rows
-from ckpt_patches.audit.run_folder import UNFINISHED, leaves, saves, unit_of
+from ckpt_patches.audit.report.run_report import how_to_load
+from ckpt_patches.audit.run_folder import UNFINISHED, leaves, runs
 from ckpt_patches.audit.unit import joined
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.checkpoint import ALONE, Checkpoint
+from ckpt_patches.formats.checkpoint import ALONE
 from ckpt_patches.formats.reading import reader_of
 from ckpt_patches.formats.trackers import TRACKERS, Tracker, trackers
 from ckpt_patches.formats.universal import is_universal
 
-STEP = re.compile(
-    r"(?:iter|step|checkpoint)[-_=]?(\d{1,18})"
-)  # in names such as `global_step10`, `epoch=1-step=200.ckpt`
+SCHEMA = 1  # of the JSON; raised when a key changes its meaning or is removed
+# In names such as `global_step10`, `epoch=1-step=200.ckpt`.
+STEP = re.compile(r"(?:iter|step|checkpoint)[-_=]?(\d{1,18})")
+OF_UNIVERSAL = "latest_universal"  # the tracker that DeepSpeed reads with "load_universal"
 MOST_RUNS = 20  # that an error lists
 # Of files that can be checkpoints of their own, such as Lightning's without sharding, which are not read here.
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp")
@@ -63,6 +66,13 @@ class Save:
     def is_universal(self) -> bool:
         return all(part.is_dir() and is_universal(part) for part in self.parts)
 
+    @property
+    def age(self) -> tuple[int, float]:
+        """Sort key: the step in the name or, without one, of the optimizer; then the time of the last write."""
+        step = self.structure.checkpoint.step if self.step is None else self.step
+        written = self.path.stat().st_mtime if self.path.exists() else 0  # a tracker can name one that was deleted
+        return -1 if step is None else step, written
+
 
 @dataclass(frozen=True)
 class Skipped:
@@ -72,17 +82,21 @@ class Skipped:
     verdict: str  # empty if it was not judged
     reason: str
 
+    def __str__(self) -> str:
+        return f"skipped {self.path}: {f'{self.verdict}: ' if self.verdict else ''}{self.reason}"
+
 
 @dataclass(frozen=True)
 class Answer:
     """Which save to resume from, and why not from the newer ones."""
 
     run: Path  # the folder of the saves
-    save: Save | None  # None if none is good
-    report: Report | None  # on `save`; only on its structure if nothing else was read
-    skipped: tuple[Skipped, ...]
-    left: int  # older saves that were not judged, because of the limit
-    trackers: tuple[Tracker, ...]
+    quick: bool = False  # only structure was judged
+    save: Save | None = None  # None if none is good
+    report: Report | None = None  # on `save`
+    skipped: tuple[Skipped, ...] = ()
+    left: int = 0  # older saves that were not judged, because of the limit
+    trackers: tuple[Tracker, ...] = ()
     unknown: Path | None = None  # a file that can be a checkpoint of an unknown format, if no other is there
 
     @property
@@ -91,14 +105,60 @@ class Answer:
         return not (self.save or self.skipped or self.left or self.unknown)
 
     @property
-    def has_weights_alone(self) -> bool:
-        """Whether no save has an optimizer, without which nothing but weights can be loaded."""
-        return bool(self.skipped) and all(own.reason == SKIPPED_ALONE for own in self.skipped)
-
-    @property
     def undecided(self) -> Skipped | None:
         """The newest save without damage that is not verified as good, if none is good."""
         return None if self.save else next((own for own in self.skipped if own.verdict == UNKNOWN), None)
+
+    def lines(self) -> list[str]:
+        """What to know about the answer; if there is none, the last line has the reason."""
+        if self.save is None or self.report is None:
+            return [*(["structure only, no element was read"] if self.quick else []), self._why_none()]
+        found = f"{self.save.path}: {self.report.verdict}"
+        if self.quick:
+            found = f"structure only, no element was read: {self.save.path}"
+        how = how_to_load(self.save.path, self.report.checkpoint.format)
+        said = [f"{found}; {how}" if how else found]
+        here = os.path.realpath(self.save.path)
+        for file, names in self.trackers:
+            is_read = (file.name == OF_UNIVERSAL) == self.save.is_universal  # by the load
+            if is_read and (names is None or os.path.realpath(names) != here):
+                named = names.name if names else "no checkpoint"
+                said.append(f"{file.name} names {named}, not this one: a load without its name would take that")
+        return said
+
+    def _why_none(self) -> str:
+        if self.unknown:
+            return f"no checkpoint of a known format in {self.run}, but {self.unknown}"
+        none = f"no checkpoint in {self.run}"
+        if not self.skipped:
+            return none
+        limit = f"; {self.left} older ones were not read (--max)" if self.left else ""
+        if all(own.reason == SKIPPED_ALONE for own in self.skipped):
+            why = "all have weights without an optimizer, with which a training starts anew"
+            return f"{none} can be resumed from: {why}{limit}; the newest is {self.skipped[0].path}"
+        if self.undecided:
+            which = f"{self.undecided.path}, which is {self.undecided.verdict}: {self.undecided.reason}"
+            return f"{none} is verified as good{limit}; the newest without damage is {which}"
+        all_of = ", all are damaged or incomplete" if all(own.verdict for own in self.skipped) else ""
+        return f"{none} is verified as good{all_of}{limit}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys of `resume-from --json`: docs/reference/json.md."""
+        save, undecided = self.save, self.undecided
+        return {
+            "schema": SCHEMA,
+            "run": str(self.run),
+            "structure_only": self.quick,
+            "resume_from": save and str(save.path),
+            "tag": save and save.name,
+            "step": save and save.step,
+            "undecided": undecided and str(undecided.path),
+            "skipped": [
+                {"path": str(own.path), "verdict": own.verdict or None, "reason": own.reason} for own in self.skipped
+            ],
+            "left": self.left,
+            "trackers": [{"name": file.name, "names": names and str(names)} for file, names in self.trackers],
+        }
 
 
 def resume_from(
@@ -122,49 +182,33 @@ def resume_from(
         UserError: the folder has several runs.
     """
     run, every = _run_of(path)
-    search = _Search(workers, quick, say)
-    candidates, others = _candidates(run, every)
-    for save, why in others:
-        search.skip(save, "", why)
-    good: tuple[Save, Report] | None = None
-    chosen = candidates[:most]
-    for number, save in enumerate(chosen, 1):
-        if save.is_alone and save.structure.verdict not in (DAMAGED, INCOMPLETE):
-            search.skip(save, "", SKIPPED_ALONE)
-        elif good := search.judged(save):
-            chosen = chosen[:number]
-            break
-    left = 0 if good else len(candidates) - len(chosen)
-    newest, report = good or (None, None)
-    unknown = None if every else _unknown(path)
-    return Answer(run, newest, report, tuple(search.skipped), left, tuple(trackers(run)), unknown)
+    found = tuple(trackers(run))
+    skipped: list[Skipped] = []
 
+    def skip(save: Save, verdict: str, reason: str) -> None:
+        skipped.append(Skipped(save.path, verdict, reason))
+        say(skipped[-1])
 
-@dataclass(frozen=True)
-class _Search:
-    """A search for a good save, with the skipped ones."""
-
-    workers: int | None
-    quick: bool
-    say: Callable[[Skipped], object]
-    skipped: list[Skipped] = field(default_factory=list)
-
-    def skip(self, save: Save, verdict: str, reason: str) -> None:
-        self.skipped.append(Skipped(save.path, verdict, reason))
-        self.say(self.skipped[-1])
-
-    def judged(self, save: Save) -> tuple[Save, Report] | None:
-        """A save and the report on it, if it is good; else the save is skipped."""
-        found = save.structure
-        if not self.quick and found.verdict not in (DAMAGED, INCOMPLETE):
-            found = joined(save.path, [audit(part, self.workers) for part in save.parts])
-        if found.verdict in TO_RESUME_FROM:
-            return save, found
-        self.skip(save, found.verdict, _reason(found))
-        return None
-
-
-# Which saves are candidates
+    candidates = []
+    for save in every:
+        if reason := _why_not(save, run, every, found):
+            skip(save, "", reason)
+        else:
+            candidates.append(save)
+    candidates.sort(key=lambda save: save.age, reverse=True)
+    for save in candidates[:most]:
+        report = save.structure
+        if report.verdict not in (DAMAGED, INCOMPLETE):
+            if save.is_alone:
+                skip(save, "", SKIPPED_ALONE)
+                continue
+            if not quick:
+                report = joined(save.path, [audit(part, workers) for part in save.parts])
+        if report.verdict in TO_RESUME_FROM:
+            return Answer(run, quick, save, report, tuple(skipped), 0, found)
+        skip(save, report.verdict, _reason(report))
+    left = len(candidates) - len(candidates[:most])
+    return Answer(run, quick, None, None, tuple(skipped), left, found, None if every else _unknown(path))
 
 
 def _run_of(path: Path) -> tuple[Path, list[Save]]:
@@ -173,76 +217,54 @@ def _run_of(path: Path) -> tuple[Path, list[Save]]:
     Raises:
         UserError: there are several runs, and none of them is directly in `path`.
     """
-    units: dict[Path, list[Path]] = {}
-    for part in saves(path):
-        if part.is_dir() or part.name not in TRACKERS:  # a tracker that names nothing is no save
-            units.setdefault(unit_of(part, path), []).append(part)
-    if [*units] == [path]:
-        return path.parent, [Save(path, tuple(units[path]))]
-    runs: dict[Path, list[Save]] = {}
-    for unit, parts in units.items():
-        if unit != path:  # beside others, an exported model
-            runs.setdefault(unit.parent, []).append(Save(unit, tuple(parts)))
-    if len(runs) > 1:
-        if path in runs and _is_run(runs[path]):
-            return path, runs[path]
-        runs = {folder: own for folder, own in runs.items() if not all(save.is_alone for save in own)} or runs
-    if len(runs) > 1:
-        names = [str(folder) for folder in runs]
+    every = []
+    for unit, parts in (one for run in runs(path).values() for one in run.items()):
+        if own := tuple(part for part in parts if part.is_dir() or part.name not in TRACKERS):
+            every.append(Save(unit, own))  # a tracker that names nothing is no save
+    if [save.path for save in every] == [path]:
+        return path.parent, every
+    found: dict[Path, list[Save]] = {}
+    for save in every:
+        if save.path != path:  # beside others, an exported model
+            found.setdefault(save.path.parent, []).append(save)
+    if len(found) > 1:
+        if path in found and _is_run(found[path]):
+            return path, found[path]
+        found = {folder: own for folder, own in found.items() if not all(save.is_alone for save in own)} or found
+    if len(found) > 1:
+        names = [str(folder) for folder in found]
         more = f" and {len(names) - MOST_RUNS} more" if len(names) > MOST_RUNS else ""
         raise UserError(f"{path}: expected one run, found {len(names)}; name one: {' '.join(names[:MOST_RUNS])}{more}")
-    return next(iter(runs.items()), (path, []))
+    return next(iter(found.items()), (path, []))
 
 
 def _is_run(own: Iterable[Save]) -> bool:
     """Whether one of the saves is of a known format, and has more than weights."""
-    return any(_reader(part) and not save.is_alone for save in own for part in save.parts)
+    return any(_is_known(part) and not save.is_alone for save in own for part in save.parts)
 
 
-def _reader(path: Path) -> Callable[[Path], Checkpoint] | None:
+def _is_known(path: Path) -> bool:
     try:
-        is_finished = path.is_dir() and not path.name.endswith(UNFINISHED)
-        return reader_of(path) if is_finished else None
+        return path.is_dir() and not path.name.endswith(UNFINISHED) and reader_of(path) is not None
     except OSError:
-        return None
+        return False
 
 
-def _candidates(run: Path, every: list[Save]) -> tuple[list[Save], list[tuple[Save, str]]]:
-    """The saves to judge, newest first; and the others, each with the reason."""
-    named = [os.path.realpath(tracker.names) for tracker in trackers(run) if tracker.names]
-    reasons: dict[Path, str] = {}
-    natives = [save for save in every if save.path.is_dir() and not save.is_universal]
-    for save in every if len(every) > 1 else ():
-        if leaves(save.path, run) and os.path.realpath(save.path) not in named:
-            reasons[save.path] = SKIPPED_ELSEWHERE
-        elif natives and save.is_universal:
-            reasons[save.path] = SKIPPED_UNIVERSAL
-    candidates = [save for save in every if save.path not in reasons]
-    others = [(save, reasons[save.path]) for save in every if save.path in reasons]
-    return sorted(candidates, key=_age, reverse=True), others
-
-
-def _age(save: Save) -> tuple[int, float]:
-    """Sort key: the step in the name or, without one, of the optimizer; then the time of the last write."""
-    step = save.step
-    if step is None:
-        step = save.structure.checkpoint.step
-    return (
-        -1 if step is None else step,
-        save.path.stat().st_mtime if save.path.exists() else 0,
-    )  # a tracker can name one that was deleted
-
-
-# Judging
+def _why_not(save: Save, run: Path, every: list[Save], found: Iterable[Tracker]) -> str:
+    """Why a save is no candidate beside others; empty if it is one."""
+    if len(every) == 1:
+        return ""
+    if leaves(save.path, run):
+        named = (os.path.realpath(names) for _, names in found if names)
+        return "" if os.path.realpath(save.path) in named else SKIPPED_ELSEWHERE
+    has_native = any(own.path.is_dir() and not own.is_universal for own in every)
+    return SKIPPED_UNIVERSAL if save.is_universal and has_native else ""
 
 
 def _unknown(path: Path) -> Path | None:
     """A file in a folder without saves, or in the folders in it, that can be a checkpoint by its name."""
-    for folder in (path, *(own for own in sorted(path.iterdir()) if own.is_dir())):
-        for file in sorted(folder.iterdir()):
-            if file.name.endswith(SUFFIXES):
-                return file
-    return None
+    folders = (path, *(own for own in sorted(path.iterdir()) if own.is_dir()))
+    return next((file for own in folders for file in sorted(own.iterdir()) if file.name.endswith(SUFFIXES)), None)
 
 
 def _reason(report: Report) -> str:

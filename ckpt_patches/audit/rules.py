@@ -230,16 +230,11 @@ RULES: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
 # Ranges of odd elements
 
 
-def holes(runs: Odd, bits: int, certain: npt.NDArray[np.bool_]) -> list[Range]:
+def holes(odd: Odd, bits: int, certain: npt.NDArray[np.bool_]) -> list[Range]:
     """In each run of zeros (`bits`), the range from the first to the last element that cannot be zero (`certain`)."""
-    where = np.flatnonzero(certain)
-    found, at = [], 0
-    for begin, end in stretches(runs, bits):
-        first = at + int(np.searchsorted(runs.begin[where[at:]], begin))
-        at = first + int(np.searchsorted(runs.begin[where[first:]], end))
-        if at > first:
-            found.append((int(runs.begin[where[first]]), int(runs.end[where[at - 1]])))
-    return found
+    wrong = odd.chosen(certain)
+    places = np.searchsorted(wrong.begin, stretches(odd, bits)).reshape(-1, 2)
+    return [(int(wrong.begin[first]), int(wrong.end[last - 1])) for first, last in places if first < last]
 
 
 def few(seen: Seen, ranges: list[Range]) -> list[Range]:

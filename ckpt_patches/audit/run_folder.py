@@ -34,16 +34,13 @@ def unit_of(checkpoint: Path, root: Path) -> Path:
     return next(filter(_is_unit, around), checkpoint)
 
 
-def newest_first(folder: Path) -> list[tuple[Path, Path, Path]]:
-    """The folder, the unit, and the save in it, for all saves in a folder: the runs by name, each from its newest on.
-
-    "Newest" is the highest number in a name: nothing is read yet.
-    """
-    runs: dict[Path, dict[Path, list[Path]]] = {}
+def runs(folder: Path) -> dict[Path, dict[Path, list[Path]]]:
+    """By the folder of each run, its units by number, each with the saves in it."""
+    found: dict[Path, dict[Path, list[Path]]] = {}
     for save in saves(folder):
         unit = unit_of(save, folder)
-        runs.setdefault(unit.parent, {}).setdefault(unit, []).append(save)
-    return [(folder, unit, save) for run in runs.values() for unit in reversed(run) for save in run[unit]]
+        found.setdefault(unit.parent, {}).setdefault(unit, []).append(save)
+    return found
 
 
 def _is_unit(folder: Path) -> bool:

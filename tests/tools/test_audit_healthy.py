@@ -26,33 +26,22 @@ def with_buffer(tmp_path: Path, buffer: torch.Tensor) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_mask_of_attention_is_no_damage(dtype: torch.dtype, tmp_path: Path) -> None:
-    report = audit(with_buffer(tmp_path, MASK.to(dtype)))
-    assert (report.verdict, names(report)) == (WHOLE, set())
-
-
 @pytest.mark.parametrize(
     ("buffer", "verdict", "found"),
     [
+        (MASK.bfloat16(), WHOLE, set()),
         (torch.where(torch.arange(16).view(4, 4) == 5, MASK[0, 1], 1.0), WHOLE, set()),
         (-MASK, WHOLE, set()),
+        (torch.tensor(float("inf")), WHOLE, set()),
         (torch.where(MASK == 0, torch.nan, MASK), DAMAGED, {"not_finite"}),
     ],
-    ids=["a single infinity", "positive infinity", "NaN"],
+    ids=["a mask", "a single infinity", "positive infinity", "a best loss before the first one", "NaN"],
 )
 def test_infinity_in_a_buffer_can_be_right_and_nan_cannot(
     buffer: torch.Tensor, verdict: str, found: set[str], tmp_path: Path
 ) -> None:
     report = audit(with_buffer(tmp_path, buffer))
     assert (report.verdict, names(report)) == (verdict, found)
-
-
-@pytest.mark.parametrize("value_before", [[float("inf")], [float("inf")] * 5, [float("inf"), float("-inf")]], ids=str)
-def test_a_value_before_the_first_one_is_no_damage(value_before: list[float], tmp_path: Path) -> None:
-    """As the observers of torch.ao and Lightning's EarlyStopping have it."""
-    report = audit(with_buffer(tmp_path, torch.tensor(value_before).squeeze()))
-    assert (report.verdict, names(report)) == (WHOLE, set())
 
 
 @pytest.mark.parametrize("infinity", [float("-inf"), float("inf")])
@@ -84,20 +73,9 @@ def universal_with_buffer(tmp_path: Path, buffer: torch.Tensor) -> Path:
     return tmp_path / "universal"
 
 
-@pytest.mark.parametrize(
-    ("buffer", "verdict", "found"),
-    [
-        (MASK, WHOLE, set()),
-        (torch.where(torch.arange(16).view(4, 4) == 5, MASK[0, 1], 1.0), WHOLE, set()),
-        (-MASK, WHOLE, set()),
-    ],
-    ids=["mask", "a single infinity", "positive infinity"],
-)
-def test_a_mask_that_was_converted_is_judged_as_before(
-    buffer: torch.Tensor, verdict: str, found: set[str], tmp_path: Path
-) -> None:
-    report = audit(universal_with_buffer(tmp_path, buffer))
-    assert (report.verdict, names(report, notes=True) - {"no_optimizer_state"}) == (verdict, found)
+def test_a_mask_that_was_converted_is_judged_as_before(tmp_path: Path) -> None:
+    report = audit(universal_with_buffer(tmp_path, MASK))
+    assert (report.verdict, names(report, notes=True) - {"no_optimizer_state"}) == (WHOLE, set())
 
 
 def test_a_mask_of_which_one_copy_is_damaged_is_damage(tmp_path: Path) -> None:

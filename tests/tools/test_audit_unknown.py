@@ -191,11 +191,6 @@ def test_the_shape_of_an_array_without_end_is_damage(tmp_path: Path) -> None:
 # ZeRO and universal checkpoints of tensor- and pipeline-parallel models
 
 
-@pytest.mark.parametrize("kind", ["sub-parameters, uneven", "pipeline and tensor parallel"])
-def test_a_rank_that_has_no_element_of_a_parameter_is_whole(kind: str) -> None:
-    assert found_in(EVERY[kind].path) == (WHOLE, set())
-
-
 PARALLEL = [
     "pipeline and tensor parallel",
     "sub-parameters, uneven",

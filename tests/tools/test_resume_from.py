@@ -18,7 +18,6 @@ from ckpt_patches.audit import resume_from as resume_from_module
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit_structure
 from ckpt_patches.cli import main
 from every_checkpoint import EVERY, UNIVERSAL
-from megatron_checkpoints import ZARR, written
 from plain_runs import NOT_FINITE, save
 from zero_checkpoints import trained
 
@@ -410,16 +409,3 @@ def test_structure_tells_complete_saves_from_those_with_cut_or_missing_files(nam
         file = folder / large.relative_to(kind.path)
         file.unlink() if size is None else os.truncate(file, size)
         assert audit_structure(folder).verdict in (DAMAGED, INCOMPLETE), f"{large.name} of {size} bytes"
-
-
-def test_megatron_tracker_of_a_removed_iteration(tmp_path: Path, resume_from: Any) -> None:
-    for path in written(ZARR).whole[-2:]:
-        shutil.copytree(path, tmp_path / "run" / path.name)
-    older, newest = sorted(tmp_path.glob("run/iter_*"))
-    tracker = tmp_path / "run" / "latest_checkpointed_iteration.txt"
-    tracker.write_text(str(int(newest.name.removeprefix("iter_"))))
-    shutil.rmtree(newest)
-    said = resume_from(tmp_path / "run")
-    assert said[:2] == (0, f"{older}\n")
-    assert f"skipped {newest}: INCOMPLETE: incomplete_save it is not there, and a tracker names it" in said.err
-    assert said.err.splitlines()[-1].startswith(f"ckpt-patches: {tracker.name} names {newest.name}, not this one: ")

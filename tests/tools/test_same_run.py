@@ -60,12 +60,6 @@ def test_the_bound_is_between_runs() -> None:
     check_bound(1e-2, STEPS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rate", [1e-3, 1e-2])
-def test_the_bound_is_between_longer_runs(rate: float) -> None:
-    check_bound(rate, (2, 10, 50, 200, 400))
-
-
 @pytest.fixture(params=[1, 3])
 def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, int]:
     """A checkpoint with a lost first moment, and its ZeRO stage."""

@@ -30,8 +30,13 @@ def others(found: Checkpoint) -> list[Shard]:
         stream = Stream(name, held.header.dtype, (_extent(held),))
         shards.setdefault(_extent(held), Shard(name, "", held.header.shape, {WEIGHT: stream}))
     contiguous = FileRanges(shards)
-    for held in (held for held in left if not held.header.is_contiguous):
-        _judge_storage(found, held, contiguous, shards)
+    for held in (held for held in left if not held.header.is_contiguous and not contiguous.cover(_extent(held))):
+        stream = Stream(held.name, held.header.dtype, (_extent(held),))
+        if contiguous.meet(_extent(held)):
+            detail = "its elements do not lie in order, and share their storage with other tensors"
+            found.findings.append(Finding(damages.NOT_JUDGED, held.name, detail=detail))
+        else:
+            shards.setdefault(_extent(held), Shard(held.name, "", (stream.numel,), {WEIGHT: stream}))
     return list(shards.values())
 
 
@@ -41,16 +46,3 @@ def _extent(held: Held) -> Extent:
     if header.is_contiguous:
         return Extent(held.path, header.offset, header.nbytes)
     return Extent(held.path, header.storage.offset, header.storage.nbytes)
-
-
-def _judge_storage(found: Checkpoint, held: Held, contiguous: FileRanges, shards: dict[Extent, Shard]) -> None:
-    """Add a shard for the storage of a non-contiguous tensor, or a finding if it is shared in part."""
-    extent = _extent(held)
-    if contiguous.cover(extent):
-        return
-    if contiguous.meet(extent):
-        detail = "its elements do not lie in order, and share their storage with other tensors"
-        found.findings.append(Finding(damages.NOT_JUDGED, held.name, detail=detail))
-        return
-    stream = Stream(held.name, held.header.dtype, (extent,))
-    shards.setdefault(extent, Shard(held.name, "", (stream.numel,), {WEIGHT: stream}))

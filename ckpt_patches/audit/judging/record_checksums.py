@@ -49,12 +49,8 @@ def findings(found: Checkpoint, pieces: Iterable[PartRead]) -> Iterator[Finding]
     }
     for record in wrong(found.records, pieces):
         array = arrays.get((record.path, record.offset), record.path)
-        yield Finding(damages.BAD_FILE, array, detail=of_checksum(record))
-
-
-def of_checksum(record: Record) -> str:
-    """Describe the checksum that is wrong."""
-    return f"checksum of {record.nbytes} bytes at {record.offset} in {Path(record.path).name}"
+        detail = f"checksum of {record.nbytes} bytes at {record.offset} in {Path(record.path).name}"
+        yield Finding(damages.BAD_FILE, array, detail)
 
 
 def update_checksum(record: Record) -> None:

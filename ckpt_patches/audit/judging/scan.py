@@ -19,7 +19,7 @@ from ckpt_patches.runtime.processes import in_order
 SPAN = 128 * BLOCK  # elements per task of a worker
 QUICK_SPAN = 1024 * BLOCK  # elements; a smaller scan uses one process
 MAX_RUNS = 1_000_000  # kept per shard, to bound memory for any checkpoint
-SCATTERED = 8  # elements; shorter runs of zeros can be chance, and are dropped first
+SCATTERED = 8  # elements; shorter runs of zeros can be chance
 
 
 class Span(NamedTuple):
@@ -166,20 +166,14 @@ def _within(odd: Odd, low: int, high: int) -> Odd:
 
 
 def _kept(odd: Odd) -> Odd:
-    """At most `MAX_RUNS` runs. `is_cut` if others than short zeros were dropped.
-
-    Short runs of zeros are dropped first, then the shorter ones of the others; runs with certain damage last.
-    """
+    """At most `MAX_RUNS` runs: those with certain damage, then the longest. `is_cut` if one of these is dropped."""
     if len(odd.begin) <= MAX_RUNS:
         return odd
     is_certain = (odd.code & sum(blocks.CERTAIN)) > 0
-    length = odd.end - odd.begin
-    chosen = np.flatnonzero(is_certain | (length >= SCATTERED))
-    if len(chosen) <= MAX_RUNS:
-        return odd.chosen(chosen)
-    value = length[chosen] + np.where(is_certain[chosen], np.iinfo(np.int64).max // 2, 0)
-    longest = np.sort(chosen[np.argpartition(-value, MAX_RUNS)[:MAX_RUNS]])
-    return odd.chosen(longest)._replace(is_cut=True)
+    value = odd.end - odd.begin + np.where(is_certain, np.iinfo(np.int64).max // 2, 0)
+    kept, dropped = np.split(np.argpartition(-value, MAX_RUNS), [MAX_RUNS])
+    is_cut = odd.is_cut or bool((value[dropped] >= SCATTERED).any())
+    return odd.chosen(np.sort(kept))._replace(is_cut=is_cut)
 
 
 def _tally(odd: Odd, bit: int) -> Tally | None:

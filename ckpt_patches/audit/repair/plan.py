@@ -1,7 +1,8 @@
-"""Plan a repair: what is filled, from where, and what is refused. It is complete before anything is written.
+"""Plan a repair: what is filled and from where, or why it is refused. Nothing has been written yet.
 
 Lost main parameters come from the model's own weights, which are rounded. Lost moments come from an older checkpoint.
-Without one they are reset, always both: one moment that does not belong to the other makes wrong steps.
+Without one they are reset, always both: one moment that does not belong to the other makes wrong steps. All damage is
+repaired or none is: what is right is never guessed.
 """
 
 from collections import Counter
@@ -14,23 +15,15 @@ from ckpt_patches.audit.judging import blocks, scan
 from ckpt_patches.audit.ranges import Range, joined
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages
-from ckpt_patches.formats.checkpoint import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    MOMENTS,
-    WEIGHT,
-    Copies,
-    Shard,
-    Stream,
-    rank_of,
-)
-from ckpt_patches.formats.damages import NOTE, Finding, FindingKind
+from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, WEIGHT, Shard, Stream, rank_of
+from ckpt_patches.formats.damages import NOTE, SUSPICION, Finding, FindingKind
 from ckpt_patches.formats.dtypes import item_size
+from ckpt_patches.formats.elements import read_elements
 from ckpt_patches.formats.ranged import RangedFiles
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
 AT_A_TIME = 1 << 19  # elements; fewer than the odd runs that a scan keeps
+ZEROS = "both moments are zero already, and zeros over zeros repair nothing"
 
 # The most elements of a state that a repair fills, of a rank's file or of the checkpoint. Races of megatron-core lose
 # up to a third of a state (measured with models of five parameters).
@@ -57,7 +50,6 @@ REPAIRED: dict[str, dict[FindingKind, int]] = {
         for role, zero in ZERO.items()
     },
 }
-
 # The kinds that a repair can remove, in some checkpoints.
 REPAIRABLE = {damages.ONE_MODEL_FILE, *(kind for kinds in REPAIRED.values() for kind in kinds)}
 
@@ -66,7 +58,6 @@ REPAIRABLE = {damages.ONE_MODEL_FILE, *(kind for kinds in REPAIRED.values() for 
 class Fill:
     """Elements of an array to fill, and their source."""
 
-    kind: FindingKind
     shard: Shard
     role: str
     source: str
@@ -77,25 +68,11 @@ class Fill:
         return self.shard.streams.get(self.role) or self.shard.lost[self.role]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to repair, and what cannot be repaired."""
-
-    fills: list[Fill]
-    refused: list[tuple[Finding, str]]  # with the reason
-    copies: list[Copies]  # files to copy for others
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether a repair does anything. Damage beyond repair is left as it is."""
-        return bool(self.fills or self.copies)
-
-
-def plan(report: Report, source: str) -> Plan:
-    """Plan the repair of each finding of a report, with `FROM_OLDER` or `RESET` as the source of moments.
+def plan(report: Report, source: str) -> list[Fill]:
+    """Plan the repair of all damage in a report, with `FROM_OLDER` or `RESET` as the source of moments.
 
     Raises:
-        UserError: so much is damaged that the rest is to be doubted as well, or the states are shifted.
+        UserError: some of it cannot be repaired, or so much is damaged that the rest is to be doubted as well.
     """
     found = report.checkpoint
     places = {
@@ -103,30 +80,39 @@ def plan(report: Report, source: str) -> Plan:
         for shard in found.shards
         for role, stream in (*shard.streams.items(), *shard.lost.items())
     }
-    if any(finding.kind is damages.SHIFTED_STATE for finding in report.findings):
-        raise UserError(f"{found.path} cannot be repaired, and nothing was written: {damages.SHIFTED_STATE.remedy}")
-    made = Plan([], [], [own for own in found.copies if not own.lost])
+    planned: list[tuple[Finding, list[Fill]]] = []
+    refused: list[tuple[Finding, str]] = []
     wrong = [f for f in report.findings if f.kind.severity != NOTE]
     # States that differ from the record are skipped: the audit of the copy compares them again.
     for finding in [f for f in wrong if f.kind is not damages.NOT_AS_RECORDED] or wrong:
         shard, role = places.get((finding.array, finding.shard), (None, ""))
         if reason := _why_not(finding, report, shard, role, source):
-            made.refused.append((finding, reason))
+            refused.append((finding, reason))
         elif shard:
-            made.fills.extend(_fills(finding, shard, role, source))
-    roles = {fill.role for fill in made.fills}
+            planned.append((finding, [*_fills(finding, shard, role, source)]))
+    fills = [fill for _, own in planned for fill in own]
+    roles = {fill.role for fill in fills}
     # A rank that has lost all it holds leaves parameters without moments, which alone are only unusual.
     unusual = [f for f in report.findings if f.kind is damages.PARAMETER_WITHOUT_MOMENTS]
-    empty = [Fill(f.kind, *places[f.array, f.shard], "", [(f.begin or 0, f.end or 0)]) for f in unusual]
-    _check_extent(report, [*made.fills, *(fill for fill in empty if fill.role in roles)])
-    return made
+    empty = [Fill(*places[f.array, f.shard], "", [_range(f)]) for f in unusual]
+    _check_extent(report, [*fills, *(fill for fill in empty if fill.role in roles)])
+    resets = [(finding, own) for finding, own in planned if own[0].source == RESET]
+    refused += [(finding, ZEROS) for finding, own in resets if not any(map(_has_content, own))]
+    # What is only doubted stays in the copy, and its audit reports it.
+    blocking = [(f, why) for f, why in refused if f.kind.severity != SUSPICION or f.kind in CONTRADICTED]
+    if not (fills or found.copies):
+        blocking = refused
+    if blocking:
+        lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason}" for f, reason in blocking]
+        raise UserError("\n".join([f"{found.path} cannot be repaired, and nothing was written:", *lines]))
+    return fills
 
 
 def _why_not(finding: Finding, report: Report, shard: Shard | None, role: str, source: str) -> str:
     """Why a finding cannot be repaired; empty if it can."""
     if finding.kind is damages.ONE_MODEL_FILE:
         return next(own.lost for own in report.checkpoint.copies if own.name == finding.array)
-    if finding.kind is damages.MIXED_ROWS:
+    if finding.kind in (damages.MIXED_ROWS, damages.SHIFTED_STATE):
         return finding.kind.remedy
     if shard is not None and finding.kind in CONTRADICTED:
         names = " and ".join(_files(report, shard, (MASTER, WEIGHT), *_range(finding)))
@@ -172,15 +158,26 @@ def _fills(finding: Finding, shard: Shard, role: str, source: str) -> Iterator[F
     if bits and role in shard.streams:
         ranges = list(_damaged(shard, *ranges[0], bits))
     for own in MOMENTS if role in MOMENTS and source == RESET else (role,):
-        yield Fill(finding.kind, shard, own, FROM_WEIGHT if own == MASTER else source, ranges)
+        yield Fill(shard, own, FROM_WEIGHT if own == MASTER else source, ranges)
+
+
+def pieces(ranges: Iterable[Range]) -> Iterator[Range]:
+    """Ranges of as many elements as are read at a time."""
+    return ((at, min(at + AT_A_TIME, end)) for begin, end in ranges for at in range(begin, end, AT_A_TIME))
+
+
+def _has_content(fill: Fill) -> bool:
+    """Whether a reset changes an element, or writes one that is absent."""
+    if fill.role in fill.shard.lost:
+        return True
+    return any(read_elements(fill.stream, *piece).view("u1").any() for piece in pieces(fill.ranges))
 
 
 def _damaged(shard: Shard, begin: int, end: int, bits: int) -> Iterator[Range]:
     """The elements in a range whose codes have the bits."""
     with RangedFiles() as files:
-        for first in range(begin, end, AT_A_TIME):
-            span = scan.Span(0, shard.streams, first, min(first + AT_A_TIME, end), checked=False)
-            yield from scan.stretches(scan.look(span, files).odd, bits)
+        for piece in pieces([(begin, end)]):
+            yield from scan.stretches(scan.look(scan.Span(0, shard.streams, *piece, checked=False), files).odd, bits)
 
 
 def _check_extent(report: Report, fills: list[Fill]) -> None:

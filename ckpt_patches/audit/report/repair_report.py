@@ -12,17 +12,15 @@ SCHEMA = 2  # of the JSON; raised when a key is renamed, removed or changes its 
 def as_text(output: Path, result: Result) -> str:
     now = result.now
     lines = [f"{' '.join(key)}: {now.elements(key)} elements: {now.sources[key]}" for key in now.ranges]
-    for own in result.made.copies:
+    for own in result.found.copies:
         doubt = f", with what can differ between ranks: {own.differs}" if own.differs else ""
         lines.append(f"{own.name}: copied for {len(own.missing)} ranks{doubt}")
     changed = f"{sum(map(now.elements, now.ranges))} elements repaired, no other changed"
     lines.append(f"{output} is {result.verdict}: {changed}; they are listed in it ({NAME})")
-    if result.left:
-        lines[-1] += f"; {len(result.left)} findings are left:"
-    lines += [f"  {found.kind.name} {found.array} {found.shard}: {reason}" for found, reason in result.left]
     if not result.left:
-        lines.append("to resume from it, give it the name and place of the damaged one: it is loaded as that is")
-    return "\n".join(lines)
+        return "\n".join([*lines, "to resume from it, give it the name and place of the damaged one"])
+    lines[-1] += f"; {len(result.left)} findings are left:"
+    return "\n".join([*lines, *(f"  {own.kind.name} {own.array} {own.shard}: {own.detail}" for own in result.left)])
 
 
 def as_json(output: Path, result: Result) -> dict[str, Any]:
@@ -35,10 +33,9 @@ def as_json(output: Path, result: Result) -> dict[str, Any]:
             {"array": key[0], "shard": key[1], "source": now.sources[key], "elements": now.elements(key)}
             for key in now.ranges
         ],
-        "copied": [{"from": own.name, "to": list(own.missing)} for own in result.made.copies],
+        "copied": [{"from": own.name, "to": list(own.missing)} for own in result.found.copies],
         "verdict": result.verdict,
         "left": [
-            {"kind": found.kind.name, "array": found.array, "shard": found.shard, "reason": reason}
-            for found, reason in result.left
+            {"kind": own.kind.name, "array": own.array, "shard": own.shard, "reason": own.detail} for own in result.left
         ],
     }
