@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +38,6 @@ class Installed:
     name: str
     version: str | None
     location: str | None
-    why: str = ""  # for upstream packages: how this tree was found
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def collect(tree: str | None = None, required: Sequence[str] = ()) -> Status:
         fixes = [replace(fix, state=OFF, reason="") if fix.state == ACTIVE else fix for fix in fixes]
     in_place = [fix.name for fix in fixes if fix.state == IN_PLACE and fix.name in switches.skip]
     installed = [
-        Installed(DISTRIBUTIONS[package], version_in(root, package), str(root), _why_this_tree(root, tree))
+        Installed(DISTRIBUTIONS[package], version_in(root, package), str(root))
         if root
         else Installed(DISTRIBUTIONS[package], None, None)
         for package, root in roots.items()
@@ -158,19 +156,6 @@ def _why_inactive(switches: Switches) -> str:
     if ckpt_patches.installed not in sys.meta_path:
         return "this Python read no .pth file of ours: install the package into its site-packages, or use apply"
     return ""
-
-
-def _why_this_tree(root: Path, tree: str | None) -> str:
-    """How the tree was found; a training script may find another one."""
-    if tree is not None:
-        return "--tree"
-    if str(root) in map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
-        return "PYTHONPATH"
-    if str(root) in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        return "site-packages"
-    if root == Path.cwd():
-        return "the current folder, where python -m looks first"
-    return "sys.path of this command"
 
 
 def _warning_of_another_tree(package: str, root: Path | None) -> list[str]:
@@ -243,18 +228,13 @@ def as_text(found: Status) -> str:
     hook = "active" if found.hook_active else f"NOT ACTIVE: {found.hook_reason}"
     parts = [
         f"training-checkpoint-patches {found.version}, mode {found.mode}, {python}\nimport hook: {hook}",
-        "\n".join(terminal.table([_row(package) for package in found.installed])),
+        "\n".join(terminal.table([(p.name, p.version or "not installed", p.location or "") for p in found.installed])),
         *filter(None, (_fixes_as_text(found, package) for package in found.installed)),
         *(f"warning: {warning}" for warning in found.warnings),
         *(f"error: {error}" for error in found.errors),
         found.summary(),
     ]
     return "\n\n".join(parts)
-
-
-def _row(package: Installed) -> tuple[str, ...]:
-    why = f"({package.why})" if package.why else ""
-    return package.name, package.version or "not installed", f"{package.location or ''} {why}".strip()
 
 
 def _fixes_as_text(found: Status, package: Installed) -> str:
