@@ -16,7 +16,16 @@ from ckpt_patches.audit.audit import Report
 from ckpt_patches.audit.judging import recorded_states
 from ckpt_patches.errors import NothingToDo, UserError
 from ckpt_patches.formats.checkpoint import Checkpoint
-from ckpt_patches.formats.damages import DAMAGE, INCOMPLETE, NOTE, REPAIRED, UNREADABLE, Finding
+from ckpt_patches.formats.damages import (
+    DAMAGE,
+    INCOMPLETE,
+    MIXED_ROWS,
+    NOTE,
+    REPAIRED,
+    SHIFTED_STATE,
+    UNREADABLE,
+    Finding,
+)
 from ckpt_patches.formats.megatron_arrays import CONFIG
 from ckpt_patches.formats.torch_dist import INDEX
 from ckpt_patches.migrate import output as files
@@ -31,6 +40,7 @@ from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, che
 MARK = ".ckpt-patches-migrate.json"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 BACKEND |= {"common_backend": "torch", "common_backend_version": 1}
+KNOWN = (SHIFTED_STATE, MIXED_ROWS)  # damage of upstream's that a load with a fix undoes: named before other findings
 STOPS = (UNREADABLE, REPAIRED)  # of findings that are no damage; the list of what was repaired is of the source's files
 
 
@@ -100,7 +110,7 @@ def _check_damage(path: Path, findings: Iterable[Finding], options: Options) -> 
 def _damage(findings: Iterable[Finding]) -> str:
     """The first finding that stops a migration, with its remedy; empty if none does."""
     damage = [own for own in findings if own.kind.severity in (DAMAGE, INCOMPLETE) or own.kind in STOPS]
-    damage.sort(key=lambda own: own.kind is REPAIRED)
+    damage.sort(key=lambda own: (own.kind is REPAIRED, own.kind not in KNOWN))
     if not damage:
         return ""
     first = damage[0]
