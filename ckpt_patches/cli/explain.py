@@ -53,6 +53,8 @@ def run(options: argparse.Namespace) -> int:
         text = _standard_input()
     elif not name and os.path.isfile(text):
         text = end_of_log(Path(text))
+    elif re.fullmatch(r"\S+\.(?:log|txt|out|err)", text):
+        raise UserError(f"{text}: No such file or directory")
     found = answers(text)
     document = {"schema": SCHEMA, "answers": [asdict(answer) for answer in found]}
     print(json.dumps(document, indent=1) if options.json else as_text(found))

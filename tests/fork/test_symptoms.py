@@ -248,6 +248,8 @@ def test_the_end_of_a_log_is_read(tmp_path: Path) -> None:
     log.write_bytes(b"PK\x03\x04\x00\x00")
     done = command("explain", str(log))
     assert "ckpt-patches audit" in one_line(done)
+    log.unlink()
+    assert one_line(command("explain", str(log))) == f"ckpt-patches: {log}: No such file or directory"
 
 
 @pytest.mark.parametrize("letters", ["a", "a-", "a/", "~.", "1.", "_1", "word "])
