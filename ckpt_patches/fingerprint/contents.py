@@ -61,9 +61,7 @@ def of(found: Checkpoint, workers: int = 1, ranks: Ranks | None = None, *, quiet
     if found.format == "deepspeed universal":
         return of_zero(found.path, _named(hashed, files.of_universal), own.unread)
     if is_dcp(found.path):
-        index = dcp_files.read(found.path)
-        unread = dcp_files.left_out(index, hashed, own.unread)
-        return Contents(dcp_files.fingerprints(index, hashed), unread, dcp_files.check(found.path, index, hashed))
+        return Contents(*dcp_files.read(found.path, hashed, own.unread))
     if not found.format.startswith("megatron"):
         return Contents(_named(hashed, lambda name: (name, "model")), own.unread)
     fingerprints = [*_named(hashed, files.of_megatron), *(buckets.fingerprints(known, flats) if known else ())]

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,59 +18,61 @@ from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.recorded import from_text, is_record
 from ckpt_patches.runtime.shown import shown
 
+Found = tuple[
+    list[Fingerprint], dict[str, str], Verdict | None
+]  # what has none, and the comparison if there is a record
 UNREAD = "its elements have no fingerprint"
 Hashes = Mapping[str, tuple[int, int]]  # elements and hash, by a tensor's name in the index
 
 
-def read(path: Path) -> torch_dist.Index:
-    """The index of a checkpoint; reads no elements.
+def read(path: Path, hashed: Hashes, why: Mapping[str, str]) -> Found:
+    """The fingerprints in a checkpoint; what has none, and why; and the comparison with the record, None without one.
+
+    Args:
+        path: the checkpoint's folder.
+        hashed: of the tensors that could be read.
+        why: reasons of others, by a tensor's name.
 
     Raises:
-        UserError: an index is missing, damaged or of an unsupported kind.
+        UserError: an index, or the entry of a record, is missing, damaged or of an unsupported kind.
     """
-    return dcp.merged(path, [(folder, torch_dist.read_index(folder)) for folder in dcp.folders(path)])
-
-
-def fingerprints(index: torch_dist.Index, hashed: Hashes) -> list[Fingerprint]:
-    """The fingerprints of the hashed tensors that are in an index."""
-    return [Fingerprint(*key, *hashed[name]) for name, key in sorted(_names(index).items()) if name in hashed]
-
-
-def left_out(index: torch_dist.Index, hashed: Hashes, why: Mapping[str, str]) -> dict[str, str]:
-    """The states that have no fingerprint, and the reasons, given those of some tensors."""
-    return {
+    index = dcp.merged(path, [(folder, torch_dist.read_index(folder)) for folder in dcp.folders(path)])
+    optimizers = dcp.optimizers(index.tensors, index.objects)
+    names = _names(index, optimizers)
+    found = [Fingerprint(*key, *hashed[name]) for name, key in sorted(names.items()) if name in hashed]
+    unread = {
         parameter if state == "model" else f"{parameter} {state}": why.get(name, UNREAD)
-        for name, (parameter, state) in _names(index).items()
+        for name, (parameter, state) in names.items()
         if name not in hashed
     }
-
-
-def check(path: Path, index: torch_dist.Index, hashed: Hashes) -> Verdict | None:
-    """Compare states and steps with the record; None without one.
-
-    Raises:
-        BadFileError, NotReadError: a record cannot be read.
-    """
     with RangedFiles() as files:
-        names = filter(is_record, sorted(index.objects))
-        found = [torch_dist.read_place(files, path, index.objects[name]).value for name in names]
-    if not found:
-        return None
-    if found.count(found[0]) < len(found):
-        several = "the checkpoint has several, of several models, which a load alone can compare"
-        return Verdict(not_verified={"the record": several}, missed=True)
-    plain = from_text(found[0])
+        entries = [index.objects[name] for name in sorted(index.objects) if is_record(name)]
+        records = [torch_dist.read_place(files, path, entry).value for entry in entries]
+    if not records:
+        return found, unread, None
+    if records.count(records[0]) == len(records):
+        return found, unread, _compared(index, optimizers, from_text(records[0]), hashed, found, unread)
+    several = "the checkpoint has several, of several models, which a load alone can compare"
+    return found, unread, Verdict(not_verified={"the record": several}, missed=True)
+
+
+def _compared(
+    index: torch_dist.Index,
+    optimizers: Sequence[dcp.Optimizer],
+    plain: Any,
+    hashed: Hashes,
+    found: list[Fingerprint],
+    unread: Mapping[str, str],
+) -> Verdict:
+    """Compare states and steps with the record."""
     try:
         record = from_plain(plain)
     except NotARecord:
         return comparison.with_record(plain, ())  # it has the reason
-    optimizers = dcp.optimizers(index.tensors, index.objects)
     of_model, doubt = _model_prefix(index, optimizers, record, hashed)
-    unread = {" ".join(key): UNREAD for name, key in _names(index).items() if name not in hashed}
-    own = fingerprints(index, hashed)
-    states = comparison.with_record(plain, _named(optimizers, record, own, of_model), unread)
+    states = comparison.with_record(plain, _named(optimizers, record, found, of_model), unread)
     unsure = Verdict(not_verified={"the weights": doubt} if doubt else {}, missed=bool(doubt) or not record.states)
-    return comparison.together([states, Verdict(differences=list(_other_steps(record, own))), unsure])
+    return comparison.together([states, Verdict(differences=list(_other_steps(record, found))), unsure])
 
 
 def _other_steps(record: Record, found: Iterable[Fingerprint]) -> Iterator[Difference]:
@@ -127,10 +130,9 @@ def _named(
     return list(map(named, found))
 
 
-def _names(index: torch_dist.Index) -> dict[str, Key]:
+def _names(index: torch_dist.Index, optimizers: Sequence[dcp.Optimizer]) -> dict[str, Key]:
     """The parameter and state of each tensor; "model" if it is not an optimizer's."""
     found: dict[str, Key] = {}
-    optimizers = dcp.optimizers(index.tensors, index.objects)
     for own in optimizers:
         for parameter, states in own.states.items():
             has_main = any(states.get(name) in index.tensors for name in MASTERS)

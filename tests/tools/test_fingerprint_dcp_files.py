@@ -67,11 +67,22 @@ def test_all_states_are_as_recorded(kind: Callable[..., torch.optim.Optimizer], 
     assert judged(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record})) == (WHOLE, set(), 0)
 
 
-def test_all_recorded_states_are_gone(tmp_path: Path) -> None:
+CHANGED: dict[str, tuple[Callable[[Model], object], tuple[str, set[str], int]]] = {
+    "no states": (lambda state: state["optimizer"]["state"].clear(), (DAMAGED, {"not_as_recorded"}, 1)),
+    "weights alone": (lambda state: state.pop("optimizer"), (UNKNOWN, {"not_judged"}, 1)),
+    "a number": (lambda state: state.update({KEY: 7}), (UNKNOWN, {"not_judged"}, 1)),
+    "not JSON": (lambda state: state.update({KEY: "{"}), (UNKNOWN, {"not_judged"}, 1)),
+    "empty": (lambda state: state.update({KEY: ""}), (UNKNOWN, {"not_judged"}, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_lacks_states_or_a_record(name: str, tmp_path: Path) -> None:
     model, optimizer, record = training()
-    optimizer["state"].clear()
-    found = judged(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record}))
-    assert found == (DAMAGED, {"not_as_recorded"}, 1)
+    state: Model = {"model": model, "optimizer": optimizer, KEY: record}
+    change, expected = CHANGED[name]
+    change(state)
+    assert judged(saved(tmp_path, state)) == expected
 
 
 def test_a_weight_without_states_is_not_as_recorded(tmp_path: Path) -> None:
@@ -79,19 +90,6 @@ def test_a_weight_without_states_is_not_as_recorded(tmp_path: Path) -> None:
     model["0.weight"][0, 0] += 1
     found = judged(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record}))
     assert found == (DAMAGED, {"not_as_recorded"}, 1)
-
-
-def test_a_record_beside_weights_alone_is_not_judged(tmp_path: Path) -> None:
-    model, _, record = training()
-    assert judged(saved(tmp_path, {"model": model, KEY: record})) == (UNKNOWN, {"not_judged"}, 1)
-
-
-@pytest.mark.parametrize("record", [7, "{", ""], ids=["a number", "not JSON", "empty"])
-def test_an_unreadable_record_is_not_judged(record: Any, tmp_path: Path) -> None:
-    model, optimizer, _ = training()
-    found = judged(saved(tmp_path, {"model": model, "optimizer": optimizer, KEY: record}))
-    assert found[0] == UNKNOWN
-    assert found[1:] == ({"not_judged"}, 1)
 
 
 # Steps and buffers
