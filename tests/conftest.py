@@ -63,7 +63,7 @@ def pytest_report_header() -> list[str]:
 
 # Test files that `make quick` runs: the engine, the hook, in-place files, file formats, and planning.
 QUICK = """
-    audit_blocks checksum convert_new_file convert_plan convert_writer durable hook in_place plan
+    audit_blocks checksum convert_plan convert_writer durable hook in_place plan
     processes rooms source stored_zip torch_file unfinished
 """
 

@@ -1,32 +1,27 @@
-"""Turn the slices of a checkpoint into a plan: which bytes of which file go where in which file of the output.
+"""Turn the slices of a checkpoint into a plan: which elements of which files go where in which file of the output.
 
 Nothing is read or written. Every error that the headers show is raised here.
 """
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from ckpt_patches.convert import layout, rules
-from ckpt_patches.convert.output_files import (
-    Content,
-    CopiedOutput,
-    Link,
-    Output,
-    Plan,
-    StateOf,
-    TorchOutput,
-    as_float32,
-    saved,
-    tensor,
-    with_copy,
-)
-from ckpt_patches.convert.rules import Rules, States
-from ckpt_patches.convert.source import UPSTREAM, Source
+from ckpt_patches.convert.layout import Layout
+from ckpt_patches.convert.reading import Records
+from ckpt_patches.convert.rules import Merged, Rules
+from ckpt_patches.convert.source import Source, UpstreamsAloneError
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.checkpoint import Extent
+from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.paths import is_within
-from ckpt_patches.formats.torch_file import TensorHeader
+from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader, storages_in
 from ckpt_patches.formats.universal import state_file
-from ckpt_patches.formats.zero import MASTER, ElementType, Shape, Step
+from ckpt_patches.formats.zero import MASTER, MOMENTUM, ElementType, Shape
 from ckpt_patches.formats.zero_folder import Slice, Zero, shapes_of
 from ckpt_patches.runtime.shown import shown
 
@@ -38,6 +33,70 @@ OF_MUON = (
     "Muon's momentum of ZeRO 1 and 2 was converted by whole matrices, which DeepSpeed loads with the fix "
     "universal_optimizer_states, and at whose first step it fails without"
 )
+PLACED, AVERAGED, FLOAT32 = "placed", "averaged", "float32"
+
+Extents = Callable[[], Iterable[Extent]]  # of a slice: made when the file is written, as at stage 3 each rank has one
+
+
+@dataclass(frozen=True)
+class Content:
+    """The elements of a storage in an output file.
+
+    `copies` are all slices that make up the parameter, as often as ranks hold it: all must be equal, or are averaged.
+    """
+
+    dtype: str  # of the slices
+    layout: Layout
+    copies: Sequence[Sequence[Extents]]
+    how: str = PLACED  # or AVERAGED, or FLOAT32: converted to it
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the storage in the output."""
+        return math.prod(self.layout.shape) * ITEM_SIZE["float32" if self.how == FLOAT32 else self.dtype]
+
+
+@dataclass(frozen=True)
+class TorchOutput:
+    """A file in torch.save's format. `contents` are the storages of the tensors in `value`, by key."""
+
+    name: str  # below the output folder
+    value: Any
+    contents: dict[str, Content]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(content.nbytes for content in self.contents.values())
+
+
+@dataclass(frozen=True)
+class CopiedOutput:
+    """A file of the checkpoint that is copied unchanged."""
+
+    name: str
+    path: Path
+    nbytes: int
+
+
+Output = TorchOutput | CopiedOutput
+
+
+@dataclass(frozen=True)
+class Link:
+    """An additional name of an output file."""
+
+    name: str  # below the output folder
+    file: str  # the name of the output
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A complete conversion."""
+
+    outputs: tuple[Output, ...]
+    links: tuple[Link, ...] = ()
+    records: Mapping[str, Records] = field(default_factory=dict)  # by file of the checkpoint
+    warnings: tuple[str, ...] = ()
 
 
 def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), drop_singles: bool = False) -> Plan:
@@ -49,27 +108,25 @@ def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), dro
     Raises:
         UserError: dtypes or states differ between ranks, a rule does not fit, or a state cannot be converted.
     """
-    files = [*source.zero.ranks.values()]
+    files, folder = [*source.zero.ranks.values()], source.zero.folder.path
     if MASTER in drop:
         raise UserError(f"--drop-state {MASTER}: expected a state of the optimizer, found the main parameters")
     _check_lost(source.zero, drop, drop_singles=drop_singles)
-    known = Rules(source.info)
-    found = [*(_Stage3 if source.zero.stage > 2 else _Stages1And2)(source, known, drop).outputs()]
-    found.append(saved("zero/optimizer_state.pt", source.optimizer_state, files[0].path))
-    for output in found:
+    planner = _Planner(source, drop)
+    outputs: list[Output] = [
+        *planner.outputs(),
+        _saved("zero/optimizer_state.pt", source.optimizer_state, files[0].path),
+    ]
+    outputs += [CopiedOutput(name, folder / name, (folder / name).stat().st_size) for name in source.copied]
+    for output in (*outputs, *planner.links):
         if not is_within(output.name):  # the name of a parameter is the name of a folder
             raise UserError(f"{output.name!r} is no name of a file in the output folder")
-    warnings = known.check_patterns(strict=strict)
-    if any(len(expert.ranks) > 1 for expert in source.local_experts.values()):
+    warnings = planner.rules.check_patterns(strict=strict)
+    if any(len(expert.ranks) > 1 for expert in source.experts.values()):
         warnings.append(BY_NUMBERS)
-    if any(own.momentum for file in files for own in file.partitions):
+    if any(own.momentum for file in files for own in file.partitions) and MOMENTUM not in drop:
         warnings.append(OF_MUON)
-    links = tuple(output for output in found if isinstance(output, Link))
-    outputs: list[Output] = [output for output in found if not isinstance(output, Link)]
-    folder = source.zero.folder.path
-    outputs += [saved(name, value, folder / name) for name, value in source.rewritten]
-    outputs += [CopiedOutput(name, folder / name, (folder / name).stat().st_size) for name in source.copied]
-    return Plan(tuple(outputs), links, source.records, tuple(warnings))
+    return Plan(tuple(outputs), tuple(planner.links), source.records, tuple(warnings))
 
 
 def _check_lost(found: Zero, drop: Collection[str], *, drop_singles: bool) -> None:
@@ -91,120 +148,98 @@ def _check_lost(found: Zero, drop: Collection[str], *, drop_singles: bool) -> No
                 )
 
 
-class _Of:
-    """The outputs of parameters; see `outputs` of the stages."""
+class _Planner:
+    """Plans the files of parameters. Stage 3 has no step for each, and no weights without optimizer states."""
 
-    def __init__(self, source: Source, known: Rules, drop: Collection[str]) -> None:
-        self.source, self.rules, self.drop = source, known, drop
+    def __init__(self, source: Source, drop: Collection[str]) -> None:
+        self.source, self.drop = source, drop
+        self.is_stage_3 = source.zero.stage > 2
+        self.rules = Rules(source.info)
+        self.links: list[Link] = []
+        self._steps: dict[Hashable, str] = {}  # by step, the first file that holds it
 
-    def states(self, name: str, slices: Sequence[Slice]) -> States:
-        """By state that all slices have: its element type, and it on each of them.
+    def outputs(self) -> Iterator[TorchOutput]:
+        names = set()
+        for name in self.source.slices:
+            expert = self.source.experts.get(name)
+            if expert is None:
+                planned = self._parameter(name, self._by_stage(name))
+            else:
+                pairs = zip(expert.folders, self._of_ranks(name, expert.ranks), strict=True)
+                planned = (output for folder, own in pairs for output in self._parameter(folder, [[own]]))
+            for output in planned:
+                names.add(output.name)
+                yield output
+        if not self.is_stage_3:
+            yield from self._module_weights(names)
+
+    def _by_stage(self, name: str) -> list[list[Slice]]:
+        """A parameter's slices, by pipeline stage that holds elements of it and tensor-parallel rank."""
+        by_rank, degree = self.source.slices[name], self.source.tp_degree
+        stages = sorted({rank // degree for rank, slices in by_rank.items() if any(own.parts for own in slices)})
+        if self.is_stage_3:
+            stages = [0]
+        elif self.rules.is_replicated_in_pipeline(name):
+            stages = stages[:1]
+        return [[self._all_share(name, stage * degree + tp) for tp in range(degree)] for stage in stages]
+
+    def _all_share(self, name: str, model_rank: int) -> Slice:
+        """The slice of a parameter that all data-parallel ranks share, on one model-parallel rank."""
+        held = self.source.slices[name].get(model_rank, [])
+        if len(held) > 1 or any(len(own.sharing) != self.source.zero.data_parallel(model_rank) for own in held):
+            raise UpstreamsAloneError(f"{name} is partitioned over a part of the ranks only")
+        return held[0] if held else Slice(name, model_rank, (), None)
+
+    def _of_ranks(self, name: str, ranks: Sequence[tuple[int, ...]]) -> list[Slice]:
+        """The slices of an expert's parameter, which these data-parallel ranks share, by expert-parallel rank."""
+        by_sharing = {own.sharing: own for held in self.source.slices[name].values() for own in held}
+        if by_sharing.keys() != {*ranks}:
+            raise UserError(f"{name}: expected that the ranks {list(ranks)} share it, found {list(by_sharing)}")
+        return [by_sharing[sharing] for sharing in ranks]
+
+    def _parameter(self, name: str, by_stage: Sequence[Sequence[Slice]]) -> Iterator[TorchOutput]:
+        """The files of a parameter. What several pipeline stages hold is one copy each."""
+        if not by_stage:
+            return
+        shapes = [_shapes(slices) for slices in by_stage]
+        states = [self._states(name, slices) for slices in by_stage]
+        if any(own != shapes[0] for own in shapes) or any(own != states[0] for own in states):
+            raise UserError(f"{name}: expected the same shapes and states in all pipeline stages, found others")
+        if not self.is_stage_3:
+            yield from self._step(name, by_stage[0])
+        is_flat = self.is_stage_3 and len(shapes[0]) == 1  # upstream writes it without its dimensions
+        merged = Merged(layout.whole((math.prod(shapes[0][0]),))) if is_flat else self.rules.of(name, shapes[0])
+        if merged.is_averaged and len(by_stage) > 1:
+            raise UserError(
+                f"{name}: expected pipeline stages to hold the same values, found averaged ones of "
+                f"{len(by_stage)} stages; no pattern of {rules.PIPELINE_REPLICATED} declares them equal"
+            )
+        for key, kind in states[0].items():
+            copies = [copy for slices in by_stage for copy in _copies(slices, key, is_each=merged.is_each)]
+            content = Content(kind.dtype, merged.layout, copies, AVERAGED if merged.is_averaged else PLACED)
+            param = _tensor(kind, merged.layout.shape)
+            value = param if is_flat else {**merged.entries, "param": param}
+            yield TorchOutput(state_file(name, key), value, {"0": content})
+
+    def _states(self, name: str, slices: Sequence[Slice]) -> dict[str, ElementType]:
+        """The states that all slices have, and the type of their elements.
 
         Raises:
             UserError: a slice lacks a state that another one has, or has it in another type.
         """
         held = [own for own in slices if any(part.numel for part in own.parts)] or [own for own in slices if own.parts]
         by_slice = [own.states() for own in held] or [{MASTER: ElementType("float32")}]
-        for own in by_slice:
-            if {*own} != {*by_slice[0]}:
-                every = [", ".join(map(shown, one)) for one in by_slice]
-                raise UserError(f"{name}: expected the same states on all model-parallel ranks, found {every}")
         found = {}
-        for key in by_slice[0]:
-            kinds = [own[key] for own in by_slice]
-            if len({kind.dtype for kind in kinds}) > 1:
-                raise UserError(f"{name}: expected one type of {shown(key)}, found {[kind.dtype for kind in kinds]}")
-            kind = ElementType(kinds[0].dtype, any(kind.requires_grad for kind in kinds))
+        for key, kind in by_slice[0].items():
+            kinds = [own.get(key) for own in by_slice]
+            if any({*own} != {*by_slice[0]} for own in by_slice) or len({one and one.dtype for one in kinds}) > 1:
+                every = [{shown(one): own[one].dtype for one in own} for own in by_slice]
+                raise UserError(f"{name}: expected the same states on all model-parallel ranks, found {every}")
             if key not in self.drop:
-                found[key] = (kind, [StateOf(own, key) for own in slices])
+                found[key] = ElementType(kind.dtype, any(one and one.requires_grad for one in kinds))
         return found
 
-    def of_ranks(self, name: str, ranks: Sequence[tuple[int, ...]]) -> list[Slice]:
-        """The slices of an expert's parameter, which these data-parallel ranks share, by expert-parallel rank."""
-        by_rank = self.source.slices[name]
-        if len(by_rank) != 1:
-            raise UserError(f"{name}: expected experts in one pipeline stage, found them in {sorted(by_rank)}")
-        by_sharing = {own.sharing: own for held in by_rank.values() for own in held}
-        if by_sharing.keys() != {*ranks}:
-            raise UserError(f"{name}: expected that the ranks {list(ranks)} share it, found {list(by_sharing)}")
-        return [by_sharing[sharing] for sharing in ranks]
-
-    def all_share(self, name: str, model_rank: int) -> Slice:
-        """The slice of a parameter that all data-parallel ranks share, on one model-parallel rank."""
-        held = self.source.slices[name].get(model_rank, [])
-        if len(held) > 1 or any(len(own.sharing) != self.source.zero.data_parallel(model_rank) for own in held):
-            raise UserError(f"{name} is partitioned over a part of the ranks only; {UPSTREAM}")
-        return held[0] if held else Slice(name, model_rank, (), None)
-
-
-class _Stage3(_Of):
-    """Each parameter is cut into equal parts, one per rank; upstream writes it flattened, and no step."""
-
-    def outputs(self) -> Iterator[TorchOutput]:
-        for name in self.source.slices:
-            if name in self.source.experts:
-                experts = self.source.experts[name]
-                slices = self.of_ranks(name, experts.ranks)
-                yield from rules.of_experts(name, experts, _shapes(slices)).outputs(name, self.states(name, slices))
-                continue
-            slices = [self.all_share(name, tp) for tp in range(self.source.tp_degree)]
-            if len(slices) > 1:  # slices are merged as at stages 1 and 2
-                yield from self.rules.of(name, _shapes(slices)).outputs(name, self.states(name, slices))
-                continue
-            for key, (kind, held) in self.states(name, slices).items():
-                placed = layout.flattened(_shapes(slices)[0])
-                value = tensor("0", kind, placed.shape)
-                yield TorchOutput(state_file(name, key), value, {"0": Content(kind.dtype, placed, tuple(held))})
-
-
-class _Stages1And2(_Of):
-    """Each parameter group is flattened, and cut into equal partitions, one per rank."""
-
-    def outputs(self) -> Iterator[Output | Link]:
-        self._steps: dict[Hashable, str] = {}  # by step, the first file that holds it
-        names = set()
-        for name in self.source.slices:
-            for output in self._of(name):
-                names.add(output.name)
-                yield output
-        yield from self._module_weights(names)
-
-    def _of(self, name: str) -> Iterator[Output | Link]:
-        if name in self.source.experts:
-            experts = self.source.experts[name]
-            slices = self.of_ranks(name, experts.ranks)
-            yield from self._step_of(name, slices)
-            yield from rules.of_experts(name, experts, _shapes(slices)).outputs(name, self.states(name, slices))
-        elif name in self.source.local_experts:
-            expert = self.source.local_experts[name]
-            for own_name, own in zip(expert.folders, self.of_ranks(name, expert.ranks), strict=True):
-                yield from self._step_of(own_name, [own])
-                yield from self.rules.of(own_name, _shapes([own])).outputs(own_name, self.states(own_name, [own]))
-        elif stages := sorted({rank // self.source.tp_degree for rank in self._holding(name)}):
-            yield from self._parameter(name, stages)
-
-    def _holding(self, name: str) -> Iterator[int]:
-        """The model-parallel ranks that have fragments of a parameter; none if it has no elements."""
-        return (rank for rank, slices in self.source.slices[name].items() if any(own.parts for own in slices))
-
-    def _parameter(self, name: str, stages: Sequence[int]) -> Iterator[Output | Link]:
-        """The outputs of a parameter. What several pipeline stages hold is compared."""
-        tp_degree = self.source.tp_degree
-        if self.rules.is_replicated_in_pipeline(name):
-            stages = stages[:1]
-        by_stage = [[self.all_share(name, stage * tp_degree + tp) for tp in range(tp_degree)] for stage in stages]
-        shapes = [_shapes(slices) for slices in by_stage]
-        if any(own != shapes[0] for own in shapes):
-            raise UserError(f"{name}: expected the same shapes in all pipeline stages, found {shapes}")
-        yield from self._step_of(name, by_stage[0])
-        states = self.states(name, by_stage[0])
-        pairs = zip(stages[1:], by_stage[1:], strict=True)
-        copies = [((stages[0], stage), self.states(name, slices)) for stage, slices in pairs]
-        for key, output in zip(states, self.rules.of(name, shapes[0]).outputs(name, states), strict=True):
-            contents = {k: _with_copies(name, key, one, copies) for k, one in output.contents.items()}
-            yield replace(output, contents=contents)
-
-    def _step_of(self, name: str, slices: Sequence[Slice]) -> Iterator[Output | Link]:
+    def _step(self, name: str, slices: Sequence[Slice]) -> Iterator[TorchOutput]:
         """A file with the step, or a link to the first file with the same step of the same group.
 
         A link is safe: DeepSpeed requires that all parameters of a group are at the same step.
@@ -212,10 +247,14 @@ class _Stages1And2(_Of):
         step = next((part.partition.step for own in slices for part in own.parts if part.partition.step), None)
         if step:
             file = state_file(name, "step")
-            first = self._steps.setdefault(_same_file(step) or file, file)
-            yield saved(file, step.value, step.file) if first == file else Link(file, first)
+            is_known = step.known is not None  # a number or a tensor
+            first = self._steps.setdefault((step.group, type(step.value), step.known) if is_known else file, file)
+            if first == file:
+                yield _saved(file, step.value, step.file)
+            else:
+                self.links.append(Link(file, first))
 
-    def _module_weights(self, names: set[str]) -> Iterator[Output]:
+    def _module_weights(self, names: set[str]) -> Iterator[TorchOutput]:
         """The model's weights that the optimizer does not hold: frozen and tied parameters, buffers."""
         for model in self.source.zero.models.values():
             module = model.value.get("module")
@@ -223,36 +262,52 @@ class _Stages1And2(_Of):
                 output = state_file(name, MASTER)
                 if isinstance(weight, TensorHeader) and output not in names:
                     names.add(output)
-                    yield as_float32(output, self.source.zero.folder.path / model.name, weight)
+                    yield _as_float32(output, self.source.zero.folder.path / model.name, weight)
 
 
 def _shapes(slices: Sequence[Slice]) -> list[Shape]:
-    for own in slices:
-        if own.shape is None:
-            found = [one.shape for one in slices]
-            raise UserError(f"{own.name}: expected a shape for each model-parallel rank, found {found}")
-    return [own.shape for own in slices if own.shape is not None]
+    found = [own.shape for own in slices if own.shape is not None]
+    if len(found) < len(slices):
+        raise UserError(f"{slices[0].name}: expected a shape for each model-parallel rank, found {found}")
+    return found
 
 
-def _with_copies(name: str, key: str, content: Content, copies: Sequence[tuple[tuple[int, int], States]]) -> Content:
-    """A state's content, to be compared with the copies that other pipeline stages hold."""
-    for stages, states in copies:
-        kind, slices = states.get(key, (ElementType("none"), ()))
-        if kind.dtype != content.dtype or content.how != "place":
-            found = "averaged" if content.how != "place" else f"{content.dtype} and {kind.dtype}"
-            raise UserError(
-                f"{name}: expected pipeline stages {stages[0]} and {stages[1]} to hold the same {shown(key)}, found "
-                f"{found}; no pattern of {rules.PIPELINE_REPLICATED} declares it equal"
-            )
-        content = with_copy(content, slices, stages)
-    return content
+def _copies(slices: Sequence[Slice], key: str, *, is_each: bool) -> Iterator[Sequence[Extents]]:
+    """The slices of a state, as often as ranks hold them all."""
+    for together in [[own] for own in slices] if is_each else [slices]:
+        count = max(len(own.copies(key)) for own in together) if key == MOMENTUM else 1
+        for number in range(count):
+            yield [partial(_copy, own, key, number) for own in together]
 
 
-def _same_file(step: Step) -> Hashable:
-    """A key that is equal for steps that are written as the same file; None if that is unknown."""
-    value = step.value
-    if type(value) in (int, float):
-        return step.group, type(value), value
-    if isinstance(value, TensorHeader) and value.numel == value.storage.numel and not value.wrapping:
-        return step.group, step.known, value.shape, value.stride, value.requires_grad, value.storage.dtype
-    return None
+def _copy(own: Slice, key: str, number: int) -> list[Extent]:
+    copies = own.copies(key)
+    return copies[min(number, len(copies) - 1)]
+
+
+def _tensor(kind: ElementType, shape: Shape) -> TensorHeader:
+    """A tensor that covers a complete storage of the output."""
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    storage = StorageHeader("0", kind.dtype, math.prod(shape), 0)
+    return TensorHeader(storage, kind.dtype, 0, shape, stride, kind.requires_grad)
+
+
+def _as_float32(name: str, path: Path, weight: TensorHeader) -> TorchOutput:
+    """A weight of the model as a main parameter."""
+    if not weight.is_contiguous:
+        raise UserError(f"{name}: the model's weight is not contiguous")
+    how = PLACED if weight.dtype == "float32" else FLOAT32
+    extents = partial(tuple, (Extent(str(path), weight.offset, weight.nbytes),))
+    content = Content(weight.dtype, layout.whole(weight.shape), [[extents]], how)
+    return TorchOutput(
+        name, {"param": _tensor(ElementType("float32", weight.requires_grad), weight.shape)}, {"0": content}
+    )
+
+
+def _saved(name: str, value: Any, path: Path | str) -> TorchOutput:
+    """A value from a file of the checkpoint, with the storages in it."""
+    contents = {}
+    for storage in storages_in(value):
+        extents = partial(tuple, (Extent(str(path), storage.offset, storage.nbytes),))
+        contents[storage.key] = Content(storage.dtype, layout.whole((storage.numel,)), [[extents]])
+    return TorchOutput(name, value, contents)

@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from ckpt_patches import __version__
-from ckpt_patches.convert import momenta, reading, source
-from ckpt_patches.convert.conversion_plan import plan
-from ckpt_patches.convert.output_files import Output, Plan
+from ckpt_patches.convert import reading, source
+from ckpt_patches.convert.conversion_plan import Output, Plan, plan
 from ckpt_patches.convert.write import Writer, batches
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import record_files
@@ -142,7 +141,7 @@ def _write(planned: Plan, folder: UnfinishedFolder, options: Options, ranks: Ran
     count = max(1, min(options.workers, len(left), sum(map(_cost, left)) // WORTH_A_PROCESS))
     seen, done = [], 0
     with Progress(sum(output.nbytes for output in left)) as progress:
-        for nbytes, found in in_order(Writer(folder.working, planned.records, count), [*batches(left)], count):
+        for nbytes, found in in_order(Writer(folder.working, planned.records), [*batches(left)], count):
             seen.append(found)
             done += nbytes
             progress.show(done)
@@ -183,7 +182,6 @@ def planned(input_folder: Path, options: Options) -> Plan:
     try:
         found = source.read(input_folder, trust=trust, inject_missing_state=inject)
         made = plan(found, strict=options.strict, drop=options.drop_state, drop_singles=options.drop_singles)
-        momenta.check(found.zero)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # such as a dict instead of a list
         raise UserError(f"{input_folder} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
     return made

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_patches import Switches, tell
 from ckpt_patches.convert.convert import WORKERS, Options, Summary, convert
-from ckpt_patches.convert.source import check_folder
+from ckpt_patches.convert.source import UpstreamsAloneError, check_folder
 from ckpt_patches.runtime import commands
 from ckpt_patches.runtime.distributed import joined
 from ckpt_patches.runtime.options import Parser, add_distributed, add_trust, add_workers, described, spelled
@@ -50,6 +50,8 @@ def _prefix(program: str) -> str:
 def take_over(upstream: Any, module: str) -> bool:
     """Convert in place of upstream's converter, whose `main` calls this; False if a switch leaves it to that one.
 
+    So does a kind of checkpoint that only upstream converts.
+
     As that one's, this is the work of one process, whatever launcher has started it, and any class is accepted: here,
     without running its code.
 
@@ -66,6 +68,8 @@ def take_over(upstream: Any, module: str) -> bool:
         return False
     tell(f"ckpt-patches to-universal converts in place of DeepSpeed's converter, which CKPT_PATCHES_SKIP={FIX} runs")
 
+    taken = []
+
     def work() -> int:
         options = Options(
             upstream.num_extract_workers,
@@ -74,15 +78,18 @@ def take_over(upstream: Any, module: str) -> bool:
             trust_checkpoint=True,
         )
         warn = partial(commands.say, HAND_OVER)
-        print(text(convert(upstream.input_folder, upstream.output_folder, options, warn=warn)))
+        try:
+            taken.append(text(convert(upstream.input_folder, upstream.output_folder, options, warn=warn)))
+            print(taken[0])
+        except UpstreamsAloneError as error:
+            warn(f"DeepSpeed's own converter runs: {error}")
         return 0
 
-    if module == "__main__":
-        if status := commands.run(HAND_OVER, work, interrupted=INTERRUPTED, defect=1):
-            sys.exit(status)
-    else:
+    if module != "__main__":
         work()
-    return True
+    elif status := commands.run(HAND_OVER, work, interrupted=INTERRUPTED, defect=1):
+        sys.exit(status)
+    return bool(taken)
 
 
 def _run(options: argparse.Namespace, program: str, begin: float) -> int:

@@ -5,20 +5,17 @@ https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/checkpoint/consta
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_patches.convert import layout
 from ckpt_patches.convert.layout import Layout, SubParams
-from ckpt_patches.convert.output_files import Content, StateOf, TorchOutput, tensor
-from ckpt_patches.convert.source import UPSTREAM
+from ckpt_patches.convert.source import UpstreamsAloneError
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.pickles import Global, Instance, stub
 from ckpt_patches.formats.universal import VOCABULARY as IS_VOCABULARY
-from ckpt_patches.formats.universal import state_file
-from ckpt_patches.formats.zero import ElementType, Shape
-from ckpt_patches.formats.zero_experts import Experts
+from ckpt_patches.formats.zero import Shape
 
 REPLICATED = "tp_replicated_parameter_patterns"
 AVERAGED = "parameter_to_average_patterns"
@@ -31,9 +28,6 @@ PIPELINE_REPLICATED = "pipeline_replicated_parameter_patterns"
 UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 LISTS = (REPLICATED, AVERAGED, ROW_PARALLEL, VOCABULARY, TWO_SUB_PARAMS)
 AFFINE = "affine_map"
-AFFINE_VERSION = 1  # the latest that is supported
-
-States = Mapping[str, tuple[ElementType, Sequence[StateOf]]]  # by state: its element type, and it on each slice
 
 
 @dataclass(frozen=True)
@@ -42,22 +36,8 @@ class Merged:
 
     layout: Layout
     entries: dict[str, Any] = field(default_factory=dict)  # to save beside the parameter
-    how: str = "place"  # as in `Content`
-
-    def outputs(self, name: str, states: States) -> Iterator[TorchOutput]:
-        """The files of a parameter's states."""
-        for key, (kind, slices) in states.items():
-            value = {**self.entries, "param": tensor("0", kind, self.layout.shape)}
-            contents = {"0": Content(kind.dtype, self.layout, tuple(slices), self.how)}
-            yield TorchOutput(state_file(name, key), value, contents)
-
-
-def of_experts(name: str, experts: Experts, shapes: Sequence[Shape]) -> Merged:
-    """How a parameter of AutoEP's experts is merged; `shapes` are by expert-parallel rank."""
-    placed = layout.stacked(name, experts, shapes)
-    layout.check(name, placed, shapes)
-    # Upstream puts the tensor first, and last beside all other entries.
-    return Merged(placed, {"param": None, "cat_dim": 0, "is_expert_param": True, "ep_num_experts": experts.count})
+    is_each: bool = False  # each slice is the full parameter
+    is_averaged: bool = False  # which is the average of the slices
 
 
 class Rules:
@@ -65,34 +45,32 @@ class Rules:
 
     def __init__(self, info: dict[str, Any]) -> None:
         self.info = info
-        self.sub_params = _sub_params(info)
+        entries = info.get(SUB_PARAMS, [])
+        self.sub_params = [
+            SubParams("", entry["patterns"], entry["shape"], entry["partition_dim"]) for entry in entries
+        ]
         self.unused = {pattern for key in LISTS for pattern in self._patterns(key)}
         self.unused.update(pattern for sub_params in self.sub_params for pattern in sub_params.patterns)
         if info.get(UNSUPPORTED):
             raise UserError(f"the checkpoint states that {', '.join(sorted(info[UNSUPPORTED]))} cannot be converted")
-        maps = info.get(AFFINE) or {}
-        if maps.get("version", AFFINE_VERSION) > AFFINE_VERSION:
-            raise UserError(f"the checkpoint has affine maps of version {maps['version']}; {UPSTREAM}")
-        self.affine_maps: dict[str, Any] = maps.get("params", {})
+        if info.get(AFFINE):
+            raise UpstreamsAloneError("the checkpoint has AutoTP's affine maps of its parameters")
 
     def of(self, name: str, shapes: Sequence[Shape]) -> Merged:
-        """How slices of these shapes become a parameter.
+        """How slices of these shapes become a parameter: by the first list that matches, in upstream's order.
 
         Raises:
             UserError: two patterns of a list match it, or the shapes do not fit the rule.
         """
-        affine_map = self._affine_map(name)
-        found = Merged(layout.affine(name, affine_map, shapes)) if affine_map else self._by_lists(name, shapes)
-        layout.check(name, found.layout, shapes)
-        return self._without_padding(name, found) if self._matches(VOCABULARY, name) else found
-
-    def _without_padding(self, name: str, found: Merged) -> Merged:
+        found = self._by_lists(name, shapes)
+        if not self._matches(VOCABULARY, name):
+            return found
         rows, shape = self.info.get("original_vocab_size"), found.layout.shape
-        if type(rows) is not int or len(shape) < 2:
+        if type(rows) is not int or rows < 0 or len(shape) < 2:
             raise UserError(
                 f"{name} is of the vocabulary; expected original_vocab_size and rows, found {rows}, {shape}"
             )
-        placed = replace(found.layout, shape=(min(rows, shape[0]), *shape[1:]))
+        placed = replace(found.layout, shape=(min(rows, shape[0]), *shape[1:]))  # without padding
         return replace(found, layout=placed, entries={**found.entries, IS_VOCABULARY: True})
 
     def check_patterns(self, *, strict: bool) -> list[str]:
@@ -107,25 +85,12 @@ class Rules:
     def is_replicated_in_pipeline(self, name: str) -> bool:
         return any(re.match(pattern, name) for pattern in self.info.get(PIPELINE_REPLICATED, []))
 
-    def _affine_map(self, name: str) -> dict[str, Any] | None:
-        """A parameter's map. It overrides the patterns, which are there for earlier releases and count as used."""
-        found = [pattern for pattern in self.affine_maps if re.match(pattern, name)]
-        if len(found) > 1:
-            raise UserError(f"more than one affine map is of {name}: {', '.join(found)}")
-        if not found:
-            return None
-        for key in LISTS:
-            self._matches(key, name)
-        self._matching_sub_params(name)
-        return dict(self.affine_maps[found[0]])
-
     def _by_lists(self, name: str, shapes: Sequence[Shape]) -> Merged:
-        """By the first list that matches, in upstream's order."""
         sub_params = self._matching_sub_params(name)
         if self._matches(REPLICATED, name):
-            return Merged(layout.replicated(name, shapes))
+            return Merged(layout.replicated(name, shapes), is_each=True)
         if self._matches(AVERAGED, name):
-            return Merged(layout.replicated(name, shapes), how="averaged")
+            return Merged(layout.replicated(name, shapes), is_each=True, is_averaged=True)
         if self._matches(TWO_SUB_PARAMS, name):
             return Merged(layout.in_two_halves(name, shapes), {"cat_dim": 0, "param_n_sub_params": 2})
         if sub_params:
@@ -156,24 +121,17 @@ class Rules:
             for pattern in sub_params.patterns:
                 if re.match(pattern, name):
                     self.unused.discard(pattern)
-                    return _with_widths(sub_params, pattern, self.info)
+                    return replace(sub_params, pattern=pattern, widths=self._widths(pattern))
         return None
 
-
-def _sub_params(info: dict[str, Any]) -> Sequence[SubParams]:
-    entries = info.get(SUB_PARAMS, [])
-    return [SubParams("", entry["patterns"], entry["shape"], entry["partition_dim"]) for entry in entries]
-
-
-def _with_widths(found: SubParams, pattern: str, info: dict[str, Any]) -> SubParams:
-    """Add the width of each rank's part of a sub-parameter, which checkpoints record since format version 0.4."""
-    widths = None
-    if info.get("universal_checkpoint_version", 0.0) >= 0.4:
-        recorded = info.get(SHARD_WIDTHS, {}).get(pattern)
+    def _widths(self, pattern: str) -> tuple[tuple[int, ...], ...] | None:
+        """The width of each rank's part of a sub-parameter, which checkpoints record since format version 0.4."""
+        if self.info.get("universal_checkpoint_version", 0.0) < 0.4:
+            return None
+        recorded = self.info.get(SHARD_WIDTHS, {}).get(pattern)
         if recorded is None:
             raise UserError(f"expected {SHARD_WIDTHS} of {pattern}, which has sub-parameters; the checkpoint has none")
-        widths = tuple(tuple(shares) for shares in recorded)
-    return SubParams(pattern, found.patterns, found.shape, found.partition_dim, widths)
+        return tuple(tuple(shares) for shares in recorded)
 
 
 def _sub_param_shape(sub: SubParams, shape: Sequence[Any]) -> Instance:

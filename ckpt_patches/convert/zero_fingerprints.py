@@ -7,13 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckpt_patches.convert.conversion_plan import TorchOutput
 from ckpt_patches.convert.convert import Options, planned
-from ckpt_patches.convert.output_files import Content, TorchOutput
-from ckpt_patches.convert.reading import Reader, Shares, opened
-from ckpt_patches.convert.write import made_by
+from ckpt_patches.convert.merging import Merger
+from ckpt_patches.convert.reading import Reader
+from ckpt_patches.convert.write import BLOCK
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint.files import computed
-from ckpt_patches.fingerprint.states import BLOCK, Fingerprint, of_blocks, state_named
+from ckpt_patches.fingerprint.states import Fingerprint, of_blocks, state_named
 from ckpt_patches.formats import torch_file, universal, zero, zero_folder
 from ckpt_patches.runtime.distributed import Ranks
 
@@ -50,17 +51,18 @@ def read(
     def read_share(share: Sequence[str]) -> Iterator[Fingerprint]:
         own = [(name, outputs[name]) for name in share]
         nbytes = [output.nbytes for _, output in own]
-        with closing(opened({})) as reader:  # each process opens its own files
-            yield from computed(partial(_fingerprint, reader=reader), own, nbytes, workers, label)
+        with closing(Reader()) as reader:  # each process opens its own files
+            fingerprint = partial(_fingerprint, merger=Merger(reader, BLOCK))
+            yield from computed(fingerprint, own, nbytes, workers, label)
 
     return (ranks or Ranks()).spread("reading the states", names, read_share), lost
 
 
-def _fingerprint(named: tuple[str, TorchOutput], reader: Reader) -> Fingerprint:
+def _fingerprint(named: tuple[str, TorchOutput], merger: Merger) -> Fingerprint:
     name, output = named
     tensor = universal.tensor_of(output.value)
     assert tensor is not None, name  # each of these outputs has one
-    value = of_blocks(_windows(reader, output.contents[tensor.storage.key]), tensor.dtype)
+    value = of_blocks(merger.blocks(output.contents[tensor.storage.key], name), tensor.dtype)
     parameter, _, file = name.removeprefix(f"{universal.FOLDER}/").rpartition("/")
     return Fingerprint(parameter, state_named(file.removesuffix(".pt")), tensor.numel, value)
 
@@ -83,13 +85,3 @@ def _unread(path: Path) -> dict[str, str]:
         for state in own.others
         for name in own.fragments or zero_folder.shapes_of(found.model(file.model_rank))[number]
     }
-
-
-def _windows(reader: Reader, content: Content) -> Iterator[memoryview]:
-    """Yield all bytes of a parameter's state in order, block by block in one buffer."""
-    fill, shares = made_by(content.how), Shares(reader, content)
-    memory, rows = (memoryview(bytearray(min(BLOCK, content.nbytes))) for _ in range(2))
-    for begin in range(0, content.nbytes, BLOCK):
-        window = memory[: min(BLOCK, content.nbytes - begin)]
-        fill(shares, content, begin, window, rows)
-        yield window

@@ -127,8 +127,7 @@ class Partition:
     others: tuple[str, ...] = ()  # what has no number for each of the main parameter's: codes, nested states
     singles: tuple[str, ...] = ()  # the group's single values, such as mu_product
     momentum: Flat | None = None  # Muon's at stages 1 and 2; it can be of full parameters
-    in_momentum: Mapping[str, int] = field(default_factory=dict)  # by parameter, start of its fragment in `momentum`
-    wholes: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by parameter, start and elements of all of it
+    wholes: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by parameter, its place in `momentum`
     sizes: Mapping[str, int | None] = field(default_factory=dict)  # elements of all states; None if they are not flat
     needed: int = 0  # elements up to the end of the last fragment, which is in the partition
     master_crc: int | None = None  # CRC-32 of the main parameter; None if all of it is zero

@@ -96,7 +96,9 @@ def _with_momentum(parts: Sequence[Partition], shapes: Mapping[str, Shape]) -> l
     wholes = [[math.prod(shapes.get(name, ())) for name in names] for names in own]
     all_share = not any(map(is_expert, shapes))
     if all_share and held == [sum(sizes) for part, sizes in zip(parts, wholes, strict=True) if part.momentum]:
-        return _of_wholes(parts, own, wholes)
+        return [
+            replace(part, wholes=_places(names, sizes)) for part, names, sizes in zip(parts, own, wholes, strict=True)
+        ]
     size = max(part.states[MASTER].numel for part in parts)
     if all(part.momentum is None or part.states[MASTER].numel <= part.momentum.numel <= size for part in parts):
         return [
@@ -106,17 +108,6 @@ def _with_momentum(parts: Sequence[Partition], shapes: Mapping[str, Shape]) -> l
     return [replace(part, others=(*part.others, MOMENTUM), momentum=None) if part.momentum else part for part in parts]
 
 
-def _of_wholes(
-    parts: Sequence[Partition], own: Sequence[Sequence[str]], wholes: Sequence[Sequence[int]]
-) -> list[Partition]:
-    """The partitions with each fragment's address in the rank's own momentum of the full parameter."""
-    before: dict[str, int] = {}  # elements on earlier ranks, by parameter
-    found = []
-    for part, names, sizes in zip(parts, own, wholes, strict=True):
-        starts = list(itertools.accumulate(sizes, initial=0))
-        wholes_of = dict(zip(names, zip(starts, sizes, strict=False), strict=False))
-        places = {name: start + before.get(name, 0) for name, start in zip(names, starts, strict=False)}
-        for name in names:
-            before[name] = before.get(name, 0) + part.fragments[name][1]
-        found.append(replace(part, in_momentum=places, wholes=wholes_of))
-    return found
+def _places(names: Sequence[str], sizes: Sequence[int]) -> Fragments:
+    starts = itertools.accumulate(sizes, initial=0)
+    return {name: (start, size) for name, start, size in zip(names, starts, sizes, strict=False)}

@@ -19,7 +19,7 @@ from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent, Shard, S
 from ckpt_patches.formats.damages import FRAGMENTS, MIXED_RANKS, NOT_JUDGED, Finding
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import BadFileError, TensorHeader, TorchFile
-from ckpt_patches.formats.zero import MASTER, MOMENTUM, ElementType, Flat, Folder, Partition, RankFile, Shape, Shares
+from ckpt_patches.formats.zero import MASTER, MOMENTUM, ElementType, Folder, Partition, RankFile, Shape, Shares
 from ckpt_patches.formats.zero_inventory import ModelFacts
 from ckpt_patches.runtime.shown import shown
 
@@ -28,7 +28,7 @@ Wanted = TypeVar("Wanted")
 OF_A_MODEL = (
     *zero_keys.OF_THE_MODEL,
     *("iteration", "param_shapes", "frozen_param_shapes", "buffer_names", "shared_params", "num_experts"),
-    *(zero_experts.KEY, zero_experts.LEGACY_KEY),
+    *zero_experts.AUTOEP,
 )
 NAMED = ("module", "frozen_param_fragments")
 
@@ -130,11 +130,14 @@ class Part(NamedTuple):
     start: int
     numel: int
 
-    def place(self, state: str) -> tuple[Flat, int]:
-        """The flat tensor with a state, and the element at which this part begins in it."""
-        if state == MOMENTUM and self.partition.momentum:
-            return self.partition.momentum, self.partition.in_momentum[self.name]
-        return self.partition.states[state], self.start
+    def extent(self, state: str) -> Extent:
+        """The bytes of a state; of Muon's momentum all elements of the parameter."""
+        flat, start, numel = self.partition.states.get(state), self.start, self.numel
+        if flat is None:
+            assert self.partition.momentum, state
+            flat, (start, numel) = self.partition.momentum, self.partition.wholes[self.name]
+        size = ITEM_SIZE[flat.type.dtype]
+        return Extent(flat.file, flat.offset + start * size, numel * size)
 
 
 @dataclass
@@ -156,6 +159,17 @@ class Slice:
         group, share = self.equal
         places = zip(group.files, group.partitions, group.places, strict=True)
         return [Part(file, own, self.name, share.start, share.of(place)) for file, own, place in places]
+
+    def copies(self, state: str) -> list[list[Extent]]:
+        """The bytes of a state in the order of the parameter's elements, as often as ranks hold all of it.
+
+        Muon's momentum is in full on each rank with a fragment; all else once.
+        """
+        parts = [part for part in self.parts if part.numel]
+        extents = [part.extent(state) for part in parts]
+        if state == MOMENTUM and any(part.partition.momentum for part in parts):
+            return [[extent] for extent in extents]
+        return [extents]
 
     @property
     def numel(self) -> int:
@@ -325,7 +339,7 @@ def _stage_3(
 
 def _own_shapes(found: Zero, file: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> Sequence[Mapping[str, Shape]]:
     model = found.models.get((file.rank, file.model_rank))
-    return shapes_of(model.value) if model and model.value.get(zero_experts.KEY) else shapes
+    return shapes_of(model.value) if model and model.value.get(zero_experts.AUTOEP[0]) else shapes
 
 
 def _contradiction(

@@ -396,7 +396,7 @@ def _expert_files(names: Iterable[str], models: Models) -> Iterator[Finding]:
     there = {*names}
     for (_, mp), facts in models.items():
         counts = facts.value.get("num_experts")
-        is_autoep = facts.value.get(zero_experts.KEY) or facts.value.get(zero_experts.LEGACY_KEY)
+        is_autoep = any(map(facts.value.get, zero_experts.AUTOEP))
         if not isinstance(counts, list) or is_autoep:
             continue
         for layer, count in enumerate(counts):

@@ -126,7 +126,7 @@ def run_upstream(source: Path, output: Path, extracting: int, merging: int, **va
     folders = ["--input_folder", str(source), "--output_folder", str(output)]
     workers = ["--num_extract_workers", str(extracting), "--num_merge_workers", str(merging)]
     module = [sys.executable, "-u", "-m", "deepspeed.checkpoint.ds_to_universal"]
-    env = environment_for(tree("deepspeed", VERSION), "hook")
+    env = {**environment_for(tree("deepspeed", VERSION), "hook"), "CKPT_PATCHES_SKIP": "universal_converter"}
     del env["OMP_NUM_THREADS"]
     found = timed([*module, *folders, *workers, "--keep_temp_folder"], {**env, **variables})
     return {**found, "phases": phases(found["lines"], found["seconds"])}

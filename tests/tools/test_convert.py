@@ -55,7 +55,7 @@ def test_of_tensor_and_pipeline_parallel_models(version: str, tmp_path: Path) ->
     """Output equals upstream's for tied, replicated, averaged, row-parallel, vocabulary and sub-parameters."""
     cases = ["megatron", "fused"]
     if version == NEWEST:  # earlier ones mix these up, or leave out weights without optimizer state
-        cases += ["megatron_fp16", "fused_counted", "fused_uneven", "affine", "zero3_uneven", "zero3_affine"]
+        cases += ["megatron_fp16", "fused_counted", "fused_uneven", "zero3_uneven"]
     checkpoints = parallel(*cases)
     assert both(tmp_path, *checkpoints.values(), version=version) == {case: [] for case in cases}
 

@@ -20,6 +20,7 @@ from universal import changed, check_refused, ours, parallel
 
 RANK_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_01_model_states.pt"
+INFO = "universal_checkpoint_info"
 
 
 @pytest.fixture
@@ -184,7 +185,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: [shutil.move(path, f / f"expp_rank_{i}.pt") for i, path in enumerate(f.glob("*_optim_states.pt"))],
         "has files of experts (expp_rank_0.pt) and none of a ZeRO optimizer",
     ),
-    "layers of experts": (model(lambda s: s.update(ds_autoep_layers=[{}])), "expected 'expert_key_prefix' in it"),
+    "experts of AutoEP": (
+        model(lambda s: s.update(ds_autoep_layers=[{}])),
+        f"{MODEL} has experts of AutoEP; convert it with DeepSpeed's own converter: CKPT_PATCHES_SKIP=",
+    ),
+    "affine maps": (
+        lambda f: changed(f / MODEL.replace("01", "00"), lambda s: s[INFO].update(affine_map={"version": 1})),
+        "the checkpoint has AutoTP's affine maps of its parameters; convert it with DeepSpeed's own converter",
+    ),
     "no state of a rank": (
         optimizer(lambda s: s["base_optimizer_state"]["state"].clear()),
         f"missing_state: {RANK_1}: group 0 has no 'exp_avg'",
@@ -310,7 +318,7 @@ def test_replicas_that_differ(tmp_path: Path) -> None:
     changed(path, lambda s: s["optimizer_state_dict"]["single_partition_of_fp32_groups"][1].data.add_(1))
     done = ours(folder, tmp_path / "universal", check=False)
     assert done.returncode == 2
-    assert "tensor-parallel rank 1 holds the same as others of this parameter, and it does not" in done.stderr
+    assert "_mp_rank_01_optim_states.pt, which both hold this parameter, found others" in done.stderr
     assert not (tmp_path / "universal").exists()
 
 

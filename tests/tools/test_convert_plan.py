@@ -1,10 +1,11 @@
-"""Compare the pure parts of the one-pass converter with slow code in torch: layouts, runs of bytes, plans."""
+"""Compare the pure parts of the converter with slow code in torch: layouts, merged bytes, plans."""
 
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_patches.convert import arithmetic, layout
-from ckpt_patches.convert.conversion_plan import plan
+from ckpt_patches.convert import layout
+from ckpt_patches.convert.conversion_plan import AVERAGED, PLACED, Content, Plan, TorchOutput, plan
 from ckpt_patches.convert.layout import Layout, SubParams
-from ckpt_patches.convert.output_files import Content, Link, Pieces, Plan, Run, TorchOutput
+from ckpt_patches.convert.merging import Merger
+from ckpt_patches.convert.reading import Reader
 from ckpt_patches.convert.source import Source
-from ckpt_patches.convert.write import place
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
+from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.zero import ElementType, Flat, Folder, Partition, RankFile, Step
 from ckpt_patches.formats.zero_folder import Zero, shapes_of, slices
 from ckpt_patches.formats.zero_inventory import ModelFacts
@@ -30,36 +31,31 @@ FLOAT32 = ElementType("float32")
 DP, STATES = st.integers(1, 9), ("fp32", "exp_avg", "exp_avg_sq")
 
 
-class Memory:
-    """A stub of the files: slices are bytes, or runs of files' bytes."""
+class Memory(Reader):
+    """A stub of the files: bytes by path."""
 
-    def __init__(self, content: Content, files: dict[str, bytes] | None = None) -> None:
-        self.slices, self.files = content.slices, files or {}
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self.files = files
 
-    def read(self, number: int, begin: int, into: memoryview) -> None:
-        own: Any = self.slices[number]
-        if isinstance(own, bytes):
-            into[:] = own[begin : begin + len(into)]
-        else:
-            runs = own.pieces().within(begin, begin + len(into))
-            into[:] = b"".join(self.files[path][at : at + n] for path, at, n in runs)
+    def read(self, path: str, offset: int, into: memoryview) -> None:
+        into[:] = self.files[path][offset : offset + len(into)]
 
 
-def placed(content: Content, window: int, memory: Memory) -> bytes:
-    """A storage, placed window by window."""
-    rows, found = memoryview(bytearray(max(window, 64))), b""
-    for begin in range(0, content.nbytes, window):
-        buffer = memoryview(bytearray(min(window, content.nbytes - begin)))
-        place(memory, content, begin, buffer, rows)  # type: ignore[arg-type]
-        found += bytes(buffer)
-    return found
+def placed(content: Content, window: int, files: Mapping[str, bytes]) -> bytes:
+    """A storage, merged window by window."""
+    return b"".join(map(bytes, Merger(Memory(files), window).blocks(content, "w")))
+
+
+def merged(slices: list[torch.Tensor], where: Layout, window: int, how: str = PLACED) -> bytes:
+    """The slices as one content; to be averaged, as copies."""
+    files = {str(n): own.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for n, own in enumerate(slices)}
+    own = [partial(tuple, [Extent(path, 0, len(data))]) for path, data in files.items()]
+    copies = [[one] for one in own] if how == AVERAGED else [own]
+    return placed(Content(str(slices[0].dtype).removeprefix("torch."), where, copies, how), window, files)
 
 
 def by_layout(slices: list[torch.Tensor], where: Layout, window: int) -> torch.Tensor:
-    data = tuple(s.contiguous().numpy().tobytes() for s in slices)
-    layout.check("w", where, [tuple(s.shape) for s in slices])
-    content = Content("float32", where, data)
-    found = placed(content, window, Memory(content))
+    found = merged(slices, where, window)
     return (
         torch.frombuffer(bytearray(found), dtype=torch.float32).view(where.shape) if found else torch.empty(where.shape)
     )
@@ -109,92 +105,6 @@ def test_sub_params_of_any_widths(data: st.DataObject, tp: int, dim: int, window
     where, described = layout.sub_params("w", sub, [tuple(s.shape) for s in slices])
     assert described == spec
     assert by_layout(slices, where, 4 * window).equal(whole)
-
-
-@SMALL
-@given(st.permutations(range(6)), st.integers(1, 40))
-def test_affine_blocks_in_any_order(order: list[int], window: int) -> None:
-    """The tensor is restored from six blocks of two rows, three per rank."""
-    whole = numbered((12, 3))[0]
-    blocks = whole.view(6, 2, 3)
-    slices = [blocks[list(part)].reshape(6, 3) for part in (order[:3], order[3:])]
-    ranks = {
-        rank: {
-            "shard_shape": [6, 3],
-            "pieces": [
-                {"shape": [2, 3], "source": [6 * block, [3, 1]], "dest": [6 * at, [3, 1]], "locations": [rank]}
-                for at, block in enumerate(part)
-            ],
-        }
-        for rank, part in enumerate((order[:3], order[3:]))
-    }
-    where = layout.affine("w", {"logical_shape": [12, 3], "ranks": ranks}, [(6, 3), (6, 3)])
-    assert by_layout(slices, where, 4 * window).equal(whole)
-
-
-def test_a_transposed_affine_piece() -> None:
-    whole = numbered((2, 3, 4))[0]
-    piece = {"shape": [3, 4, 2], "source": [0, [4, 1, 12]], "dest": [0, [8, 2, 1]], "locations": [0]}
-    entry = {"logical_shape": [2, 3, 4], "ranks": {"0": {"shard_shape": [3, 4, 2], "pieces": [piece]}}}
-    where = layout.affine("w", entry, [(3, 4, 2)])
-    assert by_layout([whole.permute(1, 2, 0)], where, 28).equal(whole)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"source": [-1, [3, 1]]},
-        {"source": [1, [3, 1]]},
-        {"dest": [4, [3, 1]]},
-        {"dest": [0, [300, 1]]},
-        {"shape": [1, 3]},
-        {"scale": 0.5},
-        {"source": [0, [0, 1]]},  # every row at the first row's place
-        {"shape": [3, 2], "source": [0, [1, 2]], "dest": [0, [2, 1]]},  # an overlap, and a gap of its size
-    ],
-)
-def test_an_affine_map_of_something_else_is_refused(change: dict[str, Any]) -> None:
-    piece = {"shape": [2, 3], "source": [0, [3, 1]], "dest": [0, [3, 1]], "locations": [0], **change}
-    entry = {"logical_shape": [2, 3], "ranks": {0: {"shard_shape": [2, 3], "pieces": [piece]}}}
-    with pytest.raises(UserError, match="w: "):
-        layout.check("w", layout.affine("w", entry, [(2, 3)]), [(2, 3)])
-
-
-BLOCKS = st.builds(
-    layout.Block,
-    slice=st.just(0),
-    source=st.just(0),
-    source_stride=st.just(0),
-    target=st.integers(0, 12),
-    target_stride=st.sampled_from([4, 5, 6]),
-    length=st.integers(1, 4),
-    count=st.integers(1, 4),
-)
-
-
-@given(st.lists(BLOCKS, max_size=5))
-def test_blocks_are_disjoint_if_no_element_is_placed_twice(blocks: list[layout.Block]) -> None:
-    placed = [
-        block.target + row * block.target_stride + at
-        for block in blocks
-        for row in range(block.count)
-        for at in range(block.length)
-    ]
-    assert layout._are_disjoint("w", blocks) == (len(set(placed)) == len(placed))
-
-
-# Runs of bytes
-
-
-@SMALL
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(1, 9)), max_size=8), st.data())
-def test_pieces(pieces: list[tuple[int, int, int]], data: st.DataObject) -> None:
-    files = [bytes(range(i * 30, i * 30 + 30)) for i in range(3)]
-    whole = b"".join(files[file][at : at + length] for file, at, length in pieces)
-    begin = data.draw(st.integers(0, len(whole)))
-    end = data.draw(st.integers(begin, len(whole)))
-    runs = Pieces.of(*(Run(str(file), *rest) for file, *rest in pieces)).within(begin, end)
-    assert b"".join(files[int(file)][at : at + length] for file, at, length in runs) == whole[begin:end]
 
 
 # Plans of complete checkpoints, in memory
@@ -249,7 +159,7 @@ def _fragments(truth: dict[str, torch.Tensor], size: int, rank: int) -> Iterator
 def contents(found: Plan, data: list[bytes], window: int) -> dict[str, bytes]:
     files = {f"rank_{number}.pt": own for number, own in enumerate(data)}
     return {
-        output.name: placed(output.contents["0"], window, Memory(output.contents["0"], files))
+        output.name: placed(output.contents["0"], window, files)
         for output in found.outputs
         if isinstance(output, TorchOutput) and output.contents
     }
@@ -314,36 +224,6 @@ def test_a_fragment_that_is_moved_or_lost_is_found(shapes: list[tuple[int, ...]]
         plan(source(1, ranks, truth))
 
 
-def step_tensor(file: int, storage: int = 1) -> TensorHeader:
-    return TensorHeader(StorageHeader(str(file), "float32", storage, 64 * file), "float32", 0, (), ())
-
-
-STEPS: dict[str, tuple[Step, Step, bool]] = {
-    "equal numbers": (Step(7, "0", 7, 0), Step(7, "1", 7, 0), True),
-    "equal tensors": (Step(step_tensor(0), "0", b"7", 0), Step(step_tensor(1), "1", b"7", 0), True),
-    "numbers of other types": (Step(7, "0", 7, 0), Step(7.0, "1", 7.0, 0), False),
-    "tensors in storages of others": (
-        Step(step_tensor(0, 2), "0", b"7", 0),
-        Step(step_tensor(1, 2), "1", b"7", 0),
-        False,
-    ),
-    "other groups": (Step(7, "0", 7, 0), Step(7, "1", 7, 1), False),
-    "something else": (Step([7], "0", [7], 0), Step([7], "1", [7], 0), False),
-}
-
-
-@pytest.mark.parametrize("case", STEPS)
-def test_equal_steps_of_a_group_are_names_of_one_file(case: str) -> None:
-    """A checkpoint of one parameter per step, each on its own rank."""
-    *steps, linked = STEPS[case]
-    ranks, _, truth = flattened([(4,)] * len(steps), len(steps))
-    ranks = [replace(own, step=step) for own, step in zip(ranks, steps, strict=True)]
-    found = plan(source(1, ranks, truth))
-    assert found.links == ((Link("zero/p1/step.pt", "zero/p0/step.pt"),) if linked else ())
-    written = [output.name for output in found.outputs if output.name.endswith("step.pt")]
-    assert written == (["zero/p0/step.pt"] if linked else ["zero/p0/step.pt", "zero/p1/step.pt"])
-
-
 @pytest.mark.parametrize("name", ["../../home", "a/../../b", ".."])
 def test_a_name_that_leaves_the_output_folder_is_refused(name: str) -> None:
     """A parameter's name, which is a folder name, cannot lead out of the output folder."""
@@ -399,7 +279,7 @@ def test_a_pattern_without_a_parameter_is_refused() -> None:
     assert plan(mistyped, strict=False).warnings
 
 
-# Division, and arithmetic
+# Arithmetic
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "bfloat16"])
@@ -409,20 +289,12 @@ def test_an_average_is_torch_s_to_the_last_bit(dtype: str, count: int) -> None:
     torch.manual_seed(count)
     slices = [torch.cat([torch.randn(999), torch.tensor([-0.0, 0.0, 1e-40, torch.inf])]).to(kind) for _ in range(count)]
     slices[0][-4:-2] = -0.0
-    data = tuple(s.view(torch.uint8).numpy().tobytes() for s in slices)
-    content = Content(dtype, layout.whole((1003,)), data, "averaged")
-    window, other = memoryview(bytearray(len(data[0]))), memoryview(bytearray(len(data[0])))
-    arithmetic.averaged(Memory(content), content, 0, window, other)  # type: ignore[arg-type]
     expected = sum(slices) / len(slices)
     assert isinstance(expected, torch.Tensor)
-    assert bytes(window) == expected.view(torch.uint8).numpy().tobytes()
+    assert merged(slices, layout.whole((1003,)), 96, AVERAGED) == expected.view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16", "int64", "uint8", "bool"])
 def test_a_weight_in_float32_is_torch_s_to_the_last_bit(dtype: str) -> None:
     values = (torch.randn(1000) * 100).to(getattr(torch, dtype))
-    data = values.view(torch.uint8).numpy().tobytes()
-    content = Content(dtype, layout.whole((1000,)), (data,), "float32")
-    window, other = memoryview(bytearray(4000)), memoryview(bytearray(96))
-    arithmetic.as_float32(Memory(content), content, 0, window, other)  # type: ignore[arg-type]
-    assert bytes(window) == values.float().numpy().tobytes()
+    assert merged([values], layout.whole((1000,)), 96, "float32") == values.float().numpy().tobytes()

@@ -58,10 +58,9 @@ def test_stages_that_differ_are_an_error_with_both(state: str, tmp_path: Path) -
     with path.open("r+b") as written:
         written.seek((masters[0] if state == "fp32" else states[0][state]).offset)
         written.write(b"\1\2\3\4")
-    said = (
-        f"zero/{TIED}/{state}.pt: expected the same values in pipeline stages 0 and 1, which both hold this parameter"
-    )
-    with pytest.raises(UserError, match=re.escape(said)):
+    with pytest.raises(
+        UserError, match=rf"zero/{TIED}/{state}\.pt: expected .* in .*_mp_rank_00_.* and .*_mp_rank_01_"
+    ):
         convert(folder, tmp_path / "universal", OPTIONS)
     assert not (tmp_path / "universal").exists()
 
@@ -74,7 +73,7 @@ def test_averages_of_two_stages_are_not_compared(tmp_path: Path) -> None:
         value = torch.load(path, weights_only=False)
         value["universal_checkpoint_info"] |= info
         torch.save(value, path)
-    said = f"{TIED}: expected pipeline stages 0 and 1 to hold the same 'fp32', found averaged; no pattern of "
+    said = f"{TIED}: expected pipeline stages to hold the same values, found averaged ones of 2 stages; no pattern of "
     with pytest.raises(UserError, match=re.escape(said)):
         convert(folder, tmp_path / "universal", OPTIONS)
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_patches.convert import convert
+from ckpt_patches.convert.conversion_plan import CopiedOutput
 from ckpt_patches.convert.convert import LATEST
-from ckpt_patches.convert.output_files import CopiedOutput
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist
 from ckpt_patches.migrate import migrate
