@@ -97,13 +97,14 @@ class Plan:
     links: tuple[Link, ...] = ()
     records: Mapping[str, Records] = field(default_factory=dict)  # by file of the checkpoint
     warnings: tuple[str, ...] = ()
+    lost: Mapping[str, Sequence[str]] = field(default_factory=dict)  # states that are left out, with their parameters
 
 
-def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), drop_singles: bool = False) -> Plan:
+def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), skip_lost: bool = False) -> Plan:
     """The plan for a checkpoint.
 
-    `strict` refuses patterns that match no parameter. `drop` names states to leave out; with `drop_singles` those that
-    are single values are left out as well.
+    `strict` refuses patterns that match no parameter. `drop` names states to leave out; with `skip_lost` those that
+    cannot be converted are left out as well.
 
     Raises:
         UserError: dtypes or states differ between ranks, a rule does not fit, or a state cannot be converted.
@@ -111,8 +112,8 @@ def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), dro
     files, folder = [*source.zero.ranks.values()], source.zero.folder.path
     if MASTER in drop:
         raise UserError(f"--drop-state {MASTER}: expected a state of the optimizer, found the main parameters")
-    _check_lost(source.zero, drop, drop_singles=drop_singles)
-    planner = _Planner(source, drop)
+    lost = dict(_lost(source.zero, drop, is_error=not skip_lost))
+    planner = _Planner(source, {*drop, *lost})
     outputs: list[Output] = [
         *planner.outputs(),
         _saved("zero/optimizer_state.pt", source.optimizer_state, files[0].path),
@@ -126,26 +127,31 @@ def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), dro
         warnings.append(BY_NUMBERS)
     if any(own.momentum for file in files for own in file.partitions) and MOMENTUM not in drop:
         warnings.append(OF_MUON)
-    return Plan(tuple(outputs), tuple(planner.links), source.records, tuple(warnings))
+    return Plan(tuple(outputs), tuple(planner.links), source.records, tuple(warnings), lost)
 
 
-def _check_lost(found: Zero, drop: Collection[str], *, drop_singles: bool) -> None:
-    """Refuse states that a universal checkpoint cannot hold, but for those that are left out on request.
+def _lost(found: Zero, drop: Collection[str], *, is_error: bool) -> Iterator[tuple[str, list[str]]]:
+    """The states that a universal checkpoint cannot hold, with their parameters; none for single values.
 
     Raises:
-        UserError: one is not a flat tensor with an element for each of the main parameter's.
+        UserError: there is one, and `is_error`.
     """
+    every: dict[str, set[str]] = {}
     for file in found.ranks.values():
         for number, own in enumerate(file.partitions):
-            lost = own.others if drop_singles else own.others + own.singles
-            for state in (state for state in lost if state not in drop):
+            for state in (state for state in (*own.others, *own.singles) if state not in drop):
                 names = own.fragments or shapes_of(found.model(file.model_rank))[number]
-                raise UserError(
-                    f"{file.path}: the optimizer's state {shown(state)} of {shown(next(iter(names), 'no parameter'))} "
-                    "and others of its group cannot be converted: expected a flat tensor of numbers, one for each of "
-                    "the main parameter's; resume on the same ranks, or leave it out with ckpt-patches to-universal "
-                    f"--drop-state {shown(state)}, and the optimizer begins anew with it"
-                )
+                if is_error:
+                    raise UserError(
+                        f"{file.path}: the optimizer's state {shown(state)} of "
+                        f"{shown(next(iter(names), 'no parameter'))} and others of its group cannot be converted: "
+                        "expected a flat tensor of numbers, one for each of the main parameter's; resume on the same "
+                        "ranks, or leave it out with ckpt-patches to-universal "
+                        f"--drop-state {shown(state)}, and the optimizer begins anew with it"
+                    )
+                every.setdefault(state, set()).update(names if state in own.others else ())
+    for state, of_names in every.items():
+        yield state, sorted(of_names)
 
 
 class _Planner:

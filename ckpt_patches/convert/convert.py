@@ -38,7 +38,7 @@ class Options:
     inject_missing_state: bool = False  # convert several tensor-parallel ranks without universal_checkpoint_info
     trust_checkpoint: bool = False  # accept classes that are not listed; their code is never run
     drop_state: tuple[str, ...] = ()  # names of the optimizer's states to leave out
-    drop_singles: bool = False  # leave out states that are single values, as fingerprints do
+    skip_lost: bool = False  # leave out states that cannot be converted, as fingerprints do
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def planned(input_folder: Path, options: Options) -> Plan:
     trust, inject = options.trust_checkpoint, options.inject_missing_state
     try:
         found = source.read(input_folder, trust=trust, inject_missing_state=inject)
-        made = plan(found, strict=options.strict, drop=options.drop_state, drop_singles=options.drop_singles)
+        made = plan(found, strict=options.strict, drop=options.drop_state, skip_lost=options.skip_lost)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # such as a dict instead of a list
         raise UserError(f"{input_folder} is not laid out as DeepSpeed does: {type(error).__name__}: {error}") from error
     return made

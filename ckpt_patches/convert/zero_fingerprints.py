@@ -1,21 +1,18 @@
 """The fingerprints of a ZeRO checkpoint, computed from the bytes that a conversion would write."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ckpt_patches.convert.conversion_plan import TorchOutput
 from ckpt_patches.convert.convert import Options, planned
 from ckpt_patches.convert.merging import Merger
 from ckpt_patches.convert.reading import Reader
 from ckpt_patches.convert.write import BLOCK
-from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint.files import computed
 from ckpt_patches.fingerprint.states import Fingerprint, of_blocks, state_named
-from ckpt_patches.formats import torch_file, universal, zero, zero_folder
+from ckpt_patches.formats import universal
 from ckpt_patches.runtime.distributed import Ranks
 
 
@@ -34,15 +31,10 @@ def read(
     Raises:
         UserError: the checkpoint is damaged, or of an unsupported kind.
     """
-    options = Options(trust_checkpoint=trust, inject_missing_state=True, drop_singles=True)
-    lost: dict[str, str] = {}
-    try:
-        plan = planned(path, options)
-    except UserError:
-        lost = _unread(path)
-        if not lost:
-            raise
-        plan = planned(path, replace(options, drop_state=tuple({name.rpartition(" ")[2] for name in lost})))
+    options = Options(trust_checkpoint=trust, inject_missing_state=True, skip_lost=True)
+    plan = planned(path, options)
+    why = "it has no element for each of the parameter's"
+    lost = {f"{name} {state}": why for state, names in plan.lost.items() for name in names}
     outputs = {output.name: output for output in plan.outputs if isinstance(output, TorchOutput)}
     outputs.update({link.name: outputs[link.file] for link in plan.links if link.file in outputs})
     folder = f"{universal.FOLDER}/"  # of the parameters' folders
@@ -65,23 +57,3 @@ def _fingerprint(named: tuple[str, TorchOutput], merger: Merger) -> Fingerprint:
     value = of_blocks(merger.blocks(output.contents[tensor.storage.key], name), tensor.dtype)
     parameter, _, file = name.removeprefix(f"{universal.FOLDER}/").rpartition("/")
     return Fingerprint(parameter, state_named(file.removesuffix(".pt")), tensor.numel, value)
-
-
-def _unread(path: Path) -> dict[str, str]:
-    """The optimizer's states that have no element for each of a parameter's, such as 8-bit codes, by their names.
-
-    Raises:
-        UserError: the checkpoint is damaged, or of an unsupported kind.
-    """
-
-    def read_all(names: Sequence[str], wanted: Callable[[torch_file.TorchFile], Any]) -> list[Any]:
-        return [wanted(torch_file.read(path / name, trust=True)) for name in names]  # runs no code
-
-    found = zero_folder.read(zero.look(path), read_all)
-    held = [(file, number, own) for file in found.ranks.values() for number, own in enumerate(file.partitions)]
-    return {
-        f"{name} {state}": "it has no element for each of the parameter's"
-        for file, number, own in held
-        for state in own.others
-        for name in own.fragments or zero_folder.shapes_of(found.model(file.model_rank))[number]
-    }

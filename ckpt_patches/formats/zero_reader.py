@@ -21,7 +21,7 @@ from ckpt_patches.formats.checkpoint import (
 )
 from ckpt_patches.formats.dtypes import ITEM_SIZE
 from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
-from ckpt_patches.formats.zero import Flat, RankFile, Shape
+from ckpt_patches.formats.zero import RankFile, Shape
 from ckpt_patches.formats.zero_folder import Part, Slice, Zero
 from ckpt_patches.formats.zero_inventory import ModelFacts
 
@@ -303,7 +303,9 @@ def _streams(own: Slice) -> dict[str, Stream]:
     """A parameter's optimizer state, by role."""
     parts = [part for part in own.parts if part.numel]
     return {
-        role: Stream(f"{own.name}.{key}", parts[0].partition.states[key].type.dtype, tuple(_extents(parts, key)))
+        role: Stream(
+            f"{own.name}.{key}", parts[0].partition.states[key].type.dtype, tuple(part.extent(key) for part in parts)
+        )
         for role, key in STATES.items()
         if parts and all(_reaches(part, key) for part in parts)
     }
@@ -317,7 +319,7 @@ def _further(label: str, own: Slice) -> Iterator[Shard]:
             if _reaches(part, key):
                 parts.setdefault((key, part.partition.states[key].type.dtype), []).append(part)
     for (key, dtype), held in sorted(parts.items(), key=lambda one: one[0]):
-        stream = Stream(f"{own.name}.{key}", dtype, tuple(_extents(held, key)))
+        stream = Stream(f"{own.name}.{key}", dtype, tuple(part.extent(key) for part in held))
         yield Shard(own.name, label, (stream.numel,), {EXP_AVG: stream})
 
 
@@ -325,10 +327,3 @@ def _reaches(part: Part, key: str) -> bool:
     """Whether a tensor covers a rank's elements. A main parameter saved without padding may have a larger storage."""
     flat = part.partition.states.get(key)
     return flat is not None and part.start + part.numel <= max(flat.numel, flat.room)
-
-
-def _extents(parts: list[Part], key: str) -> Iterator[Extent]:
-    for part in parts:
-        flat: Flat = part.partition.states[key]
-        size = ITEM_SIZE[flat.type.dtype]
-        yield Extent(str(part.file.path), flat.offset + part.start * size, part.numel * size)
