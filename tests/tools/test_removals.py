@@ -129,7 +129,7 @@ def test_nothing_of_a_universal_checkpoint_is_missed_but_a_value_that_could_be(k
 
 # Changes that cannot be detected from Megatron's files alone.
 UNTOLD = (
-    r"param_groups'\]\[\d\] deleted",  # one of several groups, with buckets: the number of groups is stored nowhere
+    r"param_groups'\]\[\d\] deleted",  # one of several groups: their number is stored nowhere
     r"\['param_state_sharding_type'\] deleted",  # zarr: another optimizer has states with these names and no such type
     r"\['consumed_train_samples'\] deleted",  # an argument of the run; these differ between releases
     r"^module\.frozen\.\w+ deleted",  # zarr: a weight that no optimizer state names
