@@ -48,6 +48,7 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     form.add_argument(
         "--summary", action="store_true", help="print at most five lines for each run, for a chat or a job's log"
     )
+    form.add_argument("--markdown", action="store_true", help="the summary as a Markdown list, for a job's page")
     audit.add_argument("--notes", action="store_true", help="also show notes: unusual, but not damage")
     audit.add_argument(
         "--html", type=Path, metavar="FILE.html", help="write a page: what to resume from, what is damaged and where"
@@ -161,7 +162,7 @@ def _audit_together(folders: list[Path], options: argparse.Namespace, ranks: "Ra
         reports.append(joined(unit, judged))
         if options.json_lines:
             printer.print(json.dumps(text_report.line_as_json(reports[-1])))
-        elif not options.json and not options.summary:
+        elif not (options.json or options.summary or options.markdown):
             printer.print(text_report.as_text(reports[-1], notes=options.notes))
     empty = [folder for folder in folders if not every[folder]]
     return ranks.first("the report", lambda: _end(folders, empty, options, reports, printer))
@@ -205,8 +206,8 @@ def _end(
         page.write(reports, runs, options.html)
     if options.json:
         printer.print(json.dumps(text_report.as_json(reports, runs), indent=1))
-    elif options.summary:
-        printer.print(text_report.brief(reports, runs))
+    elif options.summary or options.markdown:
+        printer.print(text_report.brief(reports, runs, markdown=options.markdown))
     elif not options.json_lines:
         for line in text_report.last_lines(reports, runs, notes=options.notes):
             printer.print(line)

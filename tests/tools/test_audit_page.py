@@ -152,6 +152,33 @@ def lose_the_moments_of_a_rank(path: Path) -> None:
                         file.write(bytes(extent.nbytes))
 
 
+def test_the_grid_has_the_rank_whose_elements_are_lost(tmp_path: Path) -> None:
+    path = copied(trained("0.16.2", "stage2", "stage3")["stage2"], tmp_path)
+    lose_the_moments_of_a_rank(path)
+    report = audit(path)
+    found = page.odd_by_rank(report)
+    assert len(found) >= 2
+    for by_rank in found.values():
+        assert {rank for rank, (odd, _) in by_rank.items() if odd} == {"rank 3"}
+        assert all(odd <= every for odd, every in by_rank.values())
+    shown = parsed(report)
+    assert [own for tag, own in shown.elements if own.get("class") == "grid"]
+    assert sum(own.get("class") == "bad" for tag, own in shown.elements if tag == "td") == len(found)
+
+
+def test_no_grid_for_one_parameter_or_without_ranks() -> None:
+    assert "grid" not in page.page([arrays(3, lost(0, 0, 10))], [], "today").partition("</style>")[2]
+    assert "grid" not in page.page([arrays(3, lost(0, 0, 10), lost(1, 0, 10))], [], "today").partition("</style>")[2]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "expected"),
+    [([], 0), ([(0, 5)], 3), ([(0, 5), (1, 4)], 3), ([(4, 9), (2, 3)], 5), ([(0, 99)], 6), ([(20, 30)], 0)],
+)
+def test_the_elements_in_overlapping_ranges_are_counted_once(ranges: list[tuple[int, int]], expected: int) -> None:
+    assert page.union(ranges, 2, 8) == expected
+
+
 def test_nothing_runs_and_nothing_is_loaded(zarr: Path) -> None:
     lose_master(zarr)
     found = parsed(audit(zarr))

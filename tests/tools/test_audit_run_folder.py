@@ -312,6 +312,8 @@ def test_a_summary_of_a_run_has_five_lines_at_most(zero_run: Path, capsys: pytes
         "global_step6 (INCOMPLETE: incomplete_save), and 3 more",
         f"details: ckpt-patches audit {newest}",
     ]
+    marked = summary_of(capsys, "--markdown", zero_run, status=1)
+    assert marked == [f"- `{lines[0]}`", *(f"  - `{line}`" for line in lines[1:])]
 
 
 def test_a_tracker_without_a_checkpoint_is_not_counted_as_one(

@@ -114,7 +114,7 @@ def test_a_save_that_is_named_twice_is_judged_once(run: Path, capsys: pytest.Cap
 
 
 def test_the_forms_of_an_audit_exclude_each_other(run: Path) -> None:
-    for forms in (["--json", "--json-lines"], ["--json", "--summary"]):
+    for forms in (["--json", "--json-lines"], ["--json", "--summary"], ["--summary", "--markdown"]):
         assert "not allowed with argument" in one_line(command("audit", *forms, str(run)))
 
 

@@ -11,6 +11,7 @@ from ckpt_patches.audit.report.rows import about, by_severity, headline, rows, s
 from ckpt_patches.audit.report.run_report import RunReport
 from ckpt_patches.audit.report.text_report import COLORS, HEADS
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats.damages import NOTE
 from ckpt_patches.runtime.durable import replace_durably
 from ckpt_patches.runtime.shown import printable
 
@@ -20,8 +21,9 @@ CLASSES = {"red": "bad", "green": "good"}  # by the color of a verdict in a term
 STYLE = """
 :root { color-scheme: light dark; }
 body { max-width: 70rem; margin: 0 auto; padding: 1rem; font: 16px/1.5 system-ui, sans-serif; }
-h2, td, p { overflow-wrap: anywhere; }
+h2, h3, td, p { overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 2rem 0 0; }
+h3 { font-size: 1rem; margin: 1rem 0 0; }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #888; }
 .answer { border: 2px solid; border-radius: .4rem; padding: .2rem 1rem; margin: 1rem 0; }
@@ -29,7 +31,9 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; bo
 .strip li { padding: 0 .5rem; border-width: 2px; border-style: solid; border-radius: .2rem; font-size: .875rem; }
 .strip .chosen { outline: 3px double currentColor; outline-offset: 2px; }
 .good { border-color: #2a7; } .bad { border-color: #d33; } .doubt { border-color: #c90; }
+.grid { overflow-x: auto; } .grid td.bad { background: #d337; text-align: right; }
 """
+RANKS, PARAMETERS = 32, 40  # columns and rows of a grid at most
 
 
 def require(to: Path) -> None:
@@ -94,7 +98,7 @@ def _run(run: RunReport) -> str:
 
 
 def _checkpoint(report: Report) -> str:
-    """A checkpoint's verdict, what to do, and its rows, notes included."""
+    """A checkpoint's verdict, what to do, its rows, notes included, and where on the ranks the damage is."""
     sentences = ((name, sentence.replace("`", "")) for name, sentence in what_to_do(report, notes=True))
     return (
         f"<h2>{_text(f'{report.checkpoint.path}: {report.verdict}')}</h2><p>{_text(about(report))}</p>\n"
@@ -104,7 +108,61 @@ def _checkpoint(report: Report) -> str:
             _table((severity, *HEADS), ((row.kind.name, row.where, row.detail) for row in own))
             for severity, own in by_severity(rows(report, notes=True))
         )
+        + _grid(report)
     )
+
+
+def _grid(report: Report) -> str:
+    """The share of each parameter's elements with findings, by the rank that wrote them; empty if that says nothing."""
+    found = odd_by_rank(report)
+    ranks = sorted({rank for by_rank in found.values() for rank in by_rank}, key=_number)
+    if len(found) < 2 or len(ranks) < 2:
+        return ""
+    columns, lines = ranks[:RANKS], [*found.items()][:PARAMETERS]
+    more = (
+        ""
+        if (columns, len(lines)) == (ranks, len(found))
+        else f", {len(found)} parameters on {len(ranks)} ranks in all"
+    )
+    body = "".join(
+        f"<tr><td>{_text(name)}</td>{''.join(_share(*by_rank.get(rank, (0, 0))) for rank in columns)}</tr>\n"
+        for name, by_rank in lines
+    )
+    heads = _row(["parameter", *columns], "th")
+    return f'<h3>Share of elements with findings{more}</h3><div class="grid"><table>{heads}{body}</table></div>\n'
+
+
+def odd_by_rank(report: Report) -> dict[str, dict[str, tuple[int, int]]]:
+    """By parameter and rank: the elements in ranges of findings, and all elements. Only parameters with findings."""
+    ranges: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for own in report.findings:
+        if own.begin is not None and own.end is not None and own.kind.severity != NOTE:
+            ranges.setdefault((own.array, own.shard), []).append((own.begin, own.end))
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for shard in report.checkpoint.shards:
+        odd = [one for stream in shard.streams.values() for one in ranges.get((stream.array, shard.label), ())]
+        for owner in shard.owners if odd else ():
+            there = union(odd, owner.begin, owner.end)
+            known = found.setdefault(shard.parameter, {}).get(owner.rank, (0, 0))
+            found[shard.parameter][owner.rank] = (known[0] + there, known[1] + owner.end - owner.begin)
+    return found
+
+
+def union(ranges: Iterable[tuple[int, int]], begin: int, end: int) -> int:
+    """The elements of [begin, end) that are in any of the ranges."""
+    count, last = 0, begin
+    for low, high in sorted(ranges):
+        count += max(0, min(high, end) - max(low, last))
+        last = max(last, high)
+    return count
+
+
+def _number(rank: str) -> tuple[int, str]:
+    return int("".join(filter(str.isdecimal, rank)) or -1), rank
+
+
+def _share(odd: int, every: int) -> str:
+    return f'<td class="bad">{max(odd / every, 0.01):.0%}</td>' if odd else "<td></td>"
 
 
 def _table(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:

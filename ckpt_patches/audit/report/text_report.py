@@ -90,12 +90,16 @@ def last_lines(reports: list[Report], runs: list[RunReport], *, notes: bool) -> 
     return [*lines, *(terminal.filled(printable(run.as_text())) for run in runs)]
 
 
-def brief(reports: list[Report], runs: list[RunReport]) -> str:
-    """At most five lines on each run, and on each checkpoint that is in none."""
+def brief(reports: list[Report], runs: list[RunReport], *, markdown: bool) -> str:
+    """At most five lines on each run, and on each checkpoint that is in none; as a Markdown list, too."""
     inside = {id(report) for run in runs for report in run.saves}
-    lines = [line for run in runs for line in _brief_run(run)]
-    lines += [line for report in reports if id(report) not in inside for line in _brief_save(report)]
-    return "\n".join(shortened(printable(line), WIDEST) for line in lines)
+    blocks = [_brief_run(run) for run in runs]
+    blocks += [_brief_save(report) for report in reports if id(report) not in inside]
+    lines = [(number, shortened(printable(line), WIDEST)) for block in blocks for number, line in enumerate(block)]
+    if markdown:  # text from a checkpoint is code
+        lines = [(number, line.replace("`", "'")) for number, line in lines]
+        return "\n".join(f"{'  ' if number else ''}- `{line}`" for number, line in lines)
+    return "\n".join(line for _, line in lines)
 
 
 def _brief_run(run: RunReport) -> list[str]:
