@@ -1,5 +1,7 @@
 """dcp_async_copy: `dcp.async_save` writes the tensors of its step."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,17 @@ def test_a_cached_copy_is_of_the_last_save(tmp_path: Path) -> None:
 
 def test_a_sharded_tensor_without_a_shard_here_is_left_alone(tmp_path: Path) -> None:
     assert run_json("dcp_async_save", "empty", tmp_path, tree=tree("torch", INSTALLED_TORCH), delivery="hook") is True
+
+
+def test_import_of_torch_loads_nothing_of_ours() -> None:
+    """Only the finder is there: the hook and the fixes are loaded at the first module of checkpoints."""
+    ours = "sorted(name for name in sys.modules if name.startswith('ckpt_patches.hook.'))"
+    program = f"import sys, torch, torch.distributed; print({ours}); import torch.distributed.checkpoint; print({ours})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "[]",
+        "['ckpt_patches.hook.functions', 'ckpt_patches.hook.log_lines', 'ckpt_patches.hook.running']",
+    ]
 
 
 # What the ranks run

@@ -136,6 +136,12 @@ def test_what_was_saved_in_fsdp_dtensor_has_the_state_of_each_tensor_parallel_ra
     assert load("hook", tmp_path, **options) == ([0, 1], True, "")
 
 
+@pytest.mark.parametrize("delivery", ["none", "hook"])
+def test_a_format_with_a_file_for_each_rank(delivery: str, tmp_path: Path) -> None:
+    save(delivery, tmp_path, format="torch")
+    assert load("hook", tmp_path, format="torch") == ([0, 1], True, "")
+
+
 # What the ranks run
 
 # Number of ranks, tensor-parallel size, expert-parallel size, format.
@@ -218,7 +224,7 @@ def begin(folder: Path, options: dict[str, Any]) -> tuple[Any, Any, Any]:
     checkpointing = megatron_lm.import_training()
     layout = options.get("tp", 1), options.get("ep", 2), options.get("etp")
     name = options.get("format", "torch_dist")
-    more = {"ckpt_format": name, "use_megatron_fsdp": name == "fsdp_dtensor"}
+    more = {"ckpt_format": name, "use_dist_ckpt": name != "torch", "use_megatron_fsdp": name == "fsdp_dtensor"}
     random = options.get("random", False)
     args = megatron_lm.arguments(folder / "run", *layout, data_parallel_random_init=random, **more)
     megatron_lm.start(*layout)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import edits
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
 from ckpt_patches.cli import main
 from ckpt_patches.formats.checkpoint import MASTER
@@ -162,3 +163,27 @@ def test_the_tools_refuse_a_shifted_checkpoint(
     assert main([command, str(shifted / "shifted"), "--output", str(tmp_path / "new")]) == status
     assert "load it with the fix fully_reshardable_shift" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_upstreams_own_repair_is_told_from_other_code(tmp_path: Path) -> None:
+    """The repair of its main branch is recognized, and only the load is edited; a mere part of it does not match."""
+    repair = (
+        "bucket_padding = bucket.grad_data.numel() - bucket.numel_unpadded",
+        "adjusted_start = param_world_start - padding_adjustment",
+        "adjusted_end = param_world_end - padding_adjustment",
+    )
+    cut = "state_ten = world_tensors[state_key][param_world_start:param_world_end]"
+    for lines, outcome in ((repair, "applies"), (repair[:2], "no match")):
+        copy = edits.copy_of(tree(*newest_affected(FIX)), FIX, tmp_path / outcome)
+        (path,) = copy.rglob("distrib_optimizer.py")
+        text = path.read_text()
+        (line,) = [line for line in text.splitlines() if line.strip() == cut]
+        indent = line[: -len(cut)]
+        added = "\n".join(indent + part for part in (*lines, cut.replace("param_world", "adjusted")))
+        path.write_text(text.replace(line, added))
+        result, made = edits.plan(copy, FIX)
+        assert result.outcome.value == outcome
+        for file in made.files.values():
+            assert b"_without_shift(self.buffers" in file.patched
+            assert b"param_world_start -= end_padding" not in file.patched
+            assert file.patched.count(b"def _end_padding_before_buckets") == 1

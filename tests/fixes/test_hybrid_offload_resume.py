@@ -1,15 +1,20 @@
 """hybrid_offload_resume: the real hybrid CPU-offload optimizer resumes bit for bit."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import edits
 from ckpt_patches.audit.audit import UNKNOWN, audit
 from upstream import affected, called, checkpoint_formats, newest_affected, run_lines, tree, with_fix, without_fix
 
 FIX = "hybrid_offload_resume"
 AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
+HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
 HALF = "hybrid-0.5-precision-aware"
 OPTIMIZERS = ("hybrid-0.5", "hybrid-1.0-precision-aware", HALF)
 
@@ -91,3 +96,28 @@ def load(rank: int, folder: Path) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+# Megatron-LM skips parameters that are fp32 themselves since 86e928a97f (2026-08-10). Rewritten:
+NATIVE_FP32_LEFT_OUT = """fp32_param = self.param_to_fp32_param.get(param)
+            if fp32_param is None:
+                continue"""
+
+
+def leave_out_native_fp32(folder: Path) -> Path:
+    """The newest release, with the state transfer as since that commit."""
+    copy = folder / f"megatron-core-{NEWEST}"
+    shutil.copytree(tree("megatron-core", NEWEST), copy, ignore=shutil.ignore_patterns("__pycache__"))
+    loop = "for param, v in self.state.items():\n            "
+    edits.rewrite(copy, HYBRID, f"{loop}fp32_param = self.param_to_fp32_param[param]", loop + NATIVE_FP32_LEFT_OUT)
+    return copy
+
+
+@pytest.mark.slow
+def test_parameters_that_are_fp32_themselves_resume_where_the_hand_over_leaves_them_out(tmp_path: Path) -> None:
+    """These parameters, which have no main parameter but a CPU clone if offloaded, resume bit-equal."""
+    copy = leave_out_native_fp32(tmp_path)
+    names = ("hybrid-1.0-precision-aware-fp32",)
+    assert resumes(NEWEST, "hook", tmp_path / "fixed", names, root=copy) == {names[0]: {"bit-equal"}}
+    plain = resumes(NEWEST, "none", tmp_path / "plain", names, root=copy)
+    assert plain != {names[0]: {"bit-equal"}}

@@ -1,14 +1,18 @@
 """override_learning_rate: with the flag the real megatron-core resumes at the run's own rates."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import edits
+from megatron.patches.override_learning_rate import OptimizerParamScheduler
 from test_resume_param_groups import WITH_COLLISIONS, Run, differences, programs
-from upstream import affected, newest_affected, numbers, with_fix, without_fix
+from upstream import affected, newest_affected, numbers, tree, with_fix, without_fix
 
 FIX = "override_learning_rate"
+SCHEDULER = "megatron.core.optimizer_param_scheduler"
 AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
 
@@ -123,3 +127,35 @@ def test_rates_that_an_unpatched_resume_has_mixed_up_are_put_right(tmp_path: Pat
     for version in (WITH_COLLISIONS, NEWEST):
         (loaded,) = programs(version, "hook", tmp_path, [{"do": "load", "name": "y", **decoupled, **OVERRIDE}])
         assert differences(saved, loaded) == []
+
+
+@pytest.mark.slow
+def test_where_the_scheduler_is_loaded_first_the_rates_are_right_from_its_next_step_on(tmp_path: Path) -> None:
+    found = resumes(NEWEST, "hook", tmp_path, OVERRIDE, scheduler_first=True)
+    assert {key.rpartition("/")[2] for wrong in found.values() for key in wrong} == {"now"}
+
+
+def test_a_run_without_a_load_may_change_the_bounds_of_a_group(tmp_path: Path) -> None:
+    train = {"do": "train", **OVERRIDE}
+    plain, changed = programs(NEWEST, "hook", tmp_path, [train, {**train, "bounds_of_all": 3e-4}])
+    assert len(differences(plain, changed)) == 4
+
+
+def test_a_group_that_the_scheduler_was_not_made_with_is_told() -> None:
+    scheduler = OptimizerParamScheduler()
+    scheduler.own_bounds = [{"max_lr": 1.0}]
+    scheduler.optimizer = SimpleNamespace(param_groups=[{"max_lr": 2.0}, {"max_lr": 3.0}])
+    with pytest.raises(AssertionError, match="expected the 1 param groups that the scheduler was made with, found 2"):
+        scheduler._restore_own_bounds()
+    assert scheduler.optimizer.param_groups == [{"max_lr": 2.0}, {"max_lr": 3.0}]
+
+
+def test_upstreams_own_fix_is_there_already(tmp_path: Path) -> None:
+    """Megatron-LM#5213, on a side branch, is recognized by its method and the step's position."""
+    copy = edits.copy_of(tree("megatron-core", NEWEST), FIX, tmp_path)
+    edits.rewrite(copy, SCHEDULER, "        self.step(increment=num_steps)\n", "")
+    last = '"weight decay incr style"\n            )\n'
+    theirs = "        self._restore_param_group_scheduler_overrides()\n        self.step(increment=num_steps)\n"
+    method = "\n    def _restore_param_group_scheduler_overrides(self):\n        pass\n"
+    edits.rewrite(copy, SCHEDULER, last, last + theirs + method)
+    edits.check_not_needed(copy, FIX)

@@ -28,6 +28,12 @@ def test_what_was_saved_without_the_fix_is_converted_right(version: str, deliver
     assert called(__file__, "convert", version=version, delivery=delivery, folder=tmp_path, env=env) == ""
 
 
+@with_fix(RELEASES)
+def test_it_loads_on_another_number_of_ranks(version: str, delivery: str, tmp_path: Path) -> None:
+    env = IN_PLACE if delivery == "in place" else {}
+    assert called(__file__, "loaded_elsewhere", version=version, delivery=delivery, folder=tmp_path, env=env) == ""
+
+
 # What the ranks run
 
 
@@ -63,3 +69,27 @@ def convert(folder: Path) -> str:
     dt.allow_pickles()
     found = {own.name: dt.converted(own, handed_over=True) for _, _, own in cases(folder)}
     return "; ".join(f"{name} converted: {wrong}" for name, wrong in found.items() if wrong)
+
+
+def loaded_elsewhere(folder: Path) -> str:
+    from trainers import deepspeed_training as dt
+
+    save(folder)
+    found = [convert(folder)]
+    for case, ranks, own in cases(folder):
+        other = 5 - ranks
+        wrong = dt.results(load, other, own, case, other)[0]
+        found += [f"{own.name} loaded on {other}: {wrong}"] * bool(wrong)
+    return "; ".join(filter(None, found))
+
+
+def load(rank: int, folder: Path, case: str, ranks: int) -> str:
+    import torch
+
+    from trainers import deepspeed_training as dt
+
+    run = dt.engine_of(case, ranks, universal=True, seed=1)
+    dt.load(run, folder, dt.UNIVERSAL)
+    truth, found = torch.load(folder / dt.TRUTH), dt.state(run)
+    wrong = [f"{name} {key}" for name in truth for key, live in truth[name].items() if not live.equal(found[name][key])]
+    return f"{len(wrong)} states differ, and no error" if wrong else ""

@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+import edits
+from ckpt_patches.engine.plan import Outcome
+from ckpt_patches.engine.source import Source
 from upstream import DELIVERIES, affected, called, newest_affected, run_json, shown, tree, with_fix, without_fix
 from zero_checkpoints import PERMISSIVE
 
@@ -69,6 +72,45 @@ def test_the_attack_is_one_and_torchs_own_switch_is_obeyed(tmp_path: Path) -> No
     assert found["unknown classes"] == ""
     assert set(found["attack"].values()) == {""}
     assert found["ran"] is True
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_no_other_file_is_loaded(version: str) -> None:
+    """Only inference code still calls torch.load by itself: it loads weights from others."""
+    root = tree("deepspeed", version)
+    _, plan = edits.plan(root, FIX)
+    patched = {Path(file.path): file.patched for file in plan.files.values()}
+    left = set()
+    for path in (root / "deepspeed").rglob("*.py"):
+        data = patched.get(path) or path.read_bytes()
+        source = Source(data, str(path)) if b"torch.load" in data else None
+        if source and len(source.all("torch.load")) > (2 if source.has_function("load_checkpoint_file") else 0):
+            left.add(path.relative_to(root / "deepspeed").parts[0])
+    assert left == {"inference", "module_inject"}
+
+
+@pytest.fixture(params=["0.15.0", NEWEST])
+def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The edited files of a release, writable."""
+    return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
+
+
+def test_calls_that_are_repaired_stay(copy: Path) -> None:
+    module = "deepspeed.checkpoint.zero_checkpoint"
+    edits.rewrite(copy, module, "torch.load(state_file,", "torch.load(state_file, weights_only=False,")
+    result, plan = edits.plan(copy, FIX)
+    assert result.outcome is Outcome.APPLIES
+    assert module not in plan.files
+    assert "deepspeed.checkpoint.ds_to_universal" in plan.files
+
+
+def test_where_the_engine_is_repaired_no_other_module_imports_from_it(copy: Path) -> None:
+    """If the engine has another fix, no file is edited: modules would import a missing function."""
+    engine = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine"
+    edits.rewrite(copy, engine, "torch.load(path,", "torch.load(path, weights_only=False,")
+    result, plan = edits.plan(copy, FIX)
+    assert (result.outcome, plan.files) == (Outcome.NO_MATCH, {})
+    assert "a part of this fix is there already (define_for_all in deepspeed.runtime" in result.reason
 
 
 # What the ranks run

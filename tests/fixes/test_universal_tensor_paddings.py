@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from upstream import affected, newest, releases, run_json, shown, tree, with_fix, without_fix
+import edits
+from ckpt_patches.engine.plan import Outcome
+from upstream import affected, newest, releases, run, run_json, shown, tree, with_fix, without_fix
 from zero_checkpoints import CRASH, convert, converted, differences, dp768, losses, trained
 
 RELEASES = affected("universal_tensor_paddings")[-1:]
@@ -71,6 +73,49 @@ def test_resumes_on_another_number_of_ranks(
 
 
 # The edits themselves
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "version"), [("module", NEW_WRITER), ("script", NEW_WRITER), ("script", OLD_WRITER)])
+def test_as_a_program(how: str, version: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """The output is right as `python -m`, and as a script: its __main__ bypasses the hook, but not its imports."""
+    arguments = ("--input_folder", checkpoints["stage1"], "--output_folder", tmp_path / "universal")
+    env = {"CKPT_PATCHES_SKIP": "universal_converter"}
+    run("converter_as", how, *arguments, tree=tree("deepspeed", version), delivery="hook", env=env)
+    assert differences(converted(tmp_path / "universal"), checkpoints["stage1"]) == []
+
+
+@pytest.mark.slow
+def test_spawned_workers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Spawned workers convert correctly: new interpreters import the converter themselves."""
+    options = ("--start-method", "spawn")
+    found = convert(
+        tmp_path, checkpoints["stage1"], version=NEW_WRITER, delivery="hook", by_upstream=True, options=options
+    )
+    assert found == {"stage1": ""}
+    assert differences(converted(tmp_path / "stage1"), checkpoints["stage1"]) == []
+
+
+STRIP_AT_MOST = "raw_length = max(0, state_value.numel() - group_paddings[key])"
+
+
+@pytest.fixture(params=["0.15.0", OLD_WRITER, NEW_WRITER])
+def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The edited files of a release, writable."""
+    return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
+
+
+def test_fixed_upstream_in_another_form(copy: Path) -> None:
+    """A release that bounds the length in its own way and asks for no stripping needs no edit."""
+    edits.write(edits.plan(copy, FIX)[1])
+    edits.rewrite(
+        copy,
+        "deepspeed.checkpoint.zero_checkpoint",
+        STRIP_AT_MOST,
+        STRIP_AT_MOST.replace("0, ", "").replace("[key])", "[key], 0)"),
+    )
+    result, plan = edits.plan(copy, FIX)
+    assert (result.outcome, plan.files) == (Outcome.NOT_NEEDED, {})
 
 
 # What the ranks run
