@@ -35,14 +35,6 @@ def plan(tree: Path, fix: str, *, for_upstream: bool = False) -> tuple[FixResult
     return made.results[0], made
 
 
-def check_left_alone(copy: Path, fix: str, module: str, old: str, new: str) -> str:
-    """Check that a fix changes no file of a copy after `old` is replaced by `new`; return the fix's reason."""
-    rewrite(copy, module, old, new)
-    result, made = plan(copy, fix)
-    assert (result.outcome, made.files) == (Outcome.NO_MATCH, {})
-    return result.reason
-
-
 def check_not_needed(tree: Path, fix: str) -> None:
     """Check that a fix has nothing to change in a tree, and says so."""
     result, made = plan(tree, fix)

@@ -160,7 +160,6 @@ class Checkpoint:
     torch_fsdp2: bool | None = None  # whether it sharded the parameters, from the run's arguments; None if unknown
     sharding: str = ""  # Megatron's sharding type of the optimizer state; empty if unknown
     groups: list[dict[str, Any]] = field(default_factory=list)  # settings of param groups
-    knows_trained: bool = False  # whether a tensor without optimizer states is known to be untrained
     buffers: set[str] = field(default_factory=set)  # tensors listed as buffers, or without optimizer states
     neither: set[str] = field(default_factory=set)  # tensors that are neither the model's nor an optimizer's
     shards: list[Shard] = field(default_factory=list)

@@ -226,7 +226,6 @@ def _note_rest(found: Checkpoint, optimizers: list[Optimizer], others: Iterable[
     prefixes = {name.removesuffix(parameter) for own in optimizers for parameter, name in own.weights.items()}
     found.neither |= {name for name in others if prefixes and not any(map(name.startswith, prefixes))}
     rest = [name for name in others if name not in with_states]
-    found.knows_trained = bool(with_states)
     found.buffers |= set(rest) if with_states else set()
     if not any(own.states for own in optimizers):
         found.format = WEIGHTS_ALONE

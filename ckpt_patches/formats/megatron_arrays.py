@@ -98,7 +98,6 @@ def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
     """Check that param groups and states are consistent, and that settings are valid."""
     if any(finding.kind in (damages.BAD_METADATA, damages.NOT_READ) for finding in found.findings):
         return  # the contents are unknown
-    found.knows_trained = any(MASTER in shard.streams and shard.has_rows for shard in found.shards)
     has_states = any(map(_is_state, arrays)) or any(not shard.has_rows for shard in found.shards)
     if found.step and not has_states:
         detail = f"the optimizer is at step {found.step}, and no state of it is in the checkpoint"

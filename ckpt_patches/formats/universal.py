@@ -64,7 +64,7 @@ def tensor_of(value: Any) -> TensorHeader | None:
 
 def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint, with findings for the problems of its files."""
-    found = Checkpoint(path, "deepspeed universal", knows_trained=True)
+    found = Checkpoint(path, "deepspeed universal")
     models = _models(found)
     shapes = _shapes(models)
     if (path / "tmp").exists():

@@ -43,7 +43,7 @@ def is_zero(path: Path) -> bool:
 
 def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint, with findings for the problems of its files."""
-    found = Checkpoint(path, "deepspeed zero", knows_trained=True)
+    found = Checkpoint(path, "deepspeed zero")
     reader = _Reader(found)
     folder = zero.look(path)
     model = zero_folder.read(folder, reader.read_all)
