@@ -134,11 +134,13 @@ class Answer:
             return none
         limit = f"; {self.left} older ones were not read (--max)" if self.left else ""
         if all(own.reason == SKIPPED_ALONE for own in self.skipped):
-            why = "all have weights without an optimizer, with which a training starts anew"
+            every = "all that were read" if self.left else "all"
+            why = f"{every} have weights without an optimizer, with which a training starts anew"
             return f"{none} can be resumed from: {why}{limit}; the newest is {self.skipped[0].path}"
         if self.undecided:
             which = f"{self.undecided.path}, which is {self.undecided.verdict}: {self.undecided.reason}"
-            return f"{none} is verified as good{limit}; the newest without damage is {which}"
+            where = " in its structure" if self.quick else ""
+            return f"{none} is verified as good{limit}; the newest without damage{where} is {which}"
         all_of = ", all are damaged or incomplete" if all(own.verdict for own in self.skipped) else ""
         return f"{none} is verified as good{all_of}{limit}"
 

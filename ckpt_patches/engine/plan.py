@@ -22,6 +22,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.runtime.pause import without_garbage_collection, without_syntax_warnings
 
 CO_OPTIMIZED = 1  # of the code of a function, not of a class
+_GENERIC = "<generic parameters of "  # begins the name of the code around a function with type parameters
 Reasons = Mapping[tuple[str, str], str]  # by fix and module
 
 
@@ -213,7 +214,10 @@ def _compile(tree: _Tree) -> tuple[dict[str, FilePlan], str]:
 def _defined(code: CodeType, owner: str = "") -> Iterator[tuple[str, CodeType]]:
     """The functions, classes and methods (`Class.name`) of a module, without what Python names itself."""
     for inner in code.co_consts:
-        if isinstance(inner, CodeType) and not inner.co_name.startswith(("<", "__annotate")):
+        if isinstance(inner, CodeType) and inner.co_name.startswith(_GENERIC):  # def name[T](): its code is within
+            name = owner + inner.co_name.removeprefix(_GENERIC).rstrip(">")
+            yield from ((own, its) for own, its in _defined(inner, owner) if own == name or own.startswith(f"{name}."))
+        elif isinstance(inner, CodeType) and not inner.co_name.startswith(("<", "__annotate")):
             yield owner + inner.co_name, inner
             if not owner and not inner.co_flags & CO_OPTIMIZED:  # a class
                 yield from _defined(inner, f"{inner.co_name}.")

@@ -37,7 +37,8 @@ _BEGIN = re.compile(
 _STRING = re.compile(r"""[bfru]*("[^"]*"|'[^']*')""", re.IGNORECASE)
 _WORD = re.compile(r"(?<!\w)[^\W\d]\w*")
 _IN_WORD = frozenset(b"_0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-_OTHER_INDENT = re.compile(rb"\n(?: {1,3}| *\t+ +)(?:async +)?(?:def|class) ")
+# What the outline does not tell: other indentation of a definition, form feeds, and line ends that are a CR alone.
+_OTHER_LAYOUT = re.compile(rb"\n(?: {1,3}| *\t+ +)(?:async +)?(?:def|class) |\f|\r(?!\n)")
 
 
 class NoMatch(Exception):
@@ -115,7 +116,7 @@ def _walk(root: ast.AST, kind: type[NodeT], lines: Sequence[int] | None) -> list
     """The nodes of a kind, with `lines` only those on any of these lines, which are in order."""
     nodes = [root]
     for node in nodes:  # the list grows meanwhile
-        for value in vars(node).values():
+        for value in [getattr(node, field, None) for field in node._fields]:  # no attributes of other packages
             if isinstance(value, list):
                 nodes += [n for n in value if isinstance(n, ast.AST) and (lines is None or _is_on(n, lines))]
             elif isinstance(value, ast.AST) and (lines is None or _is_on(value, lines)):
@@ -186,7 +187,7 @@ class Source:
     def _blocks(self) -> list[_Block]:
         """The statements of the module. Raises UnreadableSource if it is not UTF-8, or does not parse."""
         self._check_encoding()
-        if self.is_exact or _OTHER_INDENT.search(self.data):
+        if self.is_exact or _OTHER_LAYOUT.search(self.data):
             return self._parsed_blocks()
         blocks: list[_Block] = []
         begin, (single, double) = self._lines[0], (quote in self.data for quote in (b"'''", b'"""'))
@@ -203,10 +204,14 @@ class Source:
                 or (single and self.data.count(b"'''", last.start, start) % 2)
             ):  # in a string of several lines
                 continue
+            if last and last.name is None and not (found[2] or found[3]):  # a decorator of several lines
+                return self._parsed_blocks()
             if last is None or last.name is not None:
                 among.append(last := _Block(start))
             last.name = None if found[2] else (found[4] or b"").decode()
             last.members = [] if found[3] == b"class" and not found[1] else None
+        if not blocks:  # comments alone, or no Python
+            return self._parsed_blocks()
         self._set_stops(blocks, len(self.data))
         return blocks
 
@@ -228,7 +233,8 @@ class Source:
         """Forget the outline: from now on, it is that of the parser."""
         self.is_exact = True
         self.used.clear()
-        self.__dict__.pop("_blocks", None)
+        for known in ("_blocks", "_imported", "_names"):
+            self.__dict__.pop(known, None)
 
     @functools.cached_property
     def tree(self) -> ast.Module:
@@ -394,7 +400,8 @@ class Source:
         lines = [bisect.bisect_right(self._lines, place) for place in places]
         if within:
             return [within] if lines else [], lines
-        return [node for block in dict.fromkeys(map(self._block_at, places)) for node in self._nodes(block)], lines
+        blocks = dict.fromkeys(map(self._block_at, places if self._blocks else ()))
+        return [node for block in blocks for node in self._nodes(block)], lines
 
     def some(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
         """Every node equal to the pattern, at least one. Raises NoMatch."""
@@ -441,7 +448,10 @@ class Source:
     def _imported(self) -> set[str]:
         """The names that the import statements bind."""
         texts = (self.data[block.start : block.stop] for block in self._imports())
-        return set(imported_names(ast.parse(b"".join(texts)).body))
+        try:
+            return set(imported_names(ast.parse(b"".join(texts)).body))
+        except SyntaxError:  # a statement that goes on at the beginning of a line
+            raise _Inexact from None
 
     def skip_if(self, *parts: Part, within: ast.AST | None = None) -> None:
         """Recognize the fix's own code: patterns in `within`, or each with the node that it is in, functions, and
@@ -566,7 +576,10 @@ class Source:
         imports = self._imports()
         if not imports:
             raise NoMatch("expected an import statement, found none")
-        self.insert_after(self._nodes(imports[-1])[-1], text)
+        nodes = self._nodes(imports[-1])
+        if not all(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes):
+            raise _Inexact
+        self.insert_after(nodes[-1], text)
 
     def decorate(self, function: Function, text: str) -> None:
         """Insert a decorator as the outermost one."""

@@ -251,7 +251,9 @@ def of_two(
     differences, not_verified = [*verdict.differences, *alone], dict(verdict.not_verified)
     if in_buckets := {one.parameter: NO_PLACES for one in differences if is_bucket(one.parameter)}:
         # Others may have another padding, or other places; the states that one side alone has may be in them.
-        differences = [one for one in differences if one.kind == OTHER and not is_bucket(one.parameter)]
+        differences = [
+            one for one in differences if one.kind not in (MISSING, NOT_SAVED) and not is_bucket(one.parameter)
+        ]
         not_verified |= in_buckets
     is_missed = not verdict.verified or bool(in_buckets)
     return Verdict(verdict.verified, differences, not_verified, is_missed)

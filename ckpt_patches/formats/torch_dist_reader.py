@@ -1,16 +1,18 @@
 """Reader for Megatron's distributed checkpoints in torch_dist, and what it shares with torch's own in `dcp_reader`."""
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages, dcp, swiglu_rows, tensor_streams, torch_dist, torch_file
-from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Held, Record
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent, Held, Record
 from ckpt_patches.formats.chunked import Chunked, Object, shards_of
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import FLOATS
@@ -62,9 +64,28 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], dict[str, 
     judge_objects(found, {name: own for name, own in objects.items() if name != COMMON_OBJECT})
     check_siblings(found, {name: array.tensor.dtype for name, array in arrays.items()})
     for parameter, roles in by_parameter(arrays).items():
-        found.shards += shards_of(found, parameter, roles)
+        found.shards += shards_of(found, parameter, _with_shapes(roles))
     check_promises(found, arrays)
     return found, arrays, objects
+
+
+def _with_shapes(roles: dict[str, Chunked]) -> dict[str, Chunked]:
+    """A parameter's arrays, the flattened ones with their original shape.
+
+    Up to megatron-core 0.8 the index does not store that shape, so it is taken from the model's weight.
+    """
+    weight = roles.get(WEIGHT)
+    if weight is None:
+        return roles
+    size = weight.tensor.size
+    return {
+        role: replace(array, tensor=replace(array.tensor, whole=size))
+        if array.tensor.whole is None
+        and len(array.tensor.size) == len(size) + 1
+        and math.prod(array.tensor.size) == math.prod(size)
+        else array
+        for role, array in roles.items()
+    }
 
 
 def read_index(found: Checkpoint, folder: Path) -> torch_dist.Index:
@@ -171,8 +192,7 @@ def _lost(arrays: list[Chunked], found: Checkpoint) -> set[tuple[str, str]]:
     for own in arrays:
         for file, offset, nbytes in own.tensor.places.values():
             if file not in ends:
-                path = found.path / file
-                ends[file] = path.stat().st_size if path.exists() else 0
+                ends[file] = _size(found.path / file)
             if offset + nbytes > ends[file]:
                 counts[own.tensor.name, file] += 1
     many = {key for key, count in counts.items() if count > MANY}
@@ -180,6 +200,14 @@ def _lost(arrays: list[Chunked], found: Checkpoint) -> set[tuple[str, str]]:
         detail = f"{counts[name, file]} chunks are beyond the end of {file}, at its byte {ends[file]}"
         found.add(damages.BAD_FILE, name, detail)
     return many
+
+
+def _size(path: Path) -> int:
+    """The size of a file; 0 if it is not there, or cannot be under this name."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _elements(chunk: tuple[Chunked, Offsets], path: Path, files: RangedFiles) -> _Elements | Finding:

@@ -393,6 +393,62 @@ def test_a_function_is_found_as_the_parser_finds_it(text: str, newline: str) -> 
     assert made.edited().decode() == f"{before}new(1){after}"
 
 
+def one_more() -> None:
+    """A function to insert."""
+
+
+HEAD = "import os\n\n\n"
+ODD: dict[str, tuple[str, Callable[[Source], object]]] = {
+    "a decorator of several lines": (
+        f"{HEAD}@deco(\n1,\n)\ndef first():\n    pass\n",
+        lambda made: made.insert_function_before("first", one_more),
+    ),
+    "a decorator that goes on at the indentation of methods": (
+        f"{HEAD}class Box:\n    @deco \\\n    (1)\n{METHOD}",
+        lambda made: made.insert_method_before(made.function("Box.get"), one_more),
+    ),
+    "quotes in the comment of an import": (
+        "import os  # '''\nimport sys\n\n\ndef first():\n    pass\n",
+        lambda made: made.insert_import("import one"),
+    ),
+    "an import that goes on at the margin": (
+        "from os import (\npath,\n)\nimport sys\n\n\ndef first():\n    pass\n",
+        lambda made: made.insert_import("import one") if made.imports("path") else None,
+    ),
+    "a form feed": (
+        "import os\n\x0cimport numpy as np\n",
+        lambda made: made.insert_import("import one") if made.imports("np") else None,
+    ),
+    "a lone CR": ("# a\rdef g(): old(1)\n", lambda made: made.replace(made.one("old(1)"), "new(1)")),
+}
+
+
+@pytest.mark.parametrize(("text", "edit"), ODD.values(), ids=ODD.keys())
+def test_an_edit_is_where_it_is_when_the_whole_file_is_parsed(text: str, edit: Callable[[Source], object]) -> None:
+    outlined, whole = source(text), source(text)
+    whole.parse_whole()
+    for made in (outlined, whole):
+        made.request(lambda made: (edit(made), None)[1])
+    assert outlined.edited() == whole.edited() != text.encode()
+
+
+def test_a_file_of_comments_has_no_anchor() -> None:
+    assert source("# old(1) moved\n").all("old(1)") == []
+
+
+def test_attributes_that_others_give_to_shared_nodes_are_not_followed() -> None:
+    """Python has one `Load` for all trees; pyflakes, for one, gives it an attribute that leads to its own tree."""
+    name = ast.parse("x = y").body[0]
+    assert isinstance(name, ast.Assign)
+    assert isinstance(name.value, ast.Name)
+    context = name.value.ctx
+    vars(context)["parent"] = name
+    try:
+        assert len(source().all_of(ast.Return)) == 2
+    finally:
+        del vars(context)["parent"]
+
+
 names = st.sampled_from(["a", "b", "ä", "名"])
 calls = st.builds(lambda f, x: f"{f}({x!r})", names, st.one_of(st.integers(), st.text("aä名 ", max_size=4)))
 
