@@ -142,6 +142,17 @@ LEAVING: dict[str, Callable[[Path], None]] = {
 }
 
 
+def test_a_name_that_no_file_can_have_is_a_file_that_is_missing(folder: Path) -> None:
+    change_index(
+        folder, lambda index: setattr(index.storage_data[the_key(index, "weight")], "relative_path", "a" * 300)
+    )
+    found = audit(folder)
+    assert (found.verdict, {own.array for own in found.findings if own.kind.severity == "damage"}) == (
+        "DAMAGED",
+        {"weight"},
+    )
+
+
 @pytest.mark.parametrize("how", LEAVING)
 def test_a_file_outside_of_the_folder_is_refused(folder: Path, how: str) -> None:
     LEAVING[how](folder)
