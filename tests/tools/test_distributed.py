@@ -235,7 +235,7 @@ AFTER_ONE_FILE = """
 write, main = writing.Writer.write, os.getpid()
 def last(self, output):
     write(self, output)
-    self.finish()
+    self._finish()
     os.kill(main, {signal})
 writing.Writer.write = last
 """
