@@ -115,7 +115,11 @@ ZERO = {
     "stage 3, tensor parallel, uneven": parallel("zero3_uneven"),
     "stage 3, AutoTP's maps": parallel("zero3_affine"),
 }
-UNIVERSAL = {f"universal of {name}": converted(kind, name, default=name == "stage 2") for name, kind in ZERO.items()}
+UNIVERSAL = {
+    f"universal of {name}": converted(kind, name, default=name == "stage 2")
+    for name, kind in ZERO.items()
+    if "AutoTP's maps" not in name  # DeepSpeed's own converter has them
+}
 EVERY = {**MEGATRON, **ZERO, **UNIVERSAL}
 
 

@@ -99,16 +99,17 @@ def test_masters_that_are_cut_otherwise_than_their_weights_are_named(tmp_path: P
     )
 
 
-def test_a_weight_in_other_chunks_than_its_master_is_named(tmp_path: Path) -> None:
+def test_a_weight_in_other_chunks_than_its_master_is_compared_with_it(tmp_path: Path) -> None:
     path = copy_of("0.14, zarr", tmp_path)
     folder = path / "module.norm.bias"
     metadata, data = json.loads((folder / ".zarray").read_text()), (folder / "0").read_bytes()
     (folder / ".zarray").write_text(json.dumps({**metadata, "chunks": [6]}))
     for number in range(2):
         (folder / str(number)).write_bytes(data[12 * number : 12 * (number + 1)])
-    report = audit(path, workers=1)
-    (finding,) = [finding for finding in report.findings if finding.kind.name == "not_judged"]
-    assert (report.verdict, finding.array) == (UNKNOWN, "module.norm.bias")
+    assert "module.norm.bias" in compared(path)
+    assert found_in(path) == (WHOLE, set())
+    (folder / "1").write_bytes(torch.full((6,), 0.5, dtype=torch.bfloat16).view(torch.int16).numpy().tobytes())
+    assert found_in(path)[0] == DAMAGED
 
 
 # State that is not sharded
@@ -194,7 +195,6 @@ def test_the_shape_of_an_array_without_end_is_damage(tmp_path: Path) -> None:
 PARALLEL = [
     "pipeline and tensor parallel",
     "sub-parameters, uneven",
-    "AutoTP's maps",
     "tensor parallel, frozen weights",
 ]
 
