@@ -1,7 +1,6 @@
 """latest_after_all_ranks: `latest` names a checkpoint only after all ranks have written theirs."""
 
 import contextlib
-import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 
 from trainers.ranks import free_port
-from upstream import affected, called, newest_affected, run, shown, tree, with_fix, without_fix
+from upstream import affected, newest_affected, run, run_lines, shown, tree, with_fix, without_fix
+from zero_checkpoints import PERMISSIVE
 
 RELEASES = affected("latest_after_all_ranks")
 
@@ -34,23 +34,45 @@ FIX = "latest_after_all_ranks"
 NEWEST = newest_affected(FIX)[1]
 
 
-def of_whole_save(out: Path, differs: dict[int, dict[str, str]]) -> list[str]:
+def on_ranks(what: str, out: Path, version: str, delivery: str, kind: str = "stage1") -> list[dict[str, Any]]:
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": delivery}
+    return run_lines("latest_too_early", what, out, kind, env=PERMISSIVE, **on)
+
+
+def test_upstream_does_not_start_again_from_it(tmp_path: Path) -> None:
+    """Each restart fails, until a user selects the checkpoint before it."""
+    assert on_ranks("save", tmp_path, NEWEST, "none") == [{"latest": "second", "codes": [1, 3]}]
+    assert len(list((tmp_path / "second").glob("*_optim_states.pt"))) == 1
+    found = {one["rank"]: one for one in on_ranks("resume", tmp_path, NEWEST, "none")}
+    assert found[1]["error"].startswith("FileNotFoundError")
+    assert found[0] == {"rank": 0, "error": "", "tag": "second", "no moments": False}  # it waits for rank 1
+
+
+@pytest.mark.parametrize("kind", ["stage1", "stage2", "stage3"])
+def test_starts_again_from_the_one_before_it(kind: str, tmp_path: Path) -> None:
+    (saved,) = on_ranks("save", tmp_path, NEWEST, "hook", kind)
+    assert (saved["latest"], all(saved["codes"])) == ("first", True)
+    found = sorted(on_ranks("resume", tmp_path, NEWEST, "hook", kind), key=lambda one: int(one["rank"]))
+    assert found == [{"rank": rank, "error": "", "tag": "first", "no moments": False} for rank in range(2)]
+
+
+def of_whole_save(out: Path, differs: dict[int, dict[str, str]]) -> list[list[str]]:
     """The error of each rank; some have other environment variables."""
     port = str(free_port())
 
-    def one(rank: int) -> str:
+    def one(rank: int) -> list[str]:
         env = {"RANK": str(rank), "MASTER_PORT": port, **differs.get(rank, {})}
-        on: dict[str, Any] = {"version": NEWEST, "delivery": "hook", "env": env, "imports": ()}
-        return str(called(__file__, "whole", folder=out, **on))
+        on: dict[str, Any] = {"tree": tree("deepspeed", NEWEST), "delivery": "hook", "env": env}
+        return [line["error"] for line in run_lines("latest_too_early", "whole", out, "stage1", **on)]
 
-    with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(one, range(RANKS)))
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, range(2)))
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:
     """A rank may reach the save after the other's check: it announces the fix when it creates the engine."""
-    assert of_whole_save(tmp_path, {1: {"LATEST_TOO_EARLY_LATE": "35"}}) == ["", ""]
+    assert of_whole_save(tmp_path, {1: {"LATEST_TOO_EARLY_LATE": "35"}}) == [[""], [""]]
 
 
 @pytest.mark.parametrize("without", [{"CKPT_PATCHES_SKIP": FIX}, {"CKPT_PATCHES": "off"}], ids=["skipped", "off"])
@@ -59,9 +81,9 @@ def test_ranks_of_which_one_lacks_it_are_told_so(lacks: list[int], without: dict
     """Each rank with the fix gets an error, instead of waiting forever."""
     errors = of_whole_save(tmp_path, dict.fromkeys(lacks, without))
     if not lacks:
-        assert errors == ["", ""]
+        assert errors == [[""], [""]]
     for rank in {0, 1} - set(lacks):
-        assert not lacks or errors[rank].startswith(f"{FIX}: 1 of 2 ranks have it, rank {lacks[0]} has not")
+        assert not lacks or errors[rank][0].startswith(f"{FIX}: 1 of 2 ranks have it, rank {lacks[0]} has not")
 
 
 FAKE = """
@@ -96,29 +118,19 @@ WHOLE, CUT = "first", "second"
 
 def bug(folder: Path) -> str:
     from trainers import deepspeed_training as dt
-
-    dt.allow_pickles()
-    return "; ".join(filter(None, (of_case(folder / case, case) for case in ("stage1-2", "stage2-2", "stage3-1"))))
-
-
-def of_case(folder: Path, case: str) -> str:
-    from trainers import deepspeed_training as dt
     from trainers.ranks import RankError
 
     with contextlib.suppress(RankError):  # from the killed rank, or from the one that waits for it
-        dt.results(save_twice, RANKS, folder, case)
+        dt.results(save_twice, RANKS, folder)
     files = [len(list((folder / tag).glob("*_optim_states.pt"))) for tag in (WHOLE, CUT)]
     assert files == [2, 1], f"expected 2 files in {WHOLE} and 1 in {CUT}, found {files}"
-    if (folder / "latest").read_text() != WHOLE:
-        return f"{case}: `latest` names a checkpoint without the files of rank 1"
-    loaded = dt.results(restart, RANKS, folder, case)
-    return "" if loaded == [WHOLE] * RANKS else f"{case}: a restart loads {loaded}"
+    return "" if (folder / "latest").read_text() == WHOLE else "`latest` names a checkpoint without the files of rank 1"
 
 
-def save_twice(rank: int, folder: Path, case: str) -> None:
+def save_twice(rank: int, folder: Path) -> None:
     from trainers import deepspeed_training as dt
 
-    run = dt.engine_of(case, RANKS, universal=False, seed=0)
+    run = dt.engine_of("stage1-2", RANKS, universal=False, seed=0)
     dt.train(run, rank, RANKS, first=0)
     run.save_checkpoint(str(folder), tag=WHOLE)
     if rank == 1:
@@ -131,32 +143,3 @@ def die(state: object, path: str, *args: object, **keywords: object) -> None:
         time.sleep(0.05)
     time.sleep(LATE)
     os._exit(3)
-
-
-def restart(rank: int, folder: Path, case: str) -> str:
-    """Load what `latest` names. Returns its tag, if there are moments."""
-    from trainers import deepspeed_training as dt
-
-    run = dt.engine_of(case, RANKS, universal=False, seed=1)
-    path, _ = run.load_checkpoint(str(folder))
-    has_moments = any(bool(state["exp_avg"].any()) for state in run.optimizer.optimizer.state.values())
-    return Path(path).parent.name if has_moments else "no moments"
-
-
-def whole(folder: Path) -> None:
-    """Be one rank, as RANK and MASTER_PORT say, of a save that ends; print the error."""
-    from patience import seconds
-    from trainers import deepspeed_training as dt
-
-    dt.prepare()
-    dt.reduce_as_on_a_gpu()
-    dt.join(int(os.environ["RANK"]), RANKS, RANKS, int(os.environ["MASTER_PORT"]))
-    run, error = dt.engine_of("stage1-2", RANKS, universal=False, seed=0), ""
-    time.sleep(float(os.environ.get("LATEST_TOO_EARLY_LATE", "0")))
-    try:
-        run.save_checkpoint(str(folder), tag=WHOLE)
-    except RuntimeError as raised:
-        error = str(raised).splitlines()[0]
-    print("\n" + json.dumps(error), flush=True)
-    time.sleep(seconds(1))  # rank 0 holds the store, which the other rank reads at the same time
-    os._exit(0)  # as a job with a failed rank ends
