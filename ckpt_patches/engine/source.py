@@ -37,8 +37,7 @@ _BEGIN = re.compile(
 _STRING = re.compile(r"""[bfru]*("[^"]*"|'[^']*')""", re.IGNORECASE)
 _WORD = re.compile(r"(?<!\w)[^\W\d]\w*")
 _IN_WORD = frozenset(b"_0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-# What the outline does not tell: other indentation of a definition, form feeds, and line ends that are a CR alone.
-_OTHER_LAYOUT = re.compile(rb"\n(?: {1,3}| *\t+ +)(?:async +)?(?:def|class) |\f|\r(?!\n)")
+_OTHER_INDENT = re.compile(rb"\n(?: {1,3}| *\t+ +)(?:async +)?(?:def|class) ")
 
 
 class NoMatch(Exception):
@@ -187,7 +186,7 @@ class Source:
     def _blocks(self) -> list[_Block]:
         """The statements of the module. Raises UnreadableSource if it is not UTF-8, or does not parse."""
         self._check_encoding()
-        if self.is_exact or _OTHER_LAYOUT.search(self.data):
+        if self.is_exact or self._has_other_layout():
             return self._parsed_blocks()
         blocks: list[_Block] = []
         begin, (single, double) = self._lines[0], (quote in self.data for quote in (b"'''", b'"""'))
@@ -214,6 +213,11 @@ class Source:
             return self._parsed_blocks()
         self._set_stops(blocks, len(self.data))
         return blocks
+
+    def _has_other_layout(self) -> bool:
+        """Whether there are form feeds, line ends that are a CR alone, or definitions at other indentations."""
+        has_cr = b"\r" in self.data and self.data.count(b"\r") != self.data.count(b"\r\n")
+        return b"\f" in self.data or has_cr or bool(_OTHER_INDENT.search(self.data))
 
     def _set_stops(self, blocks: list[_Block], stop: int) -> None:
         for block, following in itertools.zip_longest(blocks, blocks[1:]):

@@ -72,9 +72,6 @@ def test_resumes_on_another_number_of_ranks(
     assert resumed["losses"] == pytest.approx(losses(source), rel=0.01)  # bf16 has a precision of 8 bits
 
 
-# The edits themselves
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "version"), [("module", NEW_WRITER), ("script", NEW_WRITER), ("script", OLD_WRITER)])
 def test_as_a_program(how: str, version: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -95,6 +92,8 @@ def test_spawned_workers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     assert found == {"stage1": ""}
     assert differences(converted(tmp_path / "stage1"), checkpoints["stage1"]) == []
 
+
+# The edits themselves
 
 STRIP_AT_MOST = "raw_length = max(0, state_value.numel() - group_paddings[key])"
 
