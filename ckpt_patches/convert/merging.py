@@ -112,7 +112,9 @@ def _load(data: memoryview, dtype: str) -> Any:
     np = _numpy()
     if dtype != "bfloat16":
         return np.frombuffer(data, np.dtype(dtype))
-    return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    from ckpt_patches.formats.elements import half_as_float32  # imports NumPy
+
+    return half_as_float32(np.frombuffer(data, np.uint8), dtype)
 
 
 def _store(values: Any, data: memoryview, dtype: str) -> None:
