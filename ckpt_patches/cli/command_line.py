@@ -46,15 +46,11 @@ TO_UNIVERSAL = "to-universal"
 ALIASES = {"check": "audit", "ds-to-universal": TO_UNIVERSAL}
 
 
-class Option(NamedTuple):
-    """An argument of a command, as argparse takes it."""
-
-    name: str
-    how: dict[str, Any]
+Option = tuple[str, dict[str, Any]]  # an argument of a command, as argparse takes it
 
 
 def _option(name: str, text: str, **how: Any) -> Option:
-    return Option(name, {"help": text, **how})
+    return name, {"help": text, **how}
 
 
 class Command(NamedTuple):
@@ -67,7 +63,6 @@ class Command(NamedTuple):
     examples: tuple[str, ...]
     after: str  # the end of its help
     options: tuple[Option, ...]
-    one_of: tuple[Option, ...] = ()  # options that exclude each other
 
 
 MATCH_STATUS = "exit status: 0 success, 1 a fix does not match, 2 wrong usage or an unreadable file"
@@ -107,8 +102,8 @@ COMMANDS = (
         "fix.",
         ("ckpt-patches list --for megatron-core==0.16.1", "ckpt-patches list --all"),
         "",
-        (JSON,),
         (
+            JSON,
             _option(
                 "--for",
                 "only the bugs of a tested release (default: the installed one)",
@@ -219,8 +214,11 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     parser.add_argument("-V", "--version", action="version", version=f"training-checkpoint-patches {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", prog="ckpt-patches", help=argparse.SUPPRESS)
-    for command in COMMANDS:
-        _add(commands, command)
+    for name, run, summary, text, examples, after, options in COMMANDS:
+        command = commands.add_parser(name, help=summary, **described(text, *examples, after=after))
+        for option, how in options:
+            command.add_argument(option, **how)
+        command.set_defaults(run=run)
     # Its options are defined in its own module, which the other commands do not import.
     commands.add_parser(TO_UNIVERSAL, help="convert a DeepSpeed ZeRO checkpoint to a universal one", add_help=False)
     for room in (audit, resume_from, migrate, fingerprint):
@@ -229,15 +227,3 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     groups = ("\n".join([f"{title}:", *(f"  {n:13} {helps[n]}" for n in names)]) for title, names in GROUPS.items())
     parser.epilog = "\n\n".join([*groups, str(parser.epilog)])
     return parser, commands.choices
-
-
-def _add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", command: Command) -> None:
-    text = described(command.text, *command.examples, after=command.after)
-    parser = commands.add_parser(command.name, help=command.help, **text)
-    for option in command.options:
-        parser.add_argument(option.name, **option.how)
-    if command.one_of:
-        group = parser.add_mutually_exclusive_group()
-        for option in command.one_of:
-            group.add_argument(option.name, **option.how)
-    parser.set_defaults(run=command.run)

@@ -49,25 +49,25 @@ def run(options: argparse.Namespace) -> int:
     if not options.json and (not text or name):
         print(as_page(name).rstrip() if name else overview())
         return 0
-    if text == "-":
-        text = _standard_input()
-    elif not name and os.path.isfile(text):
-        text = end_of_log(Path(text))
-    elif re.fullmatch(r"\S+\.(?:log|txt|out|err)", text):
-        raise UserError(f"{text}: No such file or directory")
-    found = answers(text)
+    found = answers(text if name else _pasted(text))
     document = {"schema": SCHEMA, "answers": [asdict(answer) for answer in found]}
     print(json.dumps(document, indent=1) if options.json else as_text(found))
     return 0
 
 
-def _standard_input() -> str:
-    """A text on standard input. Raises UserError if that is closed."""
-    if sys.stdin is None:
-        raise UserError("expected a text on standard input, found it closed")
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
-    return sys.stdin.read()
+def _pasted(text: str) -> str:
+    """The text itself, or what it names: the end of a log, or of standard input (-)."""
+    if text == "-":
+        if sys.stdin is None:
+            raise UserError("expected a text on standard input, found it closed")
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
+        return sys.stdin.read()[-LOG:]
+    if os.path.isfile(text):
+        return end_of_log(Path(text))
+    if re.fullmatch(r"\S+\.(?:log|txt|out|err)", text):
+        raise UserError(f"{text}: No such file or directory")
+    return text
 
 
 def names() -> list[str]:
@@ -103,7 +103,7 @@ def answers(text: str) -> "list[Answer]":
 
     if name := name_of(text):
         return [symptoms.Answer(name, _title(name), name)]
-    if found := symptoms.search(text[-LOG:]):
+    if found := symptoms.search(text):
         return found
     asked = shortened(" ".join(text.split()), LONGEST_NAME)
     raise NoAnswer(unknown("page has these words:", asked, names(), "ckpt-patches explain"))
@@ -146,25 +146,31 @@ def without_links(markdown: str) -> str:
     """Replace links by their texts, with the address for another site; remove comments."""
     markdown = re.sub(r"(?m)^<!--.*?-->\n", "", markdown)
     markdown = re.sub(r"\[([^]]+)\]\((https?://[^)\s]+)\)", r"\1 (\2)", markdown)
-    markdown = re.sub(r"\[([^]]+)\]\([^)\s]+\)", r"\1", markdown)
-    return re.sub(r"`?\b(?:docs/)?(?:\w+/)?(\w+)\.md\b`?(?:#[\w-]+)?", _as_command, markdown)
+    return re.sub(r"\[([^]]+)\]\([^)\s]+\)", r"\1", markdown)
 
 
-def _as_command(page: "re.Match[str]") -> str:
-    """The command that prints a page, if it is installed, instead of its file name."""
-    return f"`ckpt-patches explain {page[1]}`" if page[1] in names() else page[0]
+# What is shown as it is, a table, and one heading, item or paragraph; all begin at the left.
+BLOCK = re.compile(
+    r"^```(?:.|\n)*?^```$|^\|.*(?:\n\|.*)*|^#+ .*|^\S.*(?:\n(?![-*] |\d+\. |```|#+ |\||$).*)*", re.MULTILINE
+)
 
 
 def formatted(markdown: str, columns: int) -> str:
-    """Format headings in bold with a blank line below, and wrap paragraphs and items; keep code and tables."""
-    blocks = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
-    return "".join(block if block.startswith("```") else _prose(block, columns) for block in blocks)
+    """Format headings in bold with a blank line below, and wrap paragraphs, items and cells; keep code."""
+    return BLOCK.sub(lambda block: _formatted(block[0], columns), re.sub(r"(?m)^(#+ .*\n)(?!\n)", r"\1\n", markdown))
 
 
-def _prose(markdown: str, columns: int) -> str:
-    markdown = re.sub(r"(?m)^(#+ .*)\n(?!\n)", r"\1\n\n", markdown)
-    parts = re.split(r"(\n\n+|\n(?=[-*] |\d+\. ))", markdown)
-    return "".join(part if part.isspace() else _part(part, columns) for part in parts)
+def _formatted(block: str, columns: int) -> str:
+    if block.startswith("```"):
+        return block
+    if block.startswith("#"):
+        return terminal.paint(textwrap.fill(block.lstrip("# "), columns), "bold")
+    if block.startswith("|"):
+        return _table(block, columns)
+    marker = re.match(r"[-*] |\d+\. |", block)
+    indent = " " * len(marker[0]) if marker else ""
+    filler = textwrap.TextWrapper(columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return filler.fill(" ".join(block.split()))
 
 
 def _table(text: str, columns: int) -> str:
@@ -174,18 +180,4 @@ def _table(text: str, columns: int) -> str:
     rows = [row for row in cells if not all(re.fullmatch(r":?-+:?", cell) for cell in row)]
     if len({len(row) for row in rows}) > 1:
         return text
-    return "\n".join(terminal.table(rows, columns, wrapped=range(len(rows[0])))) + ("\n" if text.endswith("\n") else "")
-
-
-def _part(text: str, columns: int) -> str:
-    if text.startswith("#"):
-        return terminal.paint(textwrap.fill(text.lstrip("# "), columns), "bold")
-    if text.startswith("|"):
-        return _table(text, columns)
-    if text.startswith("    ") or not text.strip():
-        return text
-    marker = re.match(r"[-*] |\d+\. |", text)
-    indent = " " * len(marker[0]) if marker else ""
-    end = "\n" if text.endswith("\n") else ""
-    filler = textwrap.TextWrapper(columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return filler.fill(" ".join(text.split())) + end
+    return "\n".join(terminal.table(rows, columns, wrapped=range(len(rows[0]))))

@@ -4,8 +4,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ RECORD = "If the run recorded fingerprints at the save (CKPT_PATCHES_FINGERPRINT
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the commands to the command line."""
-    command = commands.add_parser(
+    one = commands.add_parser(
         "fingerprint",
         help="print a layout-independent checksum of every tensor",
         **described(
@@ -37,10 +36,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
             after=f"{RECORD}\n\n{STATUS}; 0 as well if the run recorded nothing",
         ),
     )
-    _add_path(command, "path", "PATH")
-    command.add_argument("--against", type=Path, metavar="OTHER", help="compare with another checkpoint, see `compare`")
-    _add_options(command)
-    command = commands.add_parser(
+    two = commands.add_parser(
         "compare",
         help="tell whether two checkpoints are the same training state",
         **described(
@@ -51,50 +47,38 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
             after=STATUS,
         ),
     )
-    _add_path(command, "path", "ONE")
-    _add_path(command, "against", "OTHER")
-    _add_options(command)
-
-
-def _add_path(command: argparse.ArgumentParser, name: str, shown: str) -> None:
-    command.add_argument(name, type=Path, metavar=shown, help="a checkpoint's folder, such as global_step1000")
-
-
-def _add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
-    add_workers(command, many=MANY)
-    add_trust(command)
-    add_distributed(command)
-    command.set_defaults(run=run)
+    for command, paths, report in ((one, ("PATH",), _report), (two, ("ONE", "OTHER"), _compare)):
+        for path in paths:
+            text = "a checkpoint's folder, such as global_step1000"
+            command.add_argument(path.lower(), type=Path, metavar=path, help=text)
+        command.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
+        add_workers(command, many=MANY)
+        add_trust(command)
+        add_distributed(command)
+        command.set_defaults(run=run, paths=[path.lower() for path in paths], report=report)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
-    from ckpt_patches.runtime.distributed import joined
-
+    """Run one of the commands and return its exit status."""
     with needed_by("a fingerprint"):
         import ckpt_patches.fingerprint.contents  # noqa: F401
+    from ckpt_patches.runtime.distributed import joined
+
     with joined(options.distributed) as ranks:
-        how = partial(
-            read,
-            workers=options.workers or ranks.workers,
-            ranks=ranks,
-            trust=options.trust_checkpoint,
-        )
-        one = how(options.path)
-        other = None if options.against is None else how(options.against)
-        return ranks.first("the report", lambda: _report(options, one, other))
+        workers = options.workers or ranks.workers
+        paths = [getattr(options, name) for name in options.paths]
+        found = [read(path, workers, ranks, trust=options.trust_checkpoint) for path in paths]
+        report: Callable[..., int] = options.report
+        return ranks.first("the report", lambda: report(options, *found))
 
 
-def _report(options: argparse.Namespace, one: "Contents", other: "Contents | None") -> int:
+def _report(options: argparse.Namespace, own: "Contents") -> int:
     """Print what was found. Returns the exit status."""
-    if other is not None:
-        return _compare(options, one, other)
-    _print_unread(options.path, one.unread)
-    _print(one, as_json=options.json)
-    if one.checked is None:
+    _print_unread(options.path, own.unread)
+    _print(own, as_json=options.json)
+    if own.checked is None:
         note("ckpt-patches", f"{options.path}: no recorded fingerprints, nothing was compared")
-    return 0 if one.checked is None or one.checked.is_equal else 1
+    return 0 if own.checked is None or own.checked.is_equal else 1
 
 
 def read(path: Path, workers: int, ranks: "Ranks", *, trust: bool) -> "Contents":
@@ -141,7 +125,7 @@ def _compare(options: argparse.Namespace, one: "Contents", other: "Contents") ->
     if options.json:
         print(json.dumps(as_json(found), indent=1))
     else:
-        _print_result(found, f"{options.path} and {options.against}")
+        _print_result(found, f"{options.one} and {options.other}")
     return 0 if found.is_equal else 1
 
 

@@ -75,6 +75,8 @@ def _entry(row: "Row") -> str:
 
 def _listed(options: argparse.Namespace) -> tuple[list[str], list[FixResult]]:
     """The fixes to list, and for a tree the results of those that do not match it."""
+    if sum((bool(options.release), options.all, options.tree is not None)) > 1:
+        raise UserError("expected one of --for, --all and --tree, found several")
     if options.release:
         package, version = recorded_release(options.release)
         fixes = {name: load(name) for name in fixes_for(package)}
@@ -116,26 +118,19 @@ def _as_json(fix: "Fix") -> dict[str, object]:
 def run_diff(options: argparse.Namespace) -> int:
     """`ckpt-patches diff`."""
     from ckpt_patches.engine.diffs import tree_diff
+    from ckpt_patches.engine.series import with_dependencies
 
     if options.split is not None:
         return _split(options)
-    plans = [plan_tree(s.root, s.package, s.names, for_upstream=True) for s in select(options.fixes, options.tree)]
-    for plan in plans:
-        plan.check_readable()
+    plans = []
+    for own in select(options.fixes, options.tree):
+        wanted = with_dependencies(own.names, lambda name: load(name).depends_on)
+        names = [name for name in fixes_for(own.package) if name in wanted]
+        plans.append(plan_tree(own.root, own.package, names, for_upstream=True))
+        plans[-1].check_readable()
     for plan in plans:
         sys.stdout.buffer.write(tree_diff(plan, with_test=options.with_test))
-    _print_missing_dependencies(plans)
     return _tell([result for plan in plans for result in plan.results], _in_place(plans))
-
-
-def _print_missing_dependencies(plans: Sequence[TreePlan]) -> None:
-    """Report on stderr each dependency of the diff's fixes that applies here but is not in the diff."""
-    for plan in plans:
-        there = {result.name for result in plan.results}
-        for name in plan.named(Outcome.APPLIES):
-            needs = [other for other in load(name).depends_on if other not in there]
-            if missing := plan_tree(plan.root, plan.package, needs, for_upstream=True).named(Outcome.APPLIES):
-                print(f"{name}: depends on {', '.join(missing)}, not in this diff; name it as well", file=sys.stderr)
 
 
 def _split(options: argparse.Namespace) -> int:

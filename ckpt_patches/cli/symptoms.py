@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from operator import itemgetter
 from pathlib import Path
 
 from ckpt_patches.engine.fix import every_fix, load
 from ckpt_patches.engine.format_patch import pages
+from ckpt_patches.formats.damages import KINDS
 from ckpt_patches.runtime.shown import shortened
 
 CONTAINED = 0.85  # minimum share, by weight, of an error text's words in a pasted line
@@ -162,55 +164,56 @@ def search(text: str) -> list[Answer]:
 
     Without those, the pages with most of the words of `text`, first topics that have all of them in their heads.
     """
-    if finding := _finding(text.strip()):
-        return [finding]
-    text = COLOR.sub("", text)
-    text = "\n".join(shortened(line, LONGEST_LINE) for line in text.splitlines())
-    raw = [*dict.fromkeys(text.splitlines())]
+    if kind := KINDS.get(text.strip()):
+        return [Answer(kind.name, f"{kind.severity}: {kind.meaning}; {kind.remedy}", "findings")]
+    raw = [*dict.fromkeys(shortened(line, LONGEST_LINE) for line in COLOR.sub("", text).splitlines())]
+    return _by_error(raw) or _by_words(" ".join(raw))
+
+
+def _by_error(raw: Sequence[str]) -> list[Answer]:
+    """Pages with an error text that the lines contain, and the heaviest of their texts."""
     lines = [*dict.fromkeys(tuple(found) for line in raw if (found := words(line)))]
-    by_error = [(*match, each) for each in known() if (match := _matched(each, lines, raw))]
-    if by_error:
+    pasted = {word for line in lines for word in line}
+    ranked = []
+    for each in known():
+        matching = {error: weight for error in each.errors if (weight := _found(error, lines, raw))}
+        if not matching:
+            continue
+        total = _sum({word for error in matching for word in words(error)} & pasted)
+        heaviest = max(matching, key=lambda error: (matching[error], error))
+        why = each.errors[heaviest]
         # Among equals what a tool answers, being more general, then fixes, then what nothing here answers.
-        by_error.sort(
-            key=lambda found: (
-                -round(found[0], 6),
-                found[2].errors[found[1]].startswith(NOT_HERE),
-                not found[2].is_topic,
-            )
-        )
-        return [
-            Answer(each.name, each.errors[error], each.name, f"error text: {error}")
-            for _, error, each in by_error[:MOST]
-        ]
+        rank = -round(total, 6), why.startswith(NOT_HERE), not each.is_topic, each.name
+        ranked.append((rank, Answer(each.name, why, each.name, f"error text: {heaviest}")))
+    return [answer for _, answer in sorted(ranked, key=itemgetter(0))][:MOST]
+
+
+def _found(error: str, lines: Sequence[Sequence[str]], raw: Sequence[str]) -> float:
+    """The weight of the words of an error text that the lines contain; 0 if too few."""
+    every = words(error)
+    if len(every) < 2:
+        verbatim = re.compile(rf"(?<!\w){re.escape(error)}(?!\w)")
+        return _sum(every) if any(map(verbatim.search, raw)) else 0.0
+    if any(contains(line, every) for line in lines):
+        return _sum({*every})
+    if part := max((_sum({*line}) for line in lines if len(line) > 1 and contains(every, line)), default=0.0):
+        return part
+    best = max((_sum({*every}.intersection(line)) for line in lines), default=0.0)
+    return best if len(every) >= FEW and best >= CONTAINED * _sum({*every}) else 0.0
+
+
+def contains(line: Sequence[str], part: Sequence[str]) -> bool:
+    """Whether a line contains the words of a part, in order and without gaps."""
+    return f" {' '.join(part)} " in f" {' '.join(line)} "
+
+
+def _by_words(text: str) -> list[Answer]:
+    """Pages with most of the words of an effect or a question."""
     ours = {_stem(theirs): _stem(word) for word, others in SYNONYMS.items() for theirs in others.split()}
     asked = frozenset(ours.get(word, word) for word in words(text))
     scores = [(score, each) for each in known() if (score := _score(each, asked, text))]
     scores.sort(key=lambda found: (not (found[1].is_topic and asked <= found[1].words), -found[0]))
     return [Answer(each.name, each.about, each.name) for _, each in scores[:MOST]]
-
-
-def _finding(name: str) -> Answer | None:
-    """A kind of finding, by its name in the output of `audit`."""
-    from ckpt_patches.formats.damages import KINDS
-
-    kind = KINDS.get(name)
-    return kind and Answer(name, f"{kind.severity}: {kind.meaning}; {kind.remedy}", "findings")
-
-
-@cache
-def weights() -> dict[str, float]:
-    """The weight of each word: the logarithm of (pages + 1) / (pages that contain the word)."""
-    count = Counter(word for each in known() for word in each.words | each.others)
-    return {word: math.log((len(known()) + 1) / number) for word, number in count.items()}
-
-
-def _matched(each: Page, lines: Sequence[Sequence[str]], raw: Sequence[str]) -> tuple[float, str] | None:
-    """The weight of a page's error texts that the lines contain, each word once, and the heaviest of these texts."""
-    found = [(weight, error) for error in each.errors if (weight := _found(error, lines, raw))]
-    if not found:
-        return None
-    pasted = {word for line in lines for word in line}
-    return _sum({word for _, error in found for word in words(error)} & pasted), max(found)[1]
 
 
 def _score(each: Page, asked: frozenset[str], text: str) -> float:
@@ -225,29 +228,14 @@ def _score(each: Page, asked: frozenset[str], text: str) -> float:
     if not asked or len(asked) > LONGEST or len(both) < fewest or _sum(both) < needed:
         return 0.0
     in_title = asked.intersection(words(f"{each.name.replace('_', ' ')} {each.about}"))
-    share = len(in_heads) / len(each.words)  # decides between pages that have the same words
-    return (1 + share) * _sum(in_heads) + _sum(in_title) + IN_TEXT * _sum(in_text)
+    return _sum(in_heads) + _sum(in_title) + IN_TEXT * _sum(in_text)
 
 
-def _found(error: str, lines: Sequence[Sequence[str]], raw: Sequence[str]) -> float:
-    """The weight of the words of an error text that the lines contain; 0 if too few."""
-    every = words(error)
-    if len(every) < 2:
-        verbatim = re.compile(rf"(?<!\w){re.escape(error)}(?!\w)")
-        return _sum(every) if any(map(verbatim.search, raw)) else 0.0
-    if any(contains(line, every) for line in lines):
-        return _sum({*every})
-    if part := max((_sum({*line}) for line in lines if len(line) > 1 and contains(every, line)), default=0.0):
-        return part
-    parts = [{*words(part)} for part in re.split(r"…|\.\.\.", error)]
-    best = [max(_sum(part.intersection(line)) for line in lines) for part in parts] if lines else []
-    enough = len(every) >= FEW and sum(best) >= CONTAINED * sum(map(_sum, parts))
-    return sum(best) if enough else 0.0
-
-
-def contains(line: Sequence[str], part: Sequence[str]) -> bool:
-    """Whether a line contains the words of a part, in order and without gaps."""
-    return f" {' '.join(part)} " in f" {' '.join(line)} "
+@cache
+def weights() -> dict[str, float]:
+    """The weight of each word: the logarithm of (pages + 1) / (pages that contain the word)."""
+    count = Counter(word for each in known() for word in each.words | each.others)
+    return {word: math.log((len(known()) + 1) / number) for word, number in count.items()}
 
 
 def _sum(some: Iterable[str]) -> float:

@@ -89,11 +89,6 @@ USAGE = [
     ("list --qqqqq", "no option --qqqqq", "ckpt-patches list"),
     ("status more", "unrecognized arguments: more", "ckpt-patches status"),
     ("list --for", "argument --for: expected one argument", "ckpt-patches list"),
-    (
-        "list --for a --tree b",
-        "argument --tree: not allowed with argument --for",
-        "ckpt-patches list",
-    ),
     ("repair x", "the following arguments are required: --output", "ckpt-patches repair"),
     ("audit x --workers 0", "argument --workers: expected a number of processes, found '0'", "ckpt-patches audit"),
     (
@@ -119,6 +114,11 @@ def test_a_package_that_is_not_patched() -> None:
     said = "ckpt-patches: expected megatron-core or deepspeed or nvidia-resiliency-ext or apex or torch, found zarr"
     assert one_line(command("status", "--require", "zarr")) == said
     assert one_line(command("list", "--for", "zarr==2.18.7")) == said
+
+
+def test_a_list_is_of_one_thing() -> None:
+    said = "ckpt-patches: expected one of --for, --all and --tree, found several"
+    assert one_line(command("list", "--for", "torch", "--tree", "b")) == said
 
 
 def test_an_empty_path_is_not_the_current_folder() -> None:

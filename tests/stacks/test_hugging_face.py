@@ -1,6 +1,6 @@
 """Transformers' Trainer and Accelerate with ZeRO 2 and 3: resumes, also universal ones, begin with the saved state.
 
-Each test takes one to two minutes. `hugging_face.py` is the run. docs/guides/hugging_face.md shows the commands.
+Each test takes one to two minutes. `hugging_face.py` is the run. docs/guides/other_ranks.md shows the commands.
 """
 
 import json

@@ -83,12 +83,12 @@ def test_one_changed_bit_is_told_with_its_state(copy: Path, capsys: pytest.Captu
         file.seek(place.offset)
         first = file.read(1)
     put(place, bytes([first[0] ^ 1]))
-    assert command_line.main(["fingerprint", str(copy), "--against", str(copy)]) == 0
+    assert command_line.main(["compare", str(copy), str(copy)]) == 0
     states = len(read(copy)[0])
     assert capsys.readouterr().out == f"{copy} and {copy}: verified: {states} states\n"
     assert command_line.main(["compare", str(copy), str(copy), "--workers", "2"]) == 0
     assert capsys.readouterr().out == f"{copy} and {copy}: verified: {states} states\n"
-    assert command_line.main(["fingerprint", str(copy), "--against", str(other)]) == 1
+    assert command_line.main(["compare", str(copy), str(other)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == f"{copy} and {other}: differs: 1 other values; {states - 1} states verified"
     assert said[0].endswith("  exp_avg  differs: other values")
@@ -98,7 +98,7 @@ def test_for_programs(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert command_line.main(["fingerprint", "--json", str(checkpoint)]) == 0
     rows = json.loads(capsys.readouterr().out)["fingerprints"]
     assert [Fingerprint(**{**row, "value": int(row["value"], 16)}) for row in rows] == read(checkpoint)[0]
-    assert command_line.main(["fingerprint", "--json", str(checkpoint), "--against", str(checkpoint)]) == 0
+    assert command_line.main(["compare", "--json", str(checkpoint), str(checkpoint)]) == 0
     expected = {
         "schema": 2,
         "verified": len(rows),

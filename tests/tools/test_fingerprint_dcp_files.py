@@ -282,8 +282,8 @@ def flat(change: str = "") -> Model:
 @pytest.mark.parametrize("change", ["first", "second"])
 def test_each_of_two_optimizers_is_compared(form: Callable[..., Model], change: str, tmp_path: Path) -> None:
     one, same, other = (saved(tmp_path / str(n), form(own)) for n, own in enumerate(("", "", change)))
-    assert main(["fingerprint", str(one), "--against", str(same)]) == 0
-    assert main(["fingerprint", str(one), "--against", str(other)]) == 1
+    assert main(["compare", str(one), str(same)]) == 0
+    assert main(["compare", str(one), str(other)]) == 1
 
 
 @pytest.mark.parametrize("change", ["", "second"])

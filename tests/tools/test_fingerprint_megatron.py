@@ -71,7 +71,7 @@ def test_a_migrated_checkpoint_has_those_of_the_old_one(
     old, new = EVERY[name].path, tmp_path / "new"
     assert command_line.main(["migrate", str(old), "--output", str(new)]) == 0
     capsys.readouterr()
-    assert command_line.main(["fingerprint", str(old), "--against", str(new)]) == 0
+    assert command_line.main(["compare", str(old), str(new)]) == 0
     assert ": verified: " in capsys.readouterr().out
     tensors = loaded_by_torch(new)
     assert found_in(old) == {of_megatron(k): by_formula(t) for k, t in tensors.items() if t.dtype in FLOATS}

@@ -108,7 +108,7 @@ def test_files_are_compared_with_the_record() -> None:
     assert main(["fingerprint", str(folder / "0")]) == 0
     assert main(["fingerprint", str(folder / str(lost))]) == 1
     hsdp = list(VERIFIED).index("HSDP to DDP")
-    assert main(["fingerprint", str(folder / "0"), "--against", str(folder / str(hsdp))]) == 0
+    assert main(["compare", str(folder / "0"), str(folder / str(hsdp))]) == 0
 
 
 # One process
