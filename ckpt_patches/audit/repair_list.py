@@ -34,7 +34,6 @@ class Repaired:
     ranges: dict[Key, list[Range]] = field(default_factory=dict)  # elements of the shard
     sources: dict[Key, str] = field(default_factory=dict)  # source of the last repair
     files: list[str] = field(default_factory=list)  # names in the folder of the files with these elements
-    copied: list[Any] = field(default_factory=list)  # information only: sources of copied files
 
     def add(self, key: Key, ranges: list[Range], source: str) -> None:
         """Add repaired elements; those of earlier repairs stay in the list."""
@@ -53,7 +52,7 @@ def read(found: Checkpoint) -> Repaired:
         return Repaired()
     try:
         content = json.loads(read_metadata(path))
-        listed = Repaired(copied=list(content.get("copied", [])))
+        listed = Repaired()
         for entry in content["repaired"]:
             key = str(entry["array"]), str(entry["shard"])
             listed.add(key, [_range(*own) for own in entry["ranges"]], str(entry["source"]))
@@ -66,8 +65,7 @@ def read(found: Checkpoint) -> Repaired:
         found.findings.append(Finding(damages.STALE_LIST, NAME, detail=stale))
         return Repaired()
     elements = sum(map(listed.elements, listed.ranges))
-    files = f", files made of {len(listed.copied)} others" if listed.copied else ""
-    found.findings.append(Finding(damages.REPAIRED, NAME, detail=f"{elements} elements{files}"))
+    found.findings.append(Finding(damages.REPAIRED, NAME, detail=f"{elements} elements"))
     return listed
 
 
@@ -79,7 +77,6 @@ def write(folder: Path, listed: Repaired) -> None:
             {"array": array, "shard": shard, "source": listed.sources[array, shard], "ranges": ranges}
             for (array, shard), ranges in sorted(listed.ranges.items())
         ],
-        "copied": listed.copied,
         "files": {name: fingerprint(folder, name) for name in sorted(set(listed.files))},
     }
     write_durably(folder / NAME, (json.dumps(content, indent=1) + "\n").encode())

@@ -62,15 +62,6 @@ class Record(NamedTuple):
     zip: tuple[int, int]  # the enclosing zip archive's place in the file: offset, bytes
 
 
-class Copies(NamedTuple):
-    """A file that several ranks overwrote, and the names of the files that are missing as a result."""
-
-    name: str
-    missing: tuple[str, ...]
-    differs: str  # content that may have differed between the ranks; empty if none
-    lost: str  # why the file cannot replace the missing ones; empty if it can
-
-
 @dataclass(frozen=True)
 class Shard:
     """One rank's (or all ranks') part of a parameter. All streams hold the same elements in the same order."""
@@ -168,7 +159,6 @@ class Checkpoint:
     read: set[str] = field(default_factory=set)  # names of the torch files that were read
     tensors: list[Held] = field(default_factory=list)  # tensors of the files, whether a shard has them or not
     records: list[Record] = field(default_factory=list)  # the checksums to verify
-    copies: list[Copies] = field(default_factory=list)  # missing files that another file can replace, or why not
     findings: list[Finding] = field(default_factory=list)  # problems of its files
     recorded: Any = None  # fingerprints that the run recorded at the save; None if it recorded none
 

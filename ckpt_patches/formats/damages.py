@@ -129,7 +129,7 @@ ONE_MODEL_FILE = _kind(
     DAMAGE,
     "all ranks of a ZeRO-3 run have saved their model states into one file, as DeepSpeed 0.14.5 to 0.17.6 does with "
     "`load_universal`: it can be neither resumed nor converted",
-    "repair copies the file for the other ranks; where a parameter is frozen their parts of it are lost",
+    "copy it for the other ranks, under their names: docs/fixes/zero3_universal_save.md",
 )
 MIXED_RANKS = _kind("mixed_ranks", DAMAGE, "a rank's file is of a save with another number of data-parallel ranks")
 MIXED_STEPS = _kind("mixed_steps", DAMAGE, "the ranks' files are of different steps")

@@ -1,7 +1,7 @@
 """Reader for DeepSpeed's ZeRO checkpoints: each parameter's elements on all ranks, and the problems of the files."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,6 @@ from ckpt_patches.formats.checkpoint import (
     MASTER,
     WEIGHT,
     Checkpoint,
-    Copies,
     Extent,
     Shard,
     Stream,
@@ -24,13 +23,6 @@ from ckpt_patches.formats.torch_file import TensorHeader, TorchFile
 from ckpt_patches.formats.zero import RankFile, Shape
 from ckpt_patches.formats.zero_folder import Part, Slice, Zero
 from ckpt_patches.formats.zero_inventory import ModelFacts
-
-# Keys that DeepSpeed itself saves with the model. Others are the user's, or a newer release's.
-OF_THE_ENGINE = """
-module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
-data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size mp_world_size
-ds_config ds_version universal_checkpoint_info
-"""
 
 EXPERT_RANK = "expert-parallel rank "  # prefix of a label
 Wanted = TypeVar("Wanted")
@@ -252,43 +244,23 @@ def _check_model_files(found: Checkpoint, folder: zero.Folder, model_rank: int, 
     missing = sorted({dp for dp, mp in folder.optimizer if mp == model_rank} - there.keys())
     if not missing:
         return
-    if there.keys() == {0} and info and _may_have_loaded_universal(info):
-        names = tuple(zero.model_name(rank, model_rank) for rank in missing)
-        found.copies.append(Copies(there[0], names, _what_can_differ(info), _frozen(info)))
-        detail = "; ".join(filter(None, (f"{len(missing)} ranks have none of their own", found.copies[-1].lost)))
-        found.add(damages.ONE_MODEL_FILE, there[0], detail)
+    if there.keys() == {0} and info and _is_equal_on_all_ranks(info):
+        found.add(damages.ONE_MODEL_FILE, there[0], f"{len(missing)} ranks have none of their own")
         return
     for rank in missing:
         array = zero_inventory.numbered(rank, rank, found.data_parallel or 1)
         found.add(damages.MISSING_RANK, array, "the file of its model states")
 
 
-def _may_have_loaded_universal(info: Mapping[str, Any]) -> bool:
-    """Whether the saved configuration has `load_universal`. True if only the name of its file is saved."""
+def _is_equal_on_all_ranks(info: Mapping[str, Any]) -> bool:
+    """Whether all ranks may have saved into this file: with `load_universal`, and without parts of frozen parameters.
+
+    If only the name of its file is saved, the configuration can have `load_universal`.
+    """
     config = info.get("ds_config")
-    if not isinstance(config, dict):
-        return True
-    own = config.get("checkpoint")
-    return isinstance(own, dict) and bool(own.get("load_universal"))
-
-
-def _frozen(info: Mapping[str, Any]) -> str:
-    """Why one rank's model file cannot replace another's: its parts of frozen parameters. Empty if it can."""
-    if "frozen_param_fragments" not in info:
-        return "it is unknown whether parameters are frozen, of which each rank had a part"
-    frozen = info["frozen_param_fragments"] or info.get("frozen_param_shapes") or ()
-    count = len(frozen) if isinstance(frozen, Sized) else "some"
-    return f"their parts of {count} frozen parameters are lost" if frozen else ""
-
-
-def _what_can_differ(info: Mapping[str, Any]) -> str:
-    """The contents that DeepSpeed does not keep equal on all ranks, although they usually are."""
-    module = info.get("module")
-    weights = module.values() if isinstance(module, dict) else ()
-    buffers = sum(isinstance(value, TensorHeader) and value.numel > 0 for value in weights)
-    named = ", ".join(sorted(map(str, info.keys() - OF_THE_ENGINE.split())))
-    own = [f"{buffers} buffers"] * (buffers > 0) + [f"the client's {named}"] * bool(named)
-    return " and ".join(own)
+    own = config.get("checkpoint") if isinstance(config, dict) else {"load_universal": True}
+    has_frozen = info.get("frozen_param_fragments", True) or info.get("frozen_param_shapes")
+    return isinstance(own, dict) and bool(own.get("load_universal")) and not has_frozen
 
 
 def _check_paddings(found: Checkpoint, files: list[RankFile]) -> None:

@@ -1,6 +1,5 @@
-"""Missing model states of ZeRO-3 ranks: the audit reports them, and a repair copies those saved in one file."""
+"""Missing model states of ZeRO-3 ranks: the audit reports them, and says where all ranks have saved into one file."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, audit
-from ckpt_patches.audit.judging.record_checksums import update_checksum
-from ckpt_patches.audit.repair_list import NAME
-from ckpt_patches.cli import main
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
 from test_audit import copied, names
 from test_audit_coverage import change
-from test_audit_repair import contents
 from upstream import run_json, tree
 from zero3_resumes import continued, kept, saved
 from zero_checkpoints import convert
@@ -36,10 +31,6 @@ def damaged(tmp_path: Path) -> Path:
     return copied(one_file(), tmp_path / "damaged")
 
 
-def repair(path: Path, output: Path, *options: str) -> int:
-    return main(["repair", str(path), "--output", str(output), *options])
-
-
 def test_model_states_in_one_file_are_found() -> None:
     report = audit(one_file())
     assert (report.verdict, names(report)) == (DAMAGED, {"one_model_file"})
@@ -48,24 +39,13 @@ def test_model_states_in_one_file_are_found() -> None:
 
 
 @pytest.mark.slow
-def test_a_repaired_one_resumes_and_converts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The unpatched release resumes the repaired checkpoint, and converts it, bit for bit like the original run."""
-    damaged, output = one_file(), tmp_path / "training" / STEP
-    before = contents(damaged)
-    output.parent.mkdir()
-    assert repair(damaged, output) == 0
-    said = capsys.readouterr().out
-    assert f"{FILES[0]}: copied for 3 ranks, with what can differ between ranks: the client's iteration\n" in said
-    assert contents(damaged) == before
-    after = contents(output)
-    assert {name: after[name] for name in before} == before
-    assert {after[name] for name in FILES} == {before[FILES[0]]}
-    assert after.keys() - before.keys() == {*FILES[1:], NAME}
-    assert json.loads((output / NAME).read_text())["copied"] == [{"from": FILES[0], "to": FILES[1:]}]
-    report = audit(output)
-    assert (report.verdict, names(report, notes=True)) == (REPAIRED, {"repaired"})
-
-    training = damaged.parent
+def test_with_copies_of_the_file_it_resumes_and_converts(tmp_path: Path) -> None:
+    """As the page of `zero3_universal_save` says: bit for bit like the original run, on the unpatched release."""
+    training = one_file().parent
+    output = copied(one_file(), tmp_path / "training" / STEP)
+    for name in FILES[1:]:
+        shutil.copy(output / FILES[0], output / name)
+    assert audit(output).verdict == WHOLE
     for name in ("truth.pt", "end.pt"):
         shutil.copy(training / name, output.parent)
     assert resume(output.parent, STEP) == kept(training)
@@ -79,13 +59,9 @@ def resume(folder: Path, tag: str | Path) -> Any:
 
 
 @pytest.mark.slow
-def test_frozen_parameters_of_the_other_ranks_are_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A checkpoint with frozen parameters is not repaired: each missing file had its rank's part of them."""
-    damaged = one_file("stage3_frozen")
-    assert names(audit(damaged)) == {"one_model_file"}
-    assert repair(damaged, tmp_path / "new") == 2
-    assert "their parts of 2 frozen parameters are lost" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+def test_frozen_parameters_of_the_other_ranks_are_lost() -> None:
+    """No copy helps a checkpoint with frozen parameters: each missing file had its rank's part of them."""
+    assert names(audit(one_file("stage3_frozen"))) == {"missing_rank"}
 
 
 def test_a_whole_one_with_frozen_parameters_is_whole() -> None:
@@ -108,24 +84,6 @@ def fragments(content: dict[str, Any]) -> list[torch.Tensor]:
 # Other missing states, and other reasons for a single file
 
 
-Make = Callable[[dict[str, Any]], object]
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda content: content.update(ds_config="config.json"), "the client's iteration"),
-        (lambda content: content["module"].update(steps=torch.ones(3)), "1 buffers and the client's iteration"),
-    ],
-    ids=["configured by a file", "with a buffer"],
-)
-def test_what_can_differ_is_said(damaged: Path, make: Make, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    change(damaged / FILES[0], make)
-    assert names(audit(damaged)) == {"one_model_file"}
-    assert repair(damaged, damaged.parent / "new") == 0
-    assert f"with what can differ between ranks: {said}\n" in capsys.readouterr().out
-
-
 def forget_what_is_frozen(path: Path) -> None:
     change(path / FILES[0], lambda content: content.pop("frozen_param_fragments"))
 
@@ -142,20 +100,16 @@ def truncate(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (forget_what_is_frozen, {"one_model_file"}),
+        (forget_what_is_frozen, {"missing_rank"}),
         (load_no_universal, {"missing_rank"}),
         (truncate, {"bad_file", "missing_rank", "fragments"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_where_it_may_be_something_else_nothing_is_repaired(
-    damaged: Path, damage: Callable[[Path], None], expected: set[str]
-) -> None:
+def test_it_may_be_something_else(damaged: Path, damage: Callable[[Path], None], expected: set[str]) -> None:
     damage(damaged)
     report = audit(damaged)
     assert (report.verdict, names(report)) == (DAMAGED, expected)
-    assert repair(damaged, damaged.parent / "new") == 2
-    assert not (damaged.parent / "new").exists()
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -178,19 +132,3 @@ def test_each_tensor_parallel_rank_has_its_own(damaged: Path) -> None:
         shutil.copy(file, damaged / file.name.replace("mp_rank_00", "mp_rank_01"))
     findings = [found for found in audit(damaged).findings if found.kind.name == "one_model_file"]
     assert [found.array for found in findings] == [FILES[0], FILES[0].replace("mp_rank_00", "mp_rank_01")]
-    # The optimizer files of rank 1 are copies here, which no repair can fix.
-    assert {found.kind.name for found in audit(damaged).findings} >= {"foreign_file"}
-    assert repair(damaged, damaged.parent / "new") == 2
-    assert not (damaged.parent / "new").exists()
-
-
-def test_together_with_other_damage(damaged: Path) -> None:
-    shard = next(found for found in audit(damaged).checkpoint.shards if found.parameter == "scale")
-    (extent,) = shard.streams["exp_avg"].extents
-    with open(extent.path, "r+b") as file:
-        file.seek(extent.offset)
-        file.write(np.float32(np.nan).tobytes())
-    update_checksum(next(r for r in audit(damaged).checkpoint.records if r[:2] == (extent.path, extent.offset)))
-    assert names(audit(damaged)) == {"one_model_file", "not_finite"}
-    assert repair(damaged, damaged.parent / "new", "--reset-moments") == 0
-    assert audit(damaged.parent / "new").verdict == REPAIRED

@@ -51,7 +51,7 @@ REPAIRED: dict[str, dict[FindingKind, int]] = {
     },
 }
 # The kinds that a repair can remove, in some checkpoints.
-REPAIRABLE = {damages.ONE_MODEL_FILE, *(kind for kinds in REPAIRED.values() for kind in kinds)}
+REPAIRABLE = {kind for kinds in REPAIRED.values() for kind in kinds}
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def plan(report: Report, source: str) -> list[Fill]:
     refused += [(finding, ZEROS) for finding, own in resets if not any(map(_has_content, own))]
     # What is only doubted stays in the copy, and its audit reports it.
     blocking = [(f, why) for f, why in refused if f.kind.severity != SUSPICION or f.kind in CONTRADICTED]
-    if not (fills or found.copies):
+    if not fills:
         blocking = refused
     if blocking:
         lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason}" for f, reason in blocking]
@@ -110,9 +110,7 @@ def plan(report: Report, source: str) -> list[Fill]:
 
 def _why_not(finding: Finding, report: Report, shard: Shard | None, role: str, source: str) -> str:
     """Why a finding cannot be repaired; empty if it can."""
-    if finding.kind is damages.ONE_MODEL_FILE:
-        return next(own.lost for own in report.checkpoint.copies if own.name == finding.array)
-    if finding.kind in (damages.MIXED_ROWS, damages.SHIFTED_STATE):
+    if finding.kind in (damages.MIXED_ROWS, damages.ONE_MODEL_FILE, damages.SHIFTED_STATE):
         return finding.kind.remedy
     if shard is not None and finding.kind in CONTRADICTED:
         names = " and ".join(_files(report, shard, (MASTER, WEIGHT), *_range(finding)))

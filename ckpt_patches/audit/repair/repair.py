@@ -1,7 +1,6 @@
 """Repair a copy of a checkpoint, and audit the copy. The original is not changed."""
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Stream
 from ckpt_patches.formats.damages import NOTE, SUSPICION, Finding
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.elements import Block, as_float32, read_elements
-from ckpt_patches.formats.paths import path_within
 from ckpt_patches.formats.reading import reader_of
 from ckpt_patches.runtime.durable import sync_all, sync_folder
 from ckpt_patches.runtime.shown import shown
@@ -123,15 +121,12 @@ def _change(found: Checkpoint, fills: list[Fill], older: Checkpoint | None, copy
         ranges = [*_filled(fill, source, own)]
         now.add((own.array, fill.shard.label), ranges, f"{fill.source}{where}")
         changed |= {extent.path for extent in own.extents if ranges}
-    for one in found.copies:
-        changed |= {str(shutil.copy2(path_within(copy, one.name), path_within(copy, name))) for name in one.missing}
     for record in found.records:
         if (name := in_copy(record.path, found.path, copy)) in changed:
             record_checksums.update_checksum(record._replace(path=name))
     listed = repair_list.read(replace(found, findings=[]))
     for key, ranges in now.ranges.items():
         listed.add(key, ranges, now.sources[key])
-    listed.copied += [{"from": one.name, "to": list(one.missing)} for one in found.copies]
     listed.files += [str(Path(name).relative_to(copy)) for name in changed]
     repair_list.write(copy, listed)
     return now

@@ -6,15 +6,12 @@ from typing import Any
 from ckpt_patches.audit.repair.repair import Result
 from ckpt_patches.audit.repair_list import NAME
 
-SCHEMA = 2  # of the JSON; raised when a key is renamed, removed or changes its meaning
+SCHEMA = 3  # of the JSON; raised when a key is renamed, removed or changes its meaning
 
 
 def as_text(output: Path, result: Result) -> str:
     now = result.now
     lines = [f"{' '.join(key)}: {now.elements(key)} elements: {now.sources[key]}" for key in now.ranges]
-    for own in result.found.copies:
-        doubt = f", with what can differ between ranks: {own.differs}" if own.differs else ""
-        lines.append(f"{own.name}: copied for {len(own.missing)} ranks{doubt}")
     changed = f"{sum(map(now.elements, now.ranges))} elements repaired, no other changed"
     lines.append(f"{output} is {result.verdict}: {changed}; they are listed in it ({NAME})")
     if not result.left:
@@ -33,7 +30,6 @@ def as_json(output: Path, result: Result) -> dict[str, Any]:
             {"array": key[0], "shard": key[1], "source": now.sources[key], "elements": now.elements(key)}
             for key in now.ranges
         ],
-        "copied": [{"from": own.name, "to": list(own.missing)} for own in result.found.copies],
         "verdict": result.verdict,
         "left": [
             {"kind": own.kind.name, "array": own.array, "shard": own.shard, "reason": own.detail} for own in result.left
