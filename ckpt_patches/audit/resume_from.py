@@ -1,20 +1,21 @@
-"""Find the checkpoint of a run to resume from: newest first, up to the first one that is good.
+"""Choose the checkpoint of a run to resume from: newest first, up to the first one that is good.
 
 A save whose structure is damaged is skipped before its elements are read: a missing or truncated file, a contradiction
-between files. Only direct saves of a run are candidates, as frameworks load no others.
+between files. Only direct saves of a run are candidates, as frameworks load no others. An audit of a run has judged
+all of its saves, and chooses by the same rules.
 """
 
 import os
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, TO_RESUME_FROM, UNKNOWN, Report, audit, audit_structure
 from ckpt_patches.audit.report.rows import rows
-from ckpt_patches.audit.report.run_report import how_to_load
 from ckpt_patches.audit.run_folder import UNFINISHED, leaves, runs
 from ckpt_patches.audit.unit import joined
 from ckpt_patches.errors import UserError
@@ -26,6 +27,7 @@ from ckpt_patches.formats.universal import is_universal
 SCHEMA = 1  # of the JSON; raised when a key changes its meaning or is removed
 # In names such as `global_step10`, `epoch=1-step=200.ckpt`.
 STEP = re.compile(r"(?:iter|step|checkpoint)[-_=]?(\d{1,18})")
+OF_MEGATRON, OF_TRAINER = re.compile(r"iter_\d{7,}"), re.compile(r"checkpoint-\d+")
 OF_UNIVERSAL = "latest_universal"  # the tracker that DeepSpeed reads with "load_universal"
 MOST_RUNS = 20  # that an error lists
 # Of files that can be checkpoints of their own, such as Lightning's without sharding, which are not read here.
@@ -41,6 +43,7 @@ class Save:
 
     path: Path
     parts: tuple[Path, ...]  # the checkpoints in it; mostly the folder itself
+    report: Report | None = None  # if it has been judged already
 
     @property
     def name(self) -> str:
@@ -55,7 +58,11 @@ class Save:
     @cached_property
     def structure(self) -> Report:
         """The report on its structure, read once."""
-        return joined(self.path, [audit_structure(part) for part in self.parts])
+        return self.report or joined(self.path, [audit_structure(part) for part in self.parts])
+
+    def judged(self, workers: int | None) -> Report:
+        """The report on all of it."""
+        return self.report or joined(self.path, [audit(part, workers) for part in self.parts])
 
     @property
     def is_alone(self) -> bool:
@@ -109,6 +116,11 @@ class Answer:
         """The newest save without damage that is not verified as good, if none is good."""
         return None if self.save else next((own for own in self.skipped if own.verdict == UNKNOWN), None)
 
+    @property
+    def has_weights_alone(self) -> bool:
+        """Whether all that was read has no optimizer: a training cannot go on from it."""
+        return bool(self.skipped) and all(own.reason == SKIPPED_ALONE for own in self.skipped)
+
     def lines(self) -> list[str]:
         """What to know about the answer; if there is none, the last line has the reason."""
         if self.save is None or self.report is None:
@@ -133,7 +145,7 @@ class Answer:
         if not self.skipped:
             return none
         limit = f"; {self.left} older ones were not read (--max)" if self.left else ""
-        if all(own.reason == SKIPPED_ALONE for own in self.skipped):
+        if self.has_weights_alone:
             every = "all that were read" if self.left else "all"
             why = f"{every} have weights without an optimizer, with which a training starts anew"
             return f"{none} can be resumed from: {why}{limit}; the newest is {self.skipped[0].path}"
@@ -184,6 +196,20 @@ def resume_from(
         UserError: the folder has several runs.
     """
     run, every = _run_of(path)
+    answer = choose(run, every, workers, quick=quick, most=most, say=say)
+    return answer if every else replace(answer, unknown=_unknown(path))
+
+
+def choose(
+    run: Path,
+    every: Sequence[Save],
+    workers: int | None = None,
+    *,
+    quick: bool = False,
+    most: int | None = None,
+    say: Callable[[Skipped], object] = lambda skipped: None,
+) -> Answer:
+    """The same for the saves of one run."""
     found = tuple(trackers(run))
     skipped: list[Skipped] = []
 
@@ -204,13 +230,11 @@ def resume_from(
             if save.is_alone:
                 skip(save, "", SKIPPED_ALONE)
                 continue
-            if not quick:
-                report = joined(save.path, [audit(part, workers) for part in save.parts])
+            report = report if quick else save.judged(workers)
         if report.verdict in TO_RESUME_FROM:
             return Answer(run, quick, save, report, tuple(skipped), 0, found)
         skip(save, report.verdict, _reason(report))
-    left = len(candidates) - len(candidates[:most])
-    return Answer(run, quick, None, None, tuple(skipped), left, found, None if every else _unknown(path))
+    return Answer(run, quick, None, None, tuple(skipped), len(candidates) - len(candidates[:most]), found)
 
 
 def _run_of(path: Path) -> tuple[Path, list[Save]]:
@@ -252,7 +276,7 @@ def _is_known(path: Path) -> bool:
         return False
 
 
-def _why_not(save: Save, run: Path, every: list[Save], found: Iterable[Tracker]) -> str:
+def _why_not(save: Save, run: Path, every: Sequence[Save], found: Iterable[Tracker]) -> str:
     """Why a save is no candidate beside others; empty if it is one."""
     if len(every) == 1:
         return ""
@@ -261,6 +285,17 @@ def _why_not(save: Save, run: Path, every: list[Save], found: Iterable[Tracker])
         return "" if os.path.realpath(save.path) in named else SKIPPED_ELSEWHERE
     has_native = any(own.path.is_dir() and not own.is_universal for own in every)
     return SKIPPED_UNIVERSAL if save.is_universal and has_native else ""
+
+
+def how_to_load(save: Path, checkpoint_format: str) -> str:
+    """The option of the framework that loads a save; empty if that depends on the script."""
+    if OF_MEGATRON.fullmatch(save.name):
+        return f"--load {shlex.quote(str(save.parent))} --ckpt-step {int(save.name.removeprefix('iter_'))}"
+    if OF_TRAINER.fullmatch(save.name):
+        return f"resume_from_checkpoint={str(save)!r}"
+    if is_universal(save):
+        return f'tag {save.name} in {save.parent}, with "load_universal": true'
+    return f"tag {save.name} in {save.parent}" if checkpoint_format.startswith("deepspeed") else ""
 
 
 def _unknown(path: Path) -> Path | None:

@@ -83,7 +83,7 @@ def page(reports: list[Report], runs: list[RunReport], made: str) -> str:
 def _run(run: RunReport) -> str:
     """What to resume from, and a box for each save, the oldest first, with its verdict: color alone is not for all."""
     answer, _, rest = run.as_text().partition("; ")
-    look = "good" if run.newest else "doubt" if run.undecided else "bad"
+    look = "good" if run.newest else "doubt" if run.answer.undecided else "bad"
     boxes = (
         f'<li class="{CLASSES.get(COLORS.get(report.verdict, ""), "doubt")}{" chosen" * (report is run.newest)}">'
         f"{_text(f'{report.checkpoint.path.name} {report.verdict}')}</li>"

@@ -2,22 +2,19 @@
 
 import itertools
 import os
-import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.audit.audit import DAMAGED, TO_RESUME_FROM, UNKNOWN, Report
+from ckpt_patches.audit.audit import DAMAGED, TO_RESUME_FROM, Report
 from ckpt_patches.audit.repair.plan import REPAIRABLE
 from ckpt_patches.audit.report.rows import rows
-from ckpt_patches.audit.run_folder import leaves
+from ckpt_patches.audit.resume_from import SKIPPED_ELSEWHERE, Answer, Save, choose, how_to_load
 from ckpt_patches.formats.checkpoint import ALONE
-from ckpt_patches.formats.trackers import Tracker, trackers
-from ckpt_patches.formats.universal import is_universal
+from ckpt_patches.formats.trackers import TRACKERS, Tracker
 
-OF_MEGATRON, OF_TRAINER = re.compile(r"iter_\d{7,}"), re.compile(r"checkpoint-\d+")
 MOST = 3  # checkpoints, or kinds of finding, that a line names
 
 
@@ -25,34 +22,44 @@ MOST = 3  # checkpoints, or kinds of finding, that a line names
 class RunReport:
     """The report on a run's folder."""
 
-    path: Path
+    answer: Answer
     saves: tuple[Report, ...]  # newest first
-    newest: Report | None  # of the complete checkpoints
-    undecided: Report | None  # the newest one without damage, if none is complete
-    trackers: tuple[tuple[Tracker, str], ...]  # each with the verdict; empty if it names none that was audited
-    elsewhere: tuple[Path, ...]  # links to complete checkpoints that can be of another run
-    has_weights_alone: bool = False  # in every checkpoint: none can be resumed from
+
+    @property
+    def path(self) -> Path:
+        return self.answer.run
+
+    @property
+    def newest(self) -> Report | None:
+        """The newest of the complete checkpoints."""
+        return self.answer.report
 
     def as_text(self) -> str:
         """The report in one line."""
-        parts = [f"no checkpoint in {self.path} {'has an optimizer' if self.has_weights_alone else 'is WHOLE'}"]
+        alone, undecided = self.answer.has_weights_alone, self.answer.undecided
+        parts = [f"no checkpoint in {self.path} {'has an optimizer' if alone else 'is WHOLE'}"]
         if self.newest:
             step = self.newest.checkpoint.step
             parts = [f"{self.newest.checkpoint.path}" + (f" (step {step})" if step is not None else "")]
-        if self.undecided:
-            parts.append(f"the newest without damage is {self.undecided.checkpoint.path.name}, which is UNKNOWN")
-        parts += [self._of(*one) for one in self.trackers] or ["no tracker names a checkpoint"]
-        if self.elsewhere:
-            parts.append(f"not considered, as it is a link to another folder: {self.elsewhere[0].name}")
+        if undecided:
+            parts.append(f"the newest without damage is {undecided.path.name}, which is UNKNOWN")
+        parts += [self._of(tracker) for tracker in self.answer.trackers] or ["no tracker names a checkpoint"]
+        if elsewhere := [own.path for own in self.answer.skipped if own.reason == SKIPPED_ELSEWHERE]:
+            parts.append(f"not considered, as it is a link to another folder: {elsewhere[0].name}")
         return f"resume from: {'; '.join(parts)}"
 
-    def _of(self, tracker: Tracker, verdict: str) -> str:
+    def _of(self, tracker: Tracker) -> str:
         name, names = tracker.path.name, tracker.names
         if names is None:
             return f"{name} names no checkpoint"
         if self.newest and _same(self.newest.checkpoint.path, names):
             return f"{name} names it"
+        verdict = self._verdict(names)
         return f"{name} names {names.name}" + (f", which is {verdict}" if verdict else "")
+
+    def _verdict(self, save: Path | None) -> str:
+        """The verdict on what a tracker names; empty if that was not audited."""
+        return next((own.verdict for own in self.saves if save and _same(own.checkpoint.path, save)), "")
 
     def not_whole(self) -> str:
         """The first checkpoints that are not good, with what was found; empty if all are."""
@@ -69,13 +76,12 @@ class RunReport:
             older = f" --from {shlex.quote(str(good))}"
             lines += [f"Load it: {how}"] if (how := how_to_load(good, self.newest.checkpoint.format)) else []
             lines.append(f"In a script: ckpt-patches resume-from {shlex.quote(str(self.path))} prints its path")
-        elif self.undecided:
-            name = self.undecided.checkpoint.path.name
-            lines.append(f"Read below what could not be judged in {name} before you load it")
+        elif undecided := self.answer.undecided:
+            lines.append(f"Read below what could not be judged in {undecided.path.name} before you load it")
         newer = itertools.takewhile(lambda report: report is not self.newest, self.saves)
         if damaged := next((str(report.checkpoint.path) for report in newer if _can_be_repaired(report)), None):
             lines.append(f"To repair a newer one: ckpt-patches repair {shlex.quote(damaged)} --output NEW{older}")
-        if not lines and self.has_weights_alone:
+        if not lines and self.answer.has_weights_alone:
             return ["Take a save with an optimizer: a training from weights alone starts its optimizer anew"]
         return lines or ["Take a copy of an older checkpoint: no save here is complete, and none can be repaired"]
 
@@ -85,10 +91,10 @@ class RunReport:
             "path": str(self.path),
             "resume_from": self.newest and str(self.newest.checkpoint.path),
             "step": self.newest and self.newest.checkpoint.step,
-            "undecided": self.undecided and str(self.undecided.checkpoint.path),
+            "undecided": self.answer.undecided and str(self.answer.undecided.path),
             "trackers": [
-                {"name": path.name, "names": names and str(names), "verdict": verdict or None}
-                for (path, names), verdict in self.trackers
+                {"name": path.name, "names": names and str(names), "verdict": self._verdict(names) or None}
+                for path, names in self.answer.trackers
             ],
         }
 
@@ -105,17 +111,6 @@ def with_kinds(report: Report) -> str:
     return f"{report.verdict}: {', '.join([*names[:MOST], *(['…'] if len(names) > MOST else [])])}"
 
 
-def how_to_load(save: Path, checkpoint_format: str) -> str:
-    """The option of the framework that loads a save; empty if that depends on the script."""
-    if OF_MEGATRON.fullmatch(save.name):
-        return f"--load {shlex.quote(str(save.parent))} --ckpt-step {int(save.name.removeprefix('iter_'))}"
-    if OF_TRAINER.fullmatch(save.name):
-        return f"resume_from_checkpoint={str(save)!r}"
-    if is_universal(save):
-        return f'tag {save.name} in {save.parent}, with "load_universal": true'
-    return f"tag {save.name} in {save.parent}" if checkpoint_format.startswith("deepspeed") else ""
-
-
 def run_reports(path: Path, reports: Iterable[Report]) -> list[RunReport]:
     """Report on each folder, at or below `path`, that holds audited checkpoints. None for a checkpoint itself.
 
@@ -126,38 +121,16 @@ def run_reports(path: Path, reports: Iterable[Report]) -> list[RunReport]:
         if path in report.checkpoint.path.parents:
             runs.setdefault(report.checkpoint.path.parent, []).append(report)
     to_resume = {folder: own for folder, own in runs.items() if not all(map(_is_alone, own))}
-    return [_run_report(folder, own) for folder, own in (to_resume or runs).items()]
+    return [RunReport(_answer(folder, own), tuple(own)) for folder, own in (to_resume or runs).items()]
 
 
-def _run_report(path: Path, own: list[Report]) -> RunReport:
-    found = trackers(path)
-    named = [os.path.realpath(tracker.names) for tracker in found if tracker.names]
-    to_resume = [report for report in own if not _is_alone(report)]
-    complete = [report for report in to_resume if report.verdict in TO_RESUME_FROM]
-    paths = [report.checkpoint.path for report in complete]
-    elsewhere = tuple(save for save in paths if leaves(save, path) and os.path.realpath(save) not in named)
-    newest = max((own for own in complete if own.checkpoint.path not in elsewhere), key=_order, default=None)
-    undecided = [own for own in to_resume if own.verdict == UNKNOWN and own.checkpoint.shards and not newest]
-    verdicts = tuple((tracker, _verdict(tracker, own)) for tracker in found)
-    # What a damaged save had is not known.
-    has_alone = not to_resume and all(report.verdict in TO_RESUME_FROM for report in own)
-    doubt = max(undecided, key=_order, default=None)
-    return RunReport(path, tuple(own), newest, doubt, verdicts, elsewhere, has_alone)
+def _answer(run: Path, reports: Iterable[Report]) -> Answer:
+    saves = [Save(report.checkpoint.path, (report.checkpoint.path,), report) for report in reports]
+    return choose(run, [save for save in saves if save.path.is_dir() or save.name not in TRACKERS])
 
 
 def _is_alone(report: Report) -> bool:
     return report.checkpoint.format.endswith(ALONE)
-
-
-def _order(report: Report) -> tuple[int, float]:
-    """Sort key: the step (-1 without one), then the time of the last write."""
-    step, path = report.checkpoint.step, report.checkpoint.path
-    return -1 if step is None else step, path.stat().st_mtime if path.exists() else 0  # it can be deleted meanwhile
-
-
-def _verdict(tracker: Tracker, reports: Iterable[Report]) -> str:
-    names = tracker.names
-    return "" if names is None else next((r.verdict for r in reports if _same(r.checkpoint.path, names)), "")
 
 
 def _same(one: Path, other: Path) -> bool:
