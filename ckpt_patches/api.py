@@ -52,7 +52,7 @@ class NoGoodCheckpointError(UserError):
 
 
 class Result:
-    """The result of a command. `ok`: `compare` found states and no difference, `repair` left no damage in its copy."""
+    """The result of a command. `ok`: `compare` found states and no difference; a repair that cannot be whole raises."""
 
     def __init__(self, ok: bool, document: "dict[str, Any]") -> None:
         self.ok = ok
@@ -178,7 +178,7 @@ def repair(
     how = {"trust_source": trust_source, "reset_moments": reset_moments}
     with safe_workers(workers) as count:
         result = repairs.repair(folder, Path(output), source, count, **how, say=_warn)
-    return Result(not result.left, repair_report.as_json(Path(output), result))
+    return Result(True, repair_report.as_json(Path(output), result))
 
 
 def to_universal(path: "AnyPath", output: "AnyPath", *, workers: int | None = None) -> "Conversion":

@@ -4,8 +4,8 @@
 
 Each one is repaired without options, with `--reset-moments`, and with `--from` the checkpoint of an earlier step where
 there is one. `right`: REPAIRED, and all elements are those of the undamaged one, but for the listed ones: main
-parameters are the weights, moments those of the earlier step, or both are zero. `partly`: exit status 1, and no other
-element has changed. `refused`: nothing was written. `called whole`: nothing was, as the audit found no damage. Anything
+parameters are the weights, moments those of the earlier step, or both are zero.
+`refused`: nothing was written. `called whole`: nothing was, as the audit found no damage. Anything
 else is `WRONG`, and the exit status 1.
 """
 

@@ -76,22 +76,6 @@ def _give_up(error: OSError) -> None:
     raise error
 
 
-def in_copy(name: str, path: Path, copy: Path) -> str:
-    """The path in the copy for a file of the checkpoint at `path`.
-
-    Raises:
-        LeavesFolderError: it would be outside the copy.
-        ValueError: the file is not the checkpoint's.
-    """
-    return str(path_within(copy, str(Path(name).relative_to(path))))
-
-
-def copied(stream: Stream, path: Path, copy: Path) -> Stream:
-    """The stream of the copy for a stream of the checkpoint."""
-    extents = tuple(extent._replace(path=in_copy(extent.path, path, copy)) for extent in stream.extents)
-    return stream._replace(extents=extents)
-
-
 def write_elements(target: Stream, begin: int, data: bytes | memoryview) -> None:
     """Write elements from `begin` on. A missing file is created."""
     first, nbytes = begin * item_size(target.dtype), len(data)

@@ -15,8 +15,18 @@ from ckpt_patches.audit.judging import blocks, scan
 from ckpt_patches.audit.ranges import Range, joined
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages
-from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, WEIGHT, Shard, Stream, rank_of
-from ckpt_patches.formats.damages import NOTE, SUSPICION, Finding, FindingKind
+from ckpt_patches.formats.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTS,
+    WEIGHT,
+    Checkpoint,
+    Shard,
+    Stream,
+    rank_of,
+)
+from ckpt_patches.formats.damages import NOTE, Finding, FindingKind
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.elements import read_elements
 from ckpt_patches.formats.ranged import RangedFiles
@@ -75,11 +85,7 @@ def plan(report: Report, source: str) -> list[Fill]:
         UserError: some of it cannot be repaired, or so much is damaged that the rest is to be doubted as well.
     """
     found = report.checkpoint
-    places = {
-        (stream.array, shard.label): (shard, role)
-        for shard in found.shards
-        for role, stream in (*shard.streams.items(), *shard.lost.items())
-    }
+    places = places_in(found)
     planned: list[tuple[Finding, list[Fill]]] = []
     refused: list[tuple[Finding, str]] = []
     wrong = [f for f in report.findings if f.kind.severity != NOTE]
@@ -98,14 +104,19 @@ def plan(report: Report, source: str) -> list[Fill]:
     _check_extent(report, [*fills, *(fill for fill in empty if fill.role in roles)])
     resets = [(finding, own) for finding, own in planned if own[0].source == RESET]
     refused += [(finding, ZEROS) for finding, own in resets if not any(map(_has_content, own))]
-    # What is only doubted stays in the copy, and its audit reports it.
-    blocking = [(f, why) for f, why in refused if f.kind.severity != SUSPICION or f.kind in CONTRADICTED]
-    if not fills:
-        blocking = refused
-    if blocking:
-        lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason}" for f, reason in blocking]
+    if refused:
+        lines = [f"  {f.kind.name} {f.array} {f.shard}: {reason}" for f, reason in refused]
         raise UserError("\n".join([f"{found.path} cannot be repaired, and nothing was written:", *lines]))
     return fills
+
+
+def places_in(found: Checkpoint) -> dict[tuple[str, str], tuple[Shard, str]]:
+    """The shard and the role of each array's part, by the array and the shard's label."""
+    return {
+        (stream.array, shard.label): (shard, role)
+        for shard in found.shards
+        for role, stream in (*shard.streams.items(), *shard.lost.items())
+    }
 
 
 def _why_not(finding: Finding, report: Report, shard: Shard | None, role: str, source: str) -> str:

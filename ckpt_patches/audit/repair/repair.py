@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 
 from ckpt_patches.audit import repair_list
-from ckpt_patches.audit.audit import TO_RESUME_FROM, WHOLE, Report, audit
+from ckpt_patches.audit.audit import REPAIRED, TO_RESUME_FROM, WHOLE, Report, audit
 from ckpt_patches.audit.judging import record_checksums
 from ckpt_patches.audit.ranges import Range
 from ckpt_patches.audit.repair import same_run
-from ckpt_patches.audit.repair.copies import copied, copy_checkpoint, in_copy, new_copy, write_elements
-from ckpt_patches.audit.repair.plan import FROM_OLDER, RESET, ZEROS, Fill, pieces, plan
+from ckpt_patches.audit.repair.copies import copy_checkpoint, new_copy, write_elements
+from ckpt_patches.audit.repair.plan import FROM_OLDER, RESET, ZEROS, Fill, pieces, places_in, plan
 from ckpt_patches.audit.repair_list import Repaired
 from ckpt_patches.audit.run_folder import unit_of
 from ckpt_patches.errors import NothingToDo, UserError
-from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Stream
-from ckpt_patches.formats.damages import NOTE, SUSPICION, Finding
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint
+from ckpt_patches.formats.damages import NOTE
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.elements import Block, as_float32, read_elements
 from ckpt_patches.formats.reading import reader_of
@@ -29,13 +29,10 @@ from ckpt_patches.runtime.shown import shown
 
 @dataclass(frozen=True)
 class Result:
-    """What a repair has written. `verdict` and `left` are of the audit of the copy."""
+    """What a repair has changed in the copy, which is REPAIRED, and the source of moments."""
 
-    found: Checkpoint
-    older: Checkpoint | None
     now: Repaired
-    verdict: str
-    left: tuple[Finding, ...]  # what was in doubt before; if any, the copy is not REPAIRED
+    older: Checkpoint | None
 
 
 def repair(
@@ -57,25 +54,22 @@ def repair(
     """
     with new_copy(path, output) as copy:
         report = audit(path, workers)
-        found = report.checkpoint
         if report.verdict in TO_RESUME_FROM:
             raise NothingToDo(f"{path} is {report.verdict}: nothing to repair")
         older = audit(older_path, workers) if older_path else None
         if older:
-            same_run.check(found, older.checkpoint, trust=trust_source)
+            same_run.check(report.checkpoint, older.checkpoint, trust=trust_source)
             if older.verdict not in TO_RESUME_FROM:
                 expected = f"expected a checkpoint that is {WHOLE}, found it {older.verdict} (audit {older_path})"
                 raise UserError(f"--from {older_path}: {expected}")
         fills = _planned(report, older, reset_moments, workers)
         copy_checkpoint(path, copy, output, say)
-        source = older.checkpoint if older else None
-        now = _change(found, fills, source, copy)
-        result = audit(copy, workers)
-        left = _left(report, result)
+        now = _change(copy, fills, older.checkpoint if older else None)
+        _check(path, audit(copy, workers))
         sync_all(copy)
         os.replace(copy, output)
         sync_folder(output.parent)
-        return Result(found, source, now, result.verdict, left)
+        return Result(now, older.checkpoint if older else None)
 
 
 def _planned(report: Report, older: Report | None, reset_moments: bool, workers: int) -> list[Fill]:
@@ -110,38 +104,40 @@ def _neighbor(found: Checkpoint, workers: int) -> Path | None:
     return next((other for _, other in sorted(older, reverse=True) if audit(other, workers).verdict == WHOLE), None)
 
 
-def _change(found: Checkpoint, fills: list[Fill], older: Checkpoint | None, copy: Path) -> Repaired:
+def _change(copy: Path, fills: list[Fill], older: Checkpoint | None) -> Repaired:
     """Fill the elements in the copy, and write the repair list into it. Returns what has changed."""
-    now = Repaired()
-    changed = set[str]()
+    reader = reader_of(copy)
+    assert reader is not None  # it is what the audited one is
+    found, now = reader(copy), Repaired()
+    places = places_in(found)
+    listed = repair_list.read(found)
     source = same_run.tensors(older) if older else {}
+    changed = set[str]()
     for fill in fills:
-        own = copied(fill.stream, found.path, copy)
+        own = replace(fill, shard=places[fill.stream.array, fill.shard.label][0])
         where = f": {older.path}, step {older.step}" if older and fill.source == FROM_OLDER else ""
-        ranges = [*_filled(fill, source, own)]
-        now.add((own.array, fill.shard.label), ranges, f"{fill.source}{where}")
-        changed |= {extent.path for extent in own.extents if ranges}
+        ranges = [*_filled(own, source)]
+        for each in (now, listed):
+            each.add((own.stream.array, own.shard.label), ranges, f"{fill.source}{where}")
+        changed |= {extent.path for extent in own.stream.extents if ranges}
     for record in found.records:
-        if (name := in_copy(record.path, found.path, copy)) in changed:
-            record_checksums.update_checksum(record._replace(path=name))
-    listed = repair_list.read(replace(found, findings=[]))
-    for key, ranges in now.ranges.items():
-        listed.add(key, ranges, now.sources[key])
+        if record.path in changed:
+            record_checksums.update_checksum(record)
     listed.files += [str(Path(name).relative_to(copy)) for name in changed]
     repair_list.write(copy, listed)
     return now
 
 
-def _filled(fill: Fill, source: same_run.Tensors, own: Stream) -> Iterator[Range]:
-    """Fill the ranges in the copy's stream. Yields the ranges of elements that change."""
+def _filled(fill: Fill, source: same_run.Tensors) -> Iterator[Range]:
+    """Fill the ranges. Yields the ranges of elements that change."""
     for first, last in pieces(fill.ranges):
         data = _content(fill, source, first, last).view(np.uint8)
         differs = np.ones(last - first, np.bool_)
         if fill.role not in fill.shard.lost:  # those have none of their own
-            there = read_elements(own, first, last).view(np.uint8)
+            there = read_elements(fill.stream, first, last).view(np.uint8)
             differs = (there != data).reshape(last - first, -1).any(axis=1)
         edges = (first + np.flatnonzero(np.diff(differs, prepend=False, append=False))).tolist()
-        write_elements(own, first, data.data)
+        write_elements(fill.stream, first, data.data)
         yield from zip(edges[::2], edges[1::2], strict=True)
 
 
@@ -165,23 +161,12 @@ def _content(fill: Fill, source: same_run.Tensors, begin: int, end: int) -> Bloc
     return values.astype(dtype)
 
 
-def _left(report: Report, result: Report) -> tuple[Finding, ...]:
-    """What is still in doubt in the copy.
+def _check(path: Path, result: Report) -> None:
+    """Refuse a copy of which a finding is left.
 
     Raises:
-        UserError: the copy is still damaged, or the list of repaired elements hides what was in doubt.
+        UserError: it is so.
     """
-    path = result.checkpoint.path
-    left = {_key(f, result): f for f in result.findings if f.kind.severity != NOTE}
-    before = {_key(f, report) for f in report.findings if f.kind.severity == SUSPICION}
-    still = sorted({f.kind.name for f in left.values() if f.kind.severity != SUSPICION})
-    gone = sorted({kind for kind, *_ in before - left.keys()})
-    if still or gone:
-        what = f"still has {', '.join(still)}" if still else f"would hide {', '.join(gone)}"
-        raise UserError(f"{report.checkpoint.path} cannot be repaired, and nothing was written: the copy {what}")
-    return tuple(replace(f, array=f.array.removeprefix(f"{path}/")) for f in left.values())
-
-
-def _key(finding: Finding, report: Report) -> tuple[str, str, str]:
-    """A key of a finding, the same in a checkpoint and in its copy."""
-    return finding.kind.name, finding.array.removeprefix(f"{report.checkpoint.path}/"), finding.shard
+    if result.verdict != REPAIRED:
+        left = sorted({finding.kind.name for finding in result.findings if finding.kind.severity != NOTE})
+        raise UserError(f"{path} cannot be repaired, and nothing was written: the copy still has {', '.join(left)}")

