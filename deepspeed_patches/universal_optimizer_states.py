@@ -1,6 +1,6 @@
 """Convert and load universal checkpoints of any optimizer, with all of its states.
 
-More than 150 lines: the converter's half is for upstream alone; here `universal_converter` converts.
+More than 150 lines: without its load of Muon's momentum, checkpoints that version 0.2 loads right would be refused.
 
 https://github.com/deepspeedai/DeepSpeed/issues/8608
 """

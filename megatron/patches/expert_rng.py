@@ -1,6 +1,6 @@
 """Save and load each rank's RNG state if expert parallelism makes data-parallel ranks' states differ.
 
-More than 150 lines: two formats name the states in two ways, and upstream's checkpoints load where they are right.
+More than 150 lines: states that upstream saved for one rank of several load where they are right, as without the fix.
 
 https://github.com/NVIDIA/Megatron-LM/pull/6858
 """

@@ -1,6 +1,6 @@
 """Save SwiGLU's W and V rows at their correct offsets under torch FSDP2, and detect checkpoints that mix them.
 
-More than 150 lines: the load recognizes checkpoints that mix the rows, which load right on as many ranks, as before.
+More than 150 lines: what releases saved with mixed rows loads right on as many ranks, as without the fix.
 
 https://github.com/NVIDIA/Megatron-LM/issues/5714
 """

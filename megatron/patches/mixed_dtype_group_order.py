@@ -1,6 +1,6 @@
 """Save and load each parameter's own state if a param group mixes fp32 and 16-bit parameters.
 
-More than 150 lines: states that were saved exchanged are exchanged back in the load, where weights show that they were.
+More than 150 lines: what releases saved with exchanged states loads right on as many ranks, as without the fix.
 
 https://github.com/NVIDIA/Megatron-LM/pull/5835
 """

@@ -1,6 +1,6 @@
 """Resume each param group with the settings that were saved for it, not with those of another group.
 
-More than 150 lines: upstream pairs groups in three ways since 0.12, and checkpoints with other rates load as before.
+More than 150 lines: checkpoints of other rates, names or releases load as with version 0.2.
 
 https://github.com/NVIDIA/Megatron-LM/pull/4705
 """

@@ -620,7 +620,7 @@ def test_every_kind_is_crafted_somewhere() -> None:
     others = (
         "test_audit_repair",
         "test_audit_many",
-        "test_fully_reshardable_shift",
+        "test_fully_reshardable_restore",
         "test_audit_model_files",
         "test_audit_absent",
         "test_audit_dcp",
