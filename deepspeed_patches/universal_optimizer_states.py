@@ -5,8 +5,6 @@ More than 150 lines: without its load of Muon's momentum, checkpoints that versi
 https://github.com/deepspeedai/DeepSpeed/issues/8608
 """
 
-import ast
-
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import NoMatch, Source
@@ -38,18 +36,16 @@ fix = Fix(
     test="tests/unit/checkpoint/test_universal_optimizer_states.py",
 )
 
-OF_ADAM = '("fp32", "exp_avg", "exp_avg_sq")'
-GROUPS = "param_groups_cnt = len(state_groups)"
-ALL_GROUPS = "param_groups_cnt = len(fp32_groups)"
 FLAT_STATE = """param_group = optim_sd[BASE_OPTIMIZER_STATE]["param_groups"][param_group_id]
 flat_state = _flat_states(state_groups.get(param_group_id, {}),
                           fp32_groups[param_group_id],
                           is_muon=param_group.get("use_muon", False))"""
-FLAT_STATE_3 = """flat_state = _flat_states({states}.get({group}, {{}}),
-                          {master})
+STATE_3 = "optim_sd['optimizer_state_dict']['state'][idx]['exp_avg']"
+FLAT_STATE_3 = """flat_state = _flat_states(optim_sd['optimizer_state_dict']['state'].get(idx, {}),
+                          optim_sd['fp32_flat_groups'][idx])
 flat_state.pop('step', None)"""
+ALL_GROUPS = "param_groups_cnt = len(fp32_groups)"
 FRAGMENTS = "_states_of_fragments(slice_base_path)"
-
 
 # At stage 3: the names of the states that a sub-group's parameters have.
 KEYS, KEYS_BEFORE_0_18 = '["fp32", "exp_avg", "exp_avg_sq"]', "key_list"
@@ -145,43 +141,27 @@ class DeepSpeedZeroOptimizer:
                 state["momentum_buffer"] = torch.cat(momenta)
 
 
-@fix.edit(CONVERTER, upstream_alone=True)
-def extract_the_states_of_the_optimizer(source: Source) -> None:
-    """Upstream extracts only Adam's states, by name."""
-    extract = source.function("extract_zero_shards")
-    source.skip_if("_flat_states(...)", ALL_GROUPS, _flat_states, within=extract)
-    flat_state = source.one("flat_state = dict(...)", within=extract)
+@fix.edit(CONVERTER, releases=(("0.19.3", newest("deepspeed")),), upstream_alone=True)
+def convert_the_states_of_the_optimizer(source: Source) -> None:
+    """Upstream extracts and merges only Adam's states, by name."""
+    extract, extract_3, merge, merge_3 = map(
+        source.function, ("extract_zero_shards", "extract_zero_shards_stage3", "merge_tp_slices", "merge_zero3_slices")
+    )
+    flat_state, flat_state_3 = FLAT_STATE.splitlines()[0], FLAT_STATE_3.splitlines()[-1]
+    parts = ((ALL_GROUPS, extract), (flat_state, extract), (flat_state_3, extract_3))
+    source.skip_if(*parts, (FRAGMENTS, merge), (FRAGMENTS, merge_3), _flat_states, _states_of_fragments)
     step = source.branch('"step" in state_groups[param_group_id]', within=extract)
-    source.replace_from_to(flat_state, step, FLAT_STATE)
-    source.replace(source.one(GROUPS, within=extract), ALL_GROUPS)
+    source.replace_from_to(source.one("flat_state = dict(...)", within=extract), step, FLAT_STATE)
+    source.replace(source.one("param_groups_cnt = len(state_groups)", within=extract), ALL_GROUPS)
+    of_sub_group = source.one("flat_state = dict(...)", within=extract_3)
+    source.one(STATE_3, within=of_sub_group)
+    source.replace(of_sub_group, FLAT_STATE_3)
+    for function in (merge, merge_3):
+        source.replace(
+            source.one('("fp32", "exp_avg", "exp_avg_sq")', within=source.loop("state", within=function)), FRAGMENTS
+        )
     source.insert_function_before(extract, _flat_states)
-
-
-@fix.edit(CONVERTER, upstream_alone=True)
-def extract_them_at_stage_3(source: Source) -> None:
-    extract = source.function("extract_zero_shards_stage3")
-    source.skip_if("_flat_states(...)", within=extract)
-    flat_state = source.one("flat_state = dict(...)", within=extract)
-    values = {keyword.arg: keyword.value for keyword in flat_state.value.keywords}
-    moment = values.get("exp_avg")
-    if values.keys() != {"fp32", "exp_avg", "exp_avg_sq"} or not isinstance(moment, ast.Subscript):
-        raise NoMatch("expected fp32, exp_avg and exp_avg_sq in flat_state")
-    state = moment.value
-    if not isinstance(state, ast.Subscript):
-        raise NoMatch("expected exp_avg of a group's state")
-    parts = (source.text(part) for part in (state.value, state.slice, values["fp32"]))
-    states, group, master = parts
-    source.replace(flat_state, FLAT_STATE_3.format(states=states, group=group, master=master))
-
-
-@fix.edit(CONVERTER, upstream_alone=True)
-def merge_what_was_extracted(source: Source) -> None:
-    functions = [source.function(name) for name in ("merge_tp_slices", "merge_zero3_slices")]
-    source.skip_if(*((FRAGMENTS, function) for function in functions), _states_of_fragments)
-    for function in functions:
-        loop = source.loop("state", within=function)
-        source.replace(source.one(OF_ADAM, within=loop), FRAGMENTS)
-    source.insert_function_before(functions[0], _states_of_fragments)
+    source.insert_function_before(merge, _states_of_fragments)
 
 
 @fix.edit(BASE_OPTIMIZER)
