@@ -29,9 +29,21 @@ fix = Fix(
     test="tests/unit_tests/dist_checkpointing/test_mixed_dtype_group_order.py",
 )
 
+# In the optimizer's groups, fp32 parameters come first.
 REBUILT = """self.buffer_order_index_map = self.model_param_group_index_map
-self.model_param_group_index_map = self._index_map_of_groups()"""
-MIXED = "self.mixed_dtype_groups = self._mixed_dtype_groups(self.optimizer.param_groups)"
+self.model_param_group_index_map = {
+    param: (group_index, group_order)
+    for group_index, (fp32_params, float16_params) in enumerate(
+        zip(self.model_fp32_groups, self.model_float16_groups)
+    )
+    for group_order, param in enumerate([*fp32_params, *float16_params])
+}"""
+# Of the groups before they are sharded.
+MIXED = """self.mixed_dtype_groups = {
+    index
+    for index, group in enumerate(self.optimizer.param_groups)
+    if len({param.dtype == torch.float32 for param in group["params"]}) == 2
+}"""
 # Before a hybrid optimizer creates its state by a step, which changes the loaded weights.
 BEFORE = "self.weights_of_checkpoint = self._weights_of_mixed_dtype_groups()"
 BEFORE_FILE = """self.weights_of_checkpoint = (
@@ -51,33 +63,12 @@ class DistributedOptimizer:
         buffer_order_index_map: dict[torch.nn.Parameter, tuple[int, int]]
         data_parallel_group: torch.distributed.ProcessGroup
         mixed_dtype_groups: set[int]
-        model_float16_groups: list[list[torch.nn.Parameter]]
-        model_fp32_groups: list[list[torch.nn.Parameter]]
         model_param_group_index_map: dict[torch.nn.Parameter, tuple[int, int]]
         weights_of_checkpoint: dict[torch.nn.Parameter, torch.Tensor]
 
         _get_main_param_and_optimizer_states: Any
         _get_model_param_range_map: Any
         _set_main_param_and_optimizer_states: Any
-
-    @staticmethod
-    def _mixed_dtype_groups(param_groups: "list[dict[str, Any]]") -> "set[int]":
-        """Return the indices of unsharded param groups with both fp32 and 16-bit parameters."""
-        return {
-            index
-            for index, group in enumerate(param_groups)
-            if len({param.dtype == torch.float32 for param in group["params"]}) == 2
-        }
-
-    def _index_map_of_groups(self) -> "dict[torch.nn.Parameter, tuple[int, int]]":
-        """Map parameters to the optimizer's group and index. In its groups, fp32 ones are first."""
-        return {
-            param: (group_index, group_order)
-            for group_index, groups in enumerate(
-                zip(self.model_fp32_groups, self.model_float16_groups, strict=True)
-            )
-            for group_order, param in enumerate([*groups[0], *groups[1]])
-        }
 
     def _weights_of_mixed_dtype_groups(self) -> "dict[torch.nn.Parameter, torch.Tensor]":
         """Clone this rank's shards of unquantized weights; a load overwrites some of them."""
@@ -118,15 +109,16 @@ class DistributedOptimizer:
             )
 
         right, swapped = are_of_weights(loaded), are_of_weights(exchanged)
-        unknown = not right and not swapped
-        if right and swapped:  # equal weights, or both orders are the same on this rank
-            swapped = False
-            unknown = not all(
+        # Both fit where weights are equal, or where a rank has one order: its states must not differ.
+        unknown = right == swapped and not (
+            right
+            and all(
                 torch.equal(state, exchanged[param][key])
                 for param, states in loaded.items()
                 if states is not exchanged[param]
                 for key, state in states.items()
             )
+        )
         on_any_rank = torch.tensor([int(unknown)], device=torch.cuda.current_device())
         torch.distributed.all_reduce(
             on_any_rank, op=torch.distributed.ReduceOp.MAX, group=self.data_parallel_group
@@ -139,7 +131,7 @@ class DistributedOptimizer:
                 " megatron-core save them exchanged: load such a checkpoint on as many ranks as it"
                 " was saved on, the weights first, and save it again."
             )
-        if swapped:
+        if not right:
             copies = {
                 param: {key: state.clone() for key, state in states.items()}
                 for param, states in exchanged.items()
@@ -151,8 +143,6 @@ class DistributedOptimizer:
 
 
 METHODS = (
-    DistributedOptimizer._mixed_dtype_groups,
-    DistributedOptimizer._index_map_of_groups,
     DistributedOptimizer._weights_of_mixed_dtype_groups,
     DistributedOptimizer._check_states_of_mixed_dtype_groups,
 )
@@ -169,7 +159,7 @@ def follow_groups(source: Source) -> None:
     source.skip_if(REPAIR, within=init)
     source.skip_if(
         (MIXED, init),
-        (REBUILT.splitlines()[1], init),
+        ("self.buffer_order_index_map = self.model_param_group_index_map", init),
         (BEFORE, load),
         BEFORE_FILE,
         (AFTER, load),
