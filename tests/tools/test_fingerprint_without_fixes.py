@@ -64,7 +64,7 @@ def test_no_optimizer_goes_on_with_a_state_that_is_not_the_saved_one(
 )
 def test_a_shifted_save(version: str, tmp_path: Path) -> None:
     root = tree("megatron-core", version)
-    off = without("fully_reshardable_shift")
+    off = without("fully_reshardable_shift", "fully_reshardable_restore")
     run("shifted_saving", tmp_path, tree=root, delivery="hook", env=off)
     load = ("--load", tmp_path / "shifted")
     said = run("shifted_saving", tmp_path, *load, tree=root, delivery="hook", env=off, check=False).stderr
