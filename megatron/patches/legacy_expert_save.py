@@ -42,7 +42,7 @@ CONDITIONS = (
     f"{NOT_STARTED} or {NOT_LEGACY} or dp_rank == 0 or expt_dp_rank == 0",
 )
 READ = "state_dict, checkpoint_name, release, ckpt_type = _load_base_checkpoint(...)"
-RANKS = ("dp_rank = 0", "expt_dp_rank = 0")
+RANKS = ("dp_rank = 0", "expt_dp_rank = ...")
 # A rank's number in the name of its layer-wise file; parameters are distributed over context-parallel ranks, too.
 OF_LAYER_WISE = "dp_rank = mpu.get_data_parallel_rank()"
 OF_ALL = "dp_rank = mpu.get_data_parallel_rank(with_context_parallel=True)"
@@ -131,9 +131,9 @@ def write_each_file_once(source: Source) -> None:
     text = "(\n    {}\n)" if is_bare else "{}"
     source.replace(condition, text.format(("\n    or " if is_bare else "\nor ").join(terms)))
     source.remove_comment_above(writes, "For LEGACY checkpoints")
-    for rank in ranks:
-        source.remove(source.one(rank, save))
     if ranks:
+        for name in ("dp_rank", "expt_dp_rank"):
+            source.remove(source.one(f"{name} = 0", save))
         source.remove(source.branch_around("expt_dp_rank = ...", save))
     # Later ones in a save name what is deleted, and the first one in a load is read for rank 0.
     named = source.some("checkpoint_name = get_checkpoint_name(...)", save)[0]
