@@ -119,7 +119,8 @@ def complete_saved_states(source: Source) -> None:
         source.function(f"{CLASS}.{name}")
         for name in ("__init__", "state_dict", "load_state_dict", "step_with_ready_grads")
     )
-    has_keys = source.has_function(f"{CLASS}.optimizer_state_keys")
+    in_releases = ("0.19.2", newest("megatron-core"))
+    has_keys = source.function_of(f"{CLASS}.optimizer_state_keys", in_releases) is not None
     of_shard = [(SAVED_SHARD, look_ups[0]), (STATE_OF_SHARD, look_ups[0])] if is_one else []
     source.skip_if(
         *((SAVED_STATE, look_up) for look_up in look_ups),
