@@ -81,7 +81,7 @@ SHIFTED_STATE = _kind(
     DAMAGE,
     "main parameters do not round to the model's weights, as megatron-core 0.15.0 to 0.19.2 leaves them in "
     "`fully_reshardable` with several buckets: shifted into their neighbors, and zeros at the end",
-    "load it with the fix fully_reshardable_restore on the ranks and bucket size that saved it: it puts the states back",
+    "load it with fully_reshardable_restore on the ranks and bucket size that saved it: it puts the states back",
 )
 MIXED_ROWS = _kind(
     "mixed_rows",

@@ -120,5 +120,5 @@ def test_the_tools_refuse_a_shifted_checkpoint(
     command: str, status: int, shifted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, str(shifted / "shifted"), "--output", str(tmp_path / "new")]) == status
-    assert "load it with the fix fully_reshardable_restore" in capsys.readouterr().err
+    assert "load it with fully_reshardable_restore" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
