@@ -4,7 +4,7 @@ Nothing is read or written. Every error that the headers show is raised here.
 """
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,9 +51,17 @@ class Content:
     how: str = PLACED  # or AVERAGED, or FLOAT32: converted to it
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.layout.shape)
+
+    @property
+    def result_dtype(self) -> str:
+        return "float32" if self.how == FLOAT32 else self.dtype
+
+    @property
     def nbytes(self) -> int:
         """The size of the storage in the output."""
-        return math.prod(self.layout.shape) * ITEM_SIZE["float32" if self.how == FLOAT32 else self.dtype]
+        return self.numel * ITEM_SIZE[self.result_dtype]
 
 
 @dataclass(frozen=True)
@@ -82,20 +90,11 @@ Output = TorchOutput | CopiedOutput
 
 
 @dataclass(frozen=True)
-class Link:
-    """An additional name of an output file."""
-
-    name: str  # below the output folder
-    file: str  # the name of the output
-
-
-@dataclass(frozen=True)
 class Plan:
     """A complete conversion."""
 
     outputs: tuple[Output, ...]
-    links: tuple[Link, ...] = ()
-    records: Mapping[str, Records] = field(default_factory=dict)  # by file of the checkpoint
+    records: Sequence[Records] = ()  # of each file that is read
     warnings: tuple[str, ...] = ()
     lost: Mapping[str, Sequence[str]] = field(default_factory=dict)  # states that are left out, with their parameters
 
@@ -119,7 +118,7 @@ def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), ski
         _saved("zero/optimizer_state.pt", source.optimizer_state, files[0].path),
     ]
     outputs += [CopiedOutput(name, folder / name, (folder / name).stat().st_size) for name in source.copied]
-    for output in (*outputs, *planner.links):
+    for output in outputs:
         if not is_within(output.name):  # the name of a parameter is the name of a folder
             raise UserError(f"{output.name!r} is no name of a file in the output folder")
     warnings = planner.rules.check_patterns(strict=strict)
@@ -127,7 +126,7 @@ def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), ski
         warnings.append(BY_NUMBERS)
     if any(own.momentum for file in files for own in file.partitions) and MOMENTUM not in drop:
         warnings.append(OF_MUON)
-    return Plan(tuple(outputs), tuple(planner.links), source.records, tuple(warnings), lost)
+    return Plan(tuple(outputs), source.records, tuple(warnings), lost)
 
 
 def _lost(found: Zero, drop: Collection[str], *, is_error: bool) -> Iterator[tuple[str, list[str]]]:
@@ -161,8 +160,6 @@ class _Planner:
         self.source, self.drop = source, drop
         self.is_stage_3 = source.zero.stage > 2
         self.rules = Rules(source.info)
-        self.links: list[Link] = []
-        self._steps: dict[Hashable, str] = {}  # by step, the first file that holds it
 
     def outputs(self) -> Iterator[TorchOutput]:
         names = set()
@@ -211,8 +208,9 @@ class _Planner:
         states = [self._states(name, slices) for slices in by_stage]
         if any(own != shapes[0] for own in shapes) or any(own != states[0] for own in states):
             raise UserError(f"{name}: expected the same shapes and states in all pipeline stages, found others")
-        if not self.is_stage_3:
-            yield from self._step(name, by_stage[0])
+        steps = [part.partition.step for own in by_stage[0] for part in own.parts] if not self.is_stage_3 else ()
+        if step := next(filter(None, steps), None):
+            yield _saved(state_file(name, "step"), step.value, step.file)
         is_flat = self.is_stage_3 and len(shapes[0]) == 1  # upstream writes it without its dimensions
         merged = Merged(layout.whole((math.prod(shapes[0][0]),))) if is_flat else self.rules.of(name, shapes[0])
         if merged.is_averaged and len(by_stage) > 1:
@@ -244,21 +242,6 @@ class _Planner:
             if key not in self.drop:
                 found[key] = ElementType(kind.dtype, any(one and one.requires_grad for one in kinds))
         return found
-
-    def _step(self, name: str, slices: Sequence[Slice]) -> Iterator[TorchOutput]:
-        """A file with the step, or a link to the first file with the same step of the same group.
-
-        A link is safe: DeepSpeed requires that all parameters of a group are at the same step.
-        """
-        step = next((part.partition.step for own in slices for part in own.parts if part.partition.step), None)
-        if step:
-            file = state_file(name, "step")
-            is_known = step.known is not None  # a number or a tensor
-            first = self._steps.setdefault((step.group, type(step.value), step.known) if is_known else file, file)
-            if first == file:
-                yield _saved(file, step.value, step.file)
-            else:
-                self.links.append(Link(file, first))
 
     def _module_weights(self, names: set[str]) -> Iterator[TorchOutput]:
         """The model's weights that the optimizer does not hold: frozen and tied parameters, buffers."""

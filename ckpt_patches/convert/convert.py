@@ -1,13 +1,13 @@
 """Convert a checkpoint: read its headers, plan, check, copy the bytes, and rename the result."""
 
 import hashlib
+import itertools
 import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from ckpt_patches import __version__
@@ -17,9 +17,10 @@ from ckpt_patches.convert.write import Writer, batches
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import record_files
 from ckpt_patches.runtime.distributed import Ranks
+from ckpt_patches.runtime.durable import replace_durably
 from ckpt_patches.runtime.processes import in_order
 from ckpt_patches.runtime.progress import Progress
-from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, reported, write_at_once
+from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside
 
 WORKERS = 8  # on two cores, too: while one waits for the disk, another works
 WORTH_A_PROCESS = 64 << 20  # bytes; starting a process takes as long as copying these
@@ -49,7 +50,6 @@ class Summary:
     bytes: int  # written
     files: int  # written
     files_before: int  # written by an interrupted run
-    links: int  # additional names of files
     seconds: float  # total
     plan_seconds: float  # of the total, until the first byte was copied
     rate: float  # bytes per second while copying
@@ -75,90 +75,87 @@ def convert(
             rank is missing. Written files stay, and the same call continues from there.
     """
     begin = time.monotonic() if begin is None else begin
-    options = options or Options()
-    ranks = ranks or Ranks()
+    path, options, ranks = Path(input_folder), options or Options(), ranks or Ranks()
+    workers = options.workers
     made: list[tuple[Plan, UnfinishedFolder]] = []
-
-    def start() -> None:
-        made.append(prepare(Path(input_folder), Path(output_folder), options))
-        for warning in made[0][0].warnings if ranks.rank == 0 else ():
-            warn(warning)
-
+    ranks.gather("planning", lambda: made.append(prepare(path, Path(output_folder), options)))
+    planned, folder = made[0]
+    outputs = {output.name: output for output in planned.outputs}
     with ExitStack() as stack:
-        ranks.gather("planning", start)
-        planned, folder = made[0]
 
-        def take() -> None:
+        def start() -> tuple[str, str, list[str]]:
+            for warning in planned.warnings:
+                warn(warning)
             folder.begin()
             stack.enter_context(folder.held())
+            left = folder.missing(sorted(outputs, key=lambda name: (-outputs[name].nbytes, name)))
+            return folder.fingerprint, str(folder.working), left
 
-        ranks.first("making the output folder", take)
+        digest, where, missing = ranks.first("making the output folder", start)
         began = time.monotonic()
-        written = ranks.gather("writing", lambda: _write(planned, folder, options, ranks))
+
+        def write() -> tuple[int, int]:
+            own = [outputs[name] for name in ranks.share(missing) if name in outputs]
+            if own and (digest != folder.fingerprint or where != str(folder.working) or not os.path.isdir(where)):
+                raise UserError(
+                    f"{folder.working}: expected the folder that rank 0 has made for the same checkpoint, found "
+                    "another one or none: is it on this host as well, and have all ranks the same arguments?"
+                )
+            return _write(own, folder.working, workers)
+
+        ranks.gather("checking the checksums", lambda: _check(ranks.share(planned.records if missing else ()), workers))
+        written = ranks.gather("writing", write)
 
         def finish() -> None:
-            reading.check(planned.records, (seen for own in written for seen in own.seen))
-            _finish(folder, planned, partial(_check_recorded, Path(input_folder), strict=options.strict, warn=warn))
+            if not folder.is_of_this(folder.final):  # else an earlier run was killed at its very end
+                _check_recorded(path, folder.working, strict=options.strict, warn=warn)
+                folder.finish(outputs)
+            replace_durably(folder.final.parent / LATEST, folder.final.name.encode())
+            (folder.final / MARK).unlink()
 
         ranks.first("finishing the output folder", finish)
-    end = time.monotonic()
-    nbytes = sum(own.bytes for own in written)
+    end, nbytes = time.monotonic(), sum(done for done, _ in written)
     return Summary(
         output_folder=str(folder.final),
         bytes=nbytes,
-        files=sum(own.files for own in written),
-        files_before=sum(own.files_before for own in written),
-        links=len(planned.links) if ranks.rank == 0 else 0,
+        files=len(missing),
+        files_before=len(outputs) - len(missing),
         seconds=end - begin,
         plan_seconds=began - begin,
         rate=nbytes / max(end - began, 1e-9),
-        workers=sum(own.workers for own in written),
+        workers=sum(count for _, count in written),
     )
 
 
-@dataclass(frozen=True)
-class Written:
-    """What one rank and its workers wrote."""
-
-    bytes: int
-    files: int
-    files_before: int  # of an interrupted run
-    workers: int
-    seen: Sequence[reading.Seen]  # of the workers
-
-
-def _write(planned: Plan, folder: UnfinishedFolder, options: Options, ranks: Ranks) -> Written:
-    """Write the missing files of this rank's share.
+def _check(records: Sequence[reading.Records], workers: int) -> None:
+    """Check the checksums in files of the checkpoint.
 
     Raises:
-        UserError: a file cannot be read or written, or rank 0 writes another folder.
+        UserError: one is wrong.
+    """
+    nbytes = [sum(own.nbytes for own in stored) for _, stored in records]
+    count = max(1, min(workers, len(os.sched_getaffinity(0)), sum(nbytes) // WORTH_A_PROCESS))
+    with Progress(sum(nbytes), label="checksums:") as progress:
+        checked = in_order(reading.check, records, count)
+        for done, _ in zip(itertools.accumulate(nbytes), checked, strict=True):
+            progress.show(done)
+
+
+def _write(outputs: Sequence[Output], folder: Path, workers: int) -> tuple[int, int]:
+    """Write files. Returns their bytes, and the number of worker processes.
+
+    Raises:
+        UserError: a file cannot be read or written.
         WorkerDefect: see `ckpt_patches.runtime.processes`.
     """
-    if ranks.rank:  # on rank 0, to read the mark would end the lock that it holds
-        _check_of_rank_0(folder, planned)
-    own = ranks.share(sorted(planned.outputs, key=lambda output: (-output.nbytes, output.name)))
-    left = folder.missing(own)
-    count = max(1, min(options.workers, len(left), sum(map(_cost, left)) // WORTH_A_PROCESS))
-    seen, done = [], 0
-    with Progress(sum(output.nbytes for output in left)) as progress:
-        for nbytes, found in in_order(Writer(folder.working, planned.records), [*batches(left)], count):
-            seen.append(found)
+    cost = sum(output.nbytes + COST_OF_A_FILE for output in outputs)
+    count = max(1, min(workers, len(outputs), cost // WORTH_A_PROCESS))
+    done = 0
+    with Progress(sum(output.nbytes for output in outputs)) as progress:
+        for nbytes in in_order(Writer(folder), [*batches(outputs)], count):
             done += nbytes
             progress.show(done)
-    return Written(done, len(left), len(own) - len(left), count, seen)
-
-
-def _check_of_rank_0(folder: UnfinishedFolder, planned: Plan) -> None:
-    folder.check(planned.outputs)
-    if not folder.is_of_this(folder.folder):
-        raise UserError(
-            f"{folder.working}: expected the folder that rank 0 has made, found none: is it on this host as well, and "
-            "have all ranks the same arguments?"
-        )
-
-
-def _cost(output: Output) -> int:
-    return output.nbytes + COST_OF_A_FILE
+    return done, count
 
 
 def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[Plan, UnfinishedFolder]:
@@ -168,7 +165,7 @@ def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[
     digest = fingerprint(input_folder, options)
     found = planned(input_folder, options)
     folder = UnfinishedFolder(output_folder, digest, MARK, "conversion")
-    folder.check(found.outputs)
+    folder.check({output.name: output.nbytes for output in found.outputs})
     return found, folder
 
 
@@ -195,51 +192,21 @@ def fingerprint(input_folder: Path, options: Options) -> str:
     return hashlib.sha256(json.dumps([__version__, files, own]).encode()).hexdigest()
 
 
-def _finish(folder: UnfinishedFolder, planned: Plan, check: Callable[[Path], object]) -> None:
-    """Rename the complete folder, if `check` raises nothing, then write `latest_universal`.
-
-    Raises:
-        UserError: a file is missing.
-    """
-    folder.check_complete(planned.outputs)
-    if not folder.is_of_this(folder.final):
-        folders = folder.clean()
-        for link in planned.links:
-            _link(folder.working / link.file, folder.working / link.name)
-        check(folder.working)
-        folder.rename(folders)
-    write_at_once(folder.final.parent / LATEST, folder.final.name.encode())
-    (folder.final / MARK).unlink()
-
-
-def _link(file: Path, name: Path) -> None:
-    """Create a hard link to a small file; if the file system does not support it, copy the file."""
-    with reported(name):
-        try:
-            os.link(file, name)
-        except OSError:
-            if not name.is_file():  # it is from an interrupted run
-                write_at_once(name, file.read_bytes())
-
-
 def _check_recorded(source: Path, made: Path, *, strict: bool, warn: Callable[[str], object]) -> None:
     """Compare what was written with the fingerprints that the run recorded at the save, if it did.
 
     Raises:
-        UserError: the output lacks the run's record; or with `strict`, a state differs from it.
+        UserError: with `strict`, a state differs from the record.
     """
-    plain = record_files.of_deepspeed(source)
-    if plain is None:
+    if record_files.of_deepspeed(source) is None:
         return
-    if record_files.of_deepspeed(made) != plain:
-        raise UserError(f"{made}: expected the record of {source}, found another one or none")
     try:
         from ckpt_patches.fingerprint import contents, files
     except ModuleNotFoundError as error:
         warn(f"what was written was not compared with what the run has recorded: {error.name} is not installed")
         return
     checked = contents.of(files.opened(made), quiet=True).checked
-    assert checked is not None, made  # it has the record
+    assert checked is not None, made  # it has the record: the model states are copied
     warn(f"against the record of the run: {checked.sentence()}")
     if checked.differences and strict:
         lines = [f"  {one.parameter} {one.state}: {one.what}" for one in checked.differences[:MOST_SHOWN]]

@@ -28,7 +28,7 @@ EPILOG = (
 HAND_OVER = "ds_to_universal"  # the program that has the options of upstream's converter
 INTERRUPTED = "interrupted; the same command goes on from here"
 FIX = "universal_converter"  # by which upstream's converter calls `take_over`
-SCHEMA = 1  # of the JSON; increased when a key is renamed, removed or changes its meaning
+SCHEMA = 2  # of the JSON; increased when a key is renamed, removed or changes its meaning
 
 
 def main(arguments: Sequence[str] | None = None, program: str = HAND_OVER) -> int:

@@ -23,18 +23,6 @@ class Block:
     length: int  # of a row
     count: int  # of rows
 
-    def scaled(self, size: int) -> "Block":
-        """The block in bytes, for elements of `size` bytes."""
-        return Block(
-            self.slice,
-            self.source * size,
-            self.source_stride * size,
-            self.target * size,
-            self.target_stride * size,
-            self.length * size,
-            self.count,
-        )
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -50,29 +38,27 @@ def whole(shape: Shape) -> Layout:
     return Layout(shape, (Block(0, 0, numel, 0, numel, numel, 1),) if numel else ())
 
 
-def replicated(name: str, shapes: Sequence[Shape]) -> Layout:
-    """The layout of slices that are each the full parameter."""
-    if len(set(shapes)) > 1:
-        raise UserError(f"{name}: expected slices of one shape, found {_text(shapes)}")
-    return whole(shapes[0])
-
-
 def concatenated(name: str, shapes: Sequence[Shape], dim: int) -> Layout:
     """The layout of slices that are concatenated along a dimension."""
-    first = shapes[0]
     if len(shapes) == 1:
-        return whole(first)
-    if dim >= len(first) or any(s[:dim] + s[dim + 1 :] != first[:dim] + first[dim + 1 :] for s in shapes):
-        raise UserError(f"{name}: slices of the shapes {_text(shapes)} cannot be put together along dimension {dim}")
-    return interleaved(first, dim, [[shape[dim] for shape in shapes]])
+        return whole(shapes[0])
+    _check_alike(name, shapes, dim)
+    return interleaved(shapes[0], dim, [[shape[dim] for shape in shapes]])
 
 
 def in_two_halves(name: str, shapes: Sequence[Shape]) -> Layout:
     """The layout of slices with two sub-parameters: the first half of the rows and the second."""
-    if any(not shape or shape[0] < 2 or shape[1:] != shapes[0][1:] for shape in shapes):
+    _check_alike(name, shapes, 0)
+    rows = [shape[0] for shape in shapes]
+    if min(rows) < 2:
         raise UserError(f"{name}: slices of the shapes {_text(shapes)} have no two sub-parameters along dimension 0")
-    first = [-(-shape[0] // 2) for shape in shapes]
-    return interleaved(shapes[0], 0, [first, [shape[0] - half for shape, half in zip(shapes, first, strict=True)]])
+    return interleaved(shapes[0], 0, [[-(-count // 2) for count in rows], [count // 2 for count in rows]])
+
+
+def _check_alike(name: str, shapes: Sequence[Shape], dim: int) -> None:
+    """Check that shapes are equal but for one dimension."""
+    if any(dim >= len(shape) for shape in shapes) or len({(*own[:dim], *own[dim + 1 :]) for own in shapes}) > 1:
+        raise UserError(f"{name}: slices of the shapes {_text(shapes)} cannot be put together along dimension {dim}")
 
 
 def interleaved(shape: Shape, dim: int, widths: Widths) -> Layout:
@@ -81,25 +67,20 @@ def interleaved(shape: Shape, dim: int, widths: Widths) -> Layout:
     `shape` is a slice's or the full parameter's; its dimension `dim` is ignored.
     """
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-    slices = range(len(widths[0]))
-    held = [sum(shares[i] for shares in widths) for i in slices]
+    held = [sum(of_slice) for of_slice in zip(*widths, strict=True)]
     total = sum(held)
     blocks, target, source = [], 0, [0] * len(held)
     for shares in widths:
-        for i in slices:
-            sizes = (source[i] * inner, held[i] * inner, target * inner, total * inner, shares[i] * inner, outer)
-            blocks.append(_joined(Block(i, *sizes)))
-            source[i] += shares[i]
-            target += shares[i]
-    return Layout((*shape[:dim], total, *shape[dim + 1 :]), tuple(block for block in blocks if block.length))
-
-
-def _joined(block: Block) -> Block:
-    """Join rows without gaps into one row."""
-    if block.source_stride == block.target_stride == block.length or block.count == 1:
-        length = block.length * block.count
-        return Block(block.slice, block.source, length, block.target, length, length, 1)
-    return block
+        for i, share in enumerate(shares):
+            length, strides = share * inner, (held[i] * inner, total * inner)
+            if length and outer and set(strides) == {length}:  # rows without gaps are one row
+                row = outer * length
+                blocks.append(Block(i, source[i] * inner, row, target * inner, row, row, 1))
+            elif length:
+                blocks.append(Block(i, source[i] * inner, strides[0], target * inner, strides[1], length, outer))
+            source[i] += share
+            target += share
+    return Layout((*shape[:dim], total, *shape[dim + 1 :]), tuple(blocks))
 
 
 # Sub-parameters as a checkpoint describes them
@@ -109,7 +90,6 @@ def _joined(block: Block) -> Block:
 class SubParams:
     """Sub-parameters: stored as one parameter, but each sliced on its own."""
 
-    pattern: str
     patterns: Any
     shape: Sequence[Any]  # at `partition_dim` the widths of the sub-parameters, or their number
     partition_dim: int
@@ -118,9 +98,15 @@ class SubParams:
 
 def sub_params(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[Layout, Sequence[Any]]:
     """The layout of slices with shares of sub-parameters, and the description with the widths in it."""
-    sizes, described = _sizes(name, sub, shapes), sub.shape
-    if not isinstance(sub.shape[sub.partition_dim], tuple) and sub.widths is None:
-        described = (*sub.shape[: sub.partition_dim], sizes, *sub.shape[sub.partition_dim + 1 :])
+    dim, stated, described = sub.partition_dim, sub.shape[sub.partition_dim], sub.shape
+    if isinstance(stated, tuple) or sub.widths is not None:
+        sizes = tuple(stated)
+    else:  # the number of sub-parameters of equal width
+        width = sum(shape[dim] for shape in shapes)
+        if stated <= 0 or width % stated:
+            raise UserError(f"{name}: {width} elements along dimension {dim} are no {stated} sub-parameters")
+        sizes = (width // stated,) * int(stated)
+        described = (*sub.shape[:dim], sizes, *sub.shape[dim + 1 :])
     widths = sub.widths if sub.widths is not None else _even(name, sizes, len(shapes))
     if len(widths) != len(sizes) or any(
         len(shares) != len(shapes) or sum(shares) != size or any(type(n) is not int or n < 0 for n in shares)
@@ -128,22 +114,17 @@ def sub_params(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[Layo
     ):
         raise UserError(f"{name}: expected the shares of sub-parameters of {list(sizes)} elements, found {widths}")
     logical = [sum(d) if isinstance(d, tuple) else d for d in sub.shape]
-    logical[sub.partition_dim] = sum(sizes)
-    shape = _resolved(name, logical, sum(math.prod(s) for s in shapes))
-    layout = interleaved(shape, sub.partition_dim, widths)
-    _check_slices(name, layout.shape, sub.partition_dim, widths, shapes)
+    logical[dim] = sum(sizes)
+    layout = interleaved(_resolved(name, logical, sum(map(math.prod, shapes))), dim, widths)
+    of_one = math.prod(size for axis, size in enumerate(layout.shape) if axis != dim)
+    for i, found in enumerate(map(math.prod, shapes)):
+        expected = of_one * sum(shares[i] for shares in widths)
+        if found != expected:
+            raise UserError(
+                f"{name}: tensor-parallel rank {i} holds {found} elements, by its shares of the sub-parameters it "
+                f"would be {expected}"
+            )
     return layout, described
-
-
-def _sizes(name: str, sub: SubParams, shapes: Sequence[Shape]) -> tuple[int, ...]:
-    """The widths of sub-parameters. Without recorded widths, a number is a count of sub-parameters of equal width."""
-    said = sub.shape[sub.partition_dim]
-    if isinstance(said, tuple) or sub.widths is not None:
-        return tuple(said)
-    width = sum(shape[sub.partition_dim] for shape in shapes)
-    if said <= 0 or width % said:
-        raise UserError(f"{name}: {width} elements along dimension {sub.partition_dim} are no {said} sub-parameters")
-    return (width // said,) * int(said)
 
 
 def _even(name: str, sizes: Sequence[int], slices: int) -> list[list[int]]:
@@ -162,16 +143,6 @@ def _resolved(name: str, shape: Sequence[int], numel: int) -> Shape:
     if len(unknown) > 1 or (unknown and (known == 0 or numel % known)) or (not unknown and known != numel):
         raise UserError(f"{name}: {numel} elements have not the shape {list(shape)} that the sub-parameters say")
     return tuple(size if size >= 0 else numel // known for size in shape)
-
-
-def _check_slices(name: str, shape: Shape, dim: int, widths: Widths, shapes: Sequence[Shape]) -> None:
-    for i, found in enumerate(shapes):
-        expected = [*shape[:dim], sum(shares[i] for shares in widths), *shape[dim + 1 :]]
-        if math.prod(expected) != math.prod(found):
-            raise UserError(
-                f"{name}: tensor-parallel rank {i} holds {math.prod(found)} elements, by its shares of the "
-                f"sub-parameters it would be {math.prod(expected)}"
-            )
 
 
 def _text(shapes: Sequence[Shape]) -> str:

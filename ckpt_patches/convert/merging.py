@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ckpt_patches.convert.conversion_plan import AVERAGED, FLOAT32, Content
+from ckpt_patches.convert.conversion_plan import AVERAGED, Content
 from ckpt_patches.convert.layout import Block
-from ckpt_patches.convert.reading import Elements, Reader
+from ckpt_patches.convert.reading import BLOCK, Elements, Reader
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.runtime.commands import needed_by
 
 SHORT = 65536  # bytes; rows up to this length are read in batches, longer ones directly to their targets
 
@@ -15,9 +16,9 @@ SHORT = 65536  # bytes; rows up to this length are read in batches, longer ones 
 class Merger:
     """Merges contents in blocks of at most `block` bytes, with memory of four times as much."""
 
-    def __init__(self, reader: Reader, block: int) -> None:
-        self._reader = reader
-        # For the result, for other copies or for elements before their conversion, and for rows.
+    def __init__(self, reader: Reader, block: int = BLOCK) -> None:
+        self.reader = reader
+        # For the result, for other copies or the result before its conversion, and for rows.
         self._window, self._other, self._rows = (memoryview(bytearray(n * block)) for n in (1, 2, 1))
 
     def blocks(self, content: Content, name: str) -> Iterator[memoryview]:
@@ -26,15 +27,17 @@ class Merger:
         Raises:
             UserError: copies that must be equal differ, or a file cannot be read.
         """
-        copies = [[Elements(self._reader, extents()) for extents in copy] for copy in content.copies]
-        for begin in range(0, content.nbytes, len(self._window)):
-            window = self._window[: content.nbytes - begin]
-            if content.how == FLOAT32:
-                size, read = ITEM_SIZE[content.dtype], self._other[: len(window) // 4 * ITEM_SIZE[content.dtype]]
-                copies[0][0].read(begin // 4 * size, read)
-                _store(_load(read, content.dtype).astype("float32"), window, "float32")
-            else:
-                self._merge(copies, content, begin, window, name)
+        copies = [[Elements(self.reader, extents()) for extents in copy] for copy in content.copies]
+        size, of_result = ITEM_SIZE[content.dtype], ITEM_SIZE[content.result_dtype]
+        step = len(self._window) // max(size, of_result)  # elements
+        for begin in range(0, content.numel, step):
+            numel = min(step, content.numel - begin)
+            window = self._window[: numel * size]
+            self._merge(copies, content, begin * size, window, name)
+            if content.dtype != content.result_dtype:
+                converted = self._other[: numel * of_result]
+                _store(_load(window, content.dtype), converted, content.result_dtype)
+                window = converted
             yield window
 
     def _merge(self, copies: list[list[Elements]], content: Content, begin: int, window: memoryview, name: str) -> None:
@@ -57,48 +60,45 @@ class Merger:
 
     def _place(self, slices: list[Elements], content: Content, begin: int, window: memoryview) -> None:
         """Fill a window of the full parameter, from byte `begin` on, from its slices."""
-        for block in (block.scaled(ITEM_SIZE[content.dtype]) for block in content.layout.blocks):
-            rows, own = _rows(block, begin, begin + len(window)), slices[block.slice]
-            if block.count > 1 and block.source_stride == block.length <= SHORT:
-                self._place_short(own, rows, begin, window)
+        size = ITEM_SIZE[content.dtype]
+        for block in content.layout.blocks:
+            rows, own = _rows(block, size, begin, begin + len(window)), slices[block.slice]
+            if block.count > 1 and block.source_stride == block.length <= SHORT // size:
+                self._place_short(own, list(rows), begin, window)
             else:
                 for source, target, nbytes in rows:
                     own.read(source, window[target - begin : target - begin + nbytes])
 
-    def _place_short(self, own: Elements, rows: Iterator[tuple[int, int, int]], begin: int, window: memoryview) -> None:
+    def _place_short(self, own: Elements, rows: list[tuple[int, int, int]], begin: int, window: memoryview) -> None:
         """Read rows that are consecutive in the slice at once, then copy each to its target."""
-        parts = list(rows)
-        if not parts:
+        if not rows:
             return
-        first = parts[0][0]
-        read = self._rows[: parts[-1][0] + parts[-1][2] - first]  # all of them are in one window
+        first = rows[0][0]
+        read = self._rows[: rows[-1][0] + rows[-1][2] - first]  # all of them are in one window
         own.read(first, read)
-        for source, target, nbytes in parts:
+        for source, target, nbytes in rows:
             window[target - begin : target - begin + nbytes] = read[source - first : source - first + nbytes]
 
 
-def _rows(block: Block, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The parts of a block's rows between `begin` and `end` of the target: source, target, length in bytes."""
-    for row in range(max(0, (begin - block.target) // block.target_stride), block.count):
-        target = block.target + row * block.target_stride
+def _rows(block: Block, size: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """The parts of rows between the bytes `begin` and `end` of the target: source, target, length in bytes."""
+    stride = block.target_stride * size
+    for row in range(max(0, (begin - block.target * size) // stride), block.count):
+        target = block.target * size + row * stride
         if target >= end:
             return
-        low, high = max(target, begin), min(target + block.length, end)
+        low, high = max(target, begin), min(target + block.length * size, end)
         if low < high:
-            yield block.source + row * block.source_stride + low - target, low, high - low
+            yield (block.source + row * block.source_stride) * size + low - target, low, high - low
 
 
-# Elements that are computed, bit for bit as torch computes them; a bfloat16 is the upper half of a float32
+# Elements that are computed, bit for bit as torch computes them; a bfloat16 is the upper half of a float32. NumPy is
+# imported only here; torch, whose import takes a second, never is.
 
 
 def _numpy() -> Any:
-    """NumPy, whose import is needed only here; torch, whose import takes a second, never is."""
-    try:
+    with needed_by("to average parameters, or to convert weights to float32,"):
         import numpy
-    except ImportError:
-        raise UserError(
-            "averaged parameters and weights that are converted to float32 need NumPy: install it"
-        ) from None
     return numpy
 
 
@@ -119,10 +119,8 @@ def _load(data: memoryview, dtype: str) -> Any:
 
 def _store(values: Any, data: memoryview, dtype: str) -> None:
     np = _numpy()
-    if dtype != "bfloat16":
-        np.frombuffer(data, np.dtype(dtype))[:] = values
-    else:
-        np.frombuffer(data, np.uint16)[:] = _upper_halves(values)
+    is_16 = dtype == "bfloat16"
+    np.frombuffer(data, np.uint16 if is_16 else np.dtype(dtype))[:] = _upper_halves(values) if is_16 else values
 
 
 def _rounded(values: Any, dtype: str) -> Any:

@@ -46,9 +46,7 @@ class Rules:
     def __init__(self, info: dict[str, Any]) -> None:
         self.info = info
         entries = info.get(SUB_PARAMS, [])
-        self.sub_params = [
-            SubParams("", entry["patterns"], entry["shape"], entry["partition_dim"]) for entry in entries
-        ]
+        self.sub_params = [SubParams(entry["patterns"], entry["shape"], entry["partition_dim"]) for entry in entries]
         self.unused = {pattern for key in LISTS for pattern in self._patterns(key)}
         self.unused.update(pattern for sub_params in self.sub_params for pattern in sub_params.patterns)
         if info.get(UNSUPPORTED):
@@ -87,10 +85,11 @@ class Rules:
 
     def _by_lists(self, name: str, shapes: Sequence[Shape]) -> Merged:
         sub_params = self._matching_sub_params(name)
-        if self._matches(REPLICATED, name):
-            return Merged(layout.replicated(name, shapes), is_each=True)
-        if self._matches(AVERAGED, name):
-            return Merged(layout.replicated(name, shapes), is_each=True, is_averaged=True)
+        for key in (REPLICATED, AVERAGED):
+            if self._matches(key, name):
+                if len(set(shapes)) > 1:
+                    raise UserError(f"{name}: expected slices of one shape, found {sorted(set(shapes))}")
+                return Merged(layout.whole(shapes[0]), is_each=True, is_averaged=key == AVERAGED)
         if self._matches(TWO_SUB_PARAMS, name):
             return Merged(layout.in_two_halves(name, shapes), {"cat_dim": 0, "param_n_sub_params": 2})
         if sub_params:
@@ -121,7 +120,7 @@ class Rules:
             for pattern in sub_params.patterns:
                 if re.match(pattern, name):
                     self.unused.discard(pattern)
-                    return replace(sub_params, pattern=pattern, widths=self._widths(pattern))
+                    return replace(sub_params, widths=self._widths(pattern))
         return None
 
     def _widths(self, pattern: str) -> tuple[tuple[int, ...], ...] | None:

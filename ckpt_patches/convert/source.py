@@ -47,7 +47,7 @@ class Source:
     slices: dict[str, dict[int, list[Slice]]]  # by parameter and model-parallel rank; several: of experts
     info: dict[str, Any]  # `universal_checkpoint_info`
     optimizer_state: dict[str, Any] = field(default_factory=dict)  # of the first rank, without sharded values
-    records: dict[str, Records] = field(default_factory=dict)  # by file
+    records: Sequence[Records] = ()  # of each file that is read
     copied: tuple[str, ...] = ()  # names of files that a universal checkpoint has unchanged
     experts: Mapping[str, LocalExpert] = field(default_factory=dict)  # of `deepspeed.moe`, by parameter
 
@@ -90,15 +90,15 @@ def read(path: Path, *, trust: bool = False, inject_missing_state: bool = False)
         UserError: a file is missing, damaged or from another checkpoint, or the kind of checkpoint is not supported.
     """
     folder = check_folder(path)
-    records: dict[str, Records] = {}
+    records: dict[str, Records] = {}  # by file
 
     def read_one(name: str, wanted: Callable[[TorchFile], Wanted]) -> tuple[Records, Wanted]:
         file = torch_file.read(path / name, trust=trust)
-        return Records.of(file.storages), wanted(file)
+        return (str(file.path), file.storages), wanted(file)
 
     def read_all(names: Sequence[str], wanted: Callable[[TorchFile], Wanted]) -> list[Wanted]:
         read = mapped(partial(read_one, wanted=wanted), names, WORTH_A_PROCESS)
-        records.update({str(path / name): own for name, (own, _) in zip(names, read, strict=True)})
+        records.update({name: own for name, (own, _) in zip(names, read, strict=True)})
         return [found for _, found in read]
 
     found = zero_folder.read(folder, read_all)
@@ -119,14 +119,14 @@ def read(path: Path, *, trust: bool = False, inject_missing_state: bool = False)
     rest = [name for name in folder.names if name.startswith("mp") or name.endswith("model_states.pt")]
     rest = [name for name in rest if name not in models and (name.startswith("mp") or is_stage_3)]
     copied = (*models, *rest, *(folder.experts if experts else ()))
-    read_all([name for name in copied if str(path / name) not in records], lambda _: None)
+    read_all([name for name in copied if name not in records], lambda _: None)
     return Source(
         zero=found,
         tp_degree=tp_degree,
         slices=_slices(found, tp_degree if is_stage_3 else len(found.models)),
         info=_info(found, may_lack=is_stage_3 or inject_missing_state or tp_degree == 1),
         optimizer_state=_common(found, trust),
-        records=records,
+        records=tuple(records.values()),
         copied=copied,
         experts=experts,
     )
@@ -151,6 +151,12 @@ def _slices(found: Zero, model_ranks: int) -> dict[str, dict[int, list[Slice]]]:
         for name in shapes:
             by_name.setdefault(name, {})
         for own in slices:
+            if not shapes:
+                raise UserError(
+                    f"{found.folder.path}: expected the shapes of the parameters (param_shapes) in the file of model "
+                    f"states of model-parallel rank {model_rank}, found none, and no converter can tell where each "
+                    "parameter ends: resume on the same ranks"
+                )
             if contradiction := own.contradiction:
                 where = f" of model-parallel rank {model_rank}" if model_ranks > 1 else ""
                 raise UserError(f"{found.folder.path} is damaged or incomplete: {own.name}{where}: {contradiction}")

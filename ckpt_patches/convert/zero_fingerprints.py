@@ -9,7 +9,6 @@ from ckpt_patches.convert.conversion_plan import TorchOutput
 from ckpt_patches.convert.convert import Options, planned
 from ckpt_patches.convert.merging import Merger
 from ckpt_patches.convert.reading import Reader
-from ckpt_patches.convert.write import BLOCK
 from ckpt_patches.fingerprint.files import computed
 from ckpt_patches.fingerprint.states import Fingerprint, of_blocks, state_named
 from ckpt_patches.formats import universal
@@ -36,7 +35,6 @@ def read(
     why = "it has no element for each of the parameter's"
     lost = {f"{name} {state}": why for state, names in plan.lost.items() for name in names}
     outputs = {output.name: output for output in plan.outputs if isinstance(output, TorchOutput)}
-    outputs.update({link.name: outputs[link.file] for link in plan.links if link.file in outputs})
     folder = f"{universal.FOLDER}/"  # of the parameters' folders
     names = [n for n in sorted(outputs) if n.rpartition("/")[0].startswith(folder) and Path(n).stem != "step"]
 
@@ -44,7 +42,7 @@ def read(
         own = [(name, outputs[name]) for name in share]
         nbytes = [output.nbytes for _, output in own]
         with closing(Reader()) as reader:  # each process opens its own files
-            fingerprint = partial(_fingerprint, merger=Merger(reader, BLOCK))
+            fingerprint = partial(_fingerprint, merger=Merger(reader))
             yield from computed(fingerprint, own, nbytes, workers, label)
 
     return (ranks or Ranks()).spread("reading the states", names, read_share), lost

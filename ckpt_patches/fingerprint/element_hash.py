@@ -173,7 +173,6 @@ def _even(device: Any) -> Array:
 
 
 @functools.cache
-@functools.cache
 def _columns(device: Any) -> Array:
     """The factors of all columns (int64)."""
     factors = _even(device).repeat(2) if device is None else _even(device).repeat_interleave(2)

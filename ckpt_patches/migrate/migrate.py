@@ -32,10 +32,11 @@ from ckpt_patches.migrate import output as files
 from ckpt_patches.migrate.output import OutputFile
 from ckpt_patches.migrate.plan import OTHER_WAY, Plan, files_in, plan, read
 from ckpt_patches.runtime.distributed import Ranks
+from ckpt_patches.runtime.durable import replace_durably
 from ckpt_patches.runtime.pause import without_garbage_collection
 from ckpt_patches.runtime.processes import in_order
 from ckpt_patches.runtime.progress import Progress
-from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, check_parent, write_at_once
+from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, check_parent
 
 MARK = ".ckpt-patches-migrate.json"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -151,8 +152,8 @@ def migrate(
                 warn(warning)
             folder.begin()
             stack.enter_context(folder.held())
-            folder.clean()  # of a run that was killed, so that they take no room
-            return folder.folder, folder.missing(planned.files)
+            left = {*folder.missing(sizes(planned))}
+            return folder.working, [file for file in planned.files if file.name in left]
 
         where, missing = ranks.first("making the output folder", start)
         began = time.monotonic()
@@ -184,11 +185,15 @@ def _prepared(path: Path, output: Path, options: Options) -> tuple[Plan, Unfinis
     check_outside(path, output)
     check_parent(output)
     planned = prepare(path, options)
-    outputs = [(file.name, file.nbytes) for file in planned.files]
-    depends_on = json.dumps([__version__, os.path.abspath(path), planned.source.files, outputs])
+    depends_on = json.dumps([__version__, os.path.abspath(path), planned.source.files, sizes(planned)])
     folder = UnfinishedFolder(output, hashlib.sha256(depends_on.encode()).hexdigest(), MARK, "migration")
-    folder.check(planned.files)
+    folder.check(sizes(planned))
     return planned, folder
+
+
+def sizes(planned: Plan) -> dict[str, int]:
+    """The bytes of each new file."""
+    return {file.name: file.nbytes for file in planned.files}
 
 
 def _write(outputs: Sequence[OutputFile], folder: Path, workers: int) -> None:
@@ -210,14 +215,14 @@ def _finish(
     """
     findings: list[Finding] = []
     if not folder.is_of_this(folder.final):  # else an earlier run was killed at its very end
-        folders, working = folder.clean(), folder.working
-        write_at_once(working / CONFIG, json.dumps(BACKEND).encode())
-        write_at_once(working / INDEX, files.index(planned.tensors, planned.files))
+        working = folder.working
+        replace_durably(working / CONFIG, json.dumps(BACKEND).encode())
+        replace_durably(working / INDEX, files.index(planned.tensors, planned.files))
         findings += recorded_states.findings(audited, working, workers)
         if (wrong := _damage(findings)) and not options.damaged_as_is:
             raise DamagedError(f"{working} is not what was recorded: {wrong}; remove it, and begin anew")
         if files_in(audited.path) != planned.source.files:
             raise UserError(f"{audited.path} has changed while it was migrated: remove {working}, and begin anew")
-        folder.rename(folders)
+        folder.finish(sizes(planned))
     (folder.final / MARK).unlink()
     return findings

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,8 @@ from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import COMMON, Offsets, Tensor
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader, storages_in
 from ckpt_patches.formats.torch_writer import STORAGE_OF, Outline, outline, pickled
-from ckpt_patches.runtime.unfinished import TEMPORARY, reported
+from ckpt_patches.runtime.durable import new_file
+from ckpt_patches.runtime.unfinished import reported
 
 FILE = 256 << 20  # bytes of a file, about: large enough to be read quickly
 BLOCK = 1 << 20  # bytes that are copied at a time
@@ -123,17 +123,10 @@ def write(file: OutputFile, folder: Path) -> int:
     Raises:
         UserError: the disk is full, or a file of the source cannot be read.
     """
-    path, temporary = folder / file.name, folder / f"{TEMPORARY}{os.urandom(4).hex()}-{file.name}"
-    with reported(path):
-        try:
-            with open(temporary, "xb") as out, RangedFiles() as files:
-                for begin, entry in file.placed():
-                    _write_entry(out, begin, entry, files)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    path = folder / file.name
+    with reported(path), new_file(path) as out, RangedFiles() as files:
+        for begin, entry in file.placed():
+            _write_entry(out, begin, entry, files)
     return file.nbytes
 
 

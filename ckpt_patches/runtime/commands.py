@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from ckpt_patches.errors import NothingToDo, UserError, WorkerDefect, one_line
-from ckpt_patches.runtime.distributed import OtherRankError
 from ckpt_patches.runtime.shown import printable_lines
 from ckpt_patches.runtime.terminal import Output
 
@@ -27,8 +26,6 @@ def run(program: str, work: Callable[[], int], *, interrupted: str = "interrupte
         status = work()
         if sys.stdout is not None:
             sys.stdout.flush()  # detect a full disk here, and not at the interpreter's exit
-    except OtherRankError as error:
-        return error.status
     except UserError as error:
         return _failed(program, str(error), error.status)
     except WorkerDefect as error:

@@ -26,27 +26,18 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class OtherRankError(UserError):
-    """Another rank failed, and rank 0 reports it; this rank prints nothing, and ends with the same status."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 @dataclass(frozen=True)
 class Ranks:
     """This process's place among the ranks of a command. The default is a single rank, which needs no torch."""
 
     rank: int = 0
     size: int = 1
-    processors: int = 0  # this rank's share of its host's processors; 0: all that it may use
-    hosts: tuple[str, ...] = ()  # by rank
+    on_host: int = 1  # ranks that share the processors of this host
 
     @property
     def workers(self) -> int:
         """The number of worker processes of this rank."""
-        return max(1, min(MOST_WORKERS, self.processors or len(os.sched_getaffinity(0))))
+        return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // self.on_host))
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
         """Every n-th of the items, which are the same on all ranks."""
@@ -57,8 +48,7 @@ class Ranks:
 
         Raises:
             Exception: the error of `work`, on rank 0 or for a single rank.
-            UserError: on rank 0, another rank failed; on any rank, a rank is missing.
-            OtherRankError: on the other ranks, a rank failed.
+            UserError: a rank failed, of which rank 0 has the error; or a rank is missing.
         """
         if self.size == 1:
             return [work()]
@@ -72,14 +62,13 @@ class Ranks:
 
             distributed.monitored_barrier(timeout=STEP)
             outcomes: list[Any] | None = [None] * self.size if self.rank == 0 else None
-            status = getattr(error, "status", UserError.status)
-            distributed.gather_object((result if self.rank else None, _message_of(error), status), outcomes)
-            failed = _broadcast(next(((rank, own[2]) for rank, own in enumerate(outcomes or ()) if own[1]), None))
+            distributed.gather_object((result if self.rank else None, _message_of(error)), outcomes)
+            failed = _broadcast(next((rank for rank, own in enumerate(outcomes or ()) if own[1]), None))
         if failed is None:
             return [result, *(own[0] for own in (outcomes or ())[1:])]
         if outcomes is None:
-            raise OtherRankError(f"{self._named(failed[0])} failed at {step}", failed[1])
-        raise error or UserError(f"{self._named(failed[0])}: {outcomes[failed[0]][1]}")
+            raise UserError(f"rank {failed} of {self.size} failed at {step}; rank 0 has the reason")
+        raise error or UserError(f"rank {failed} of {self.size}: {outcomes[failed][1]}")
 
     def first(self, step: str, work: Callable[[], Result]) -> Result:
         """Run `work` on rank 0, and return its result on all ranks. Raises as `gather`."""
@@ -102,7 +91,7 @@ class Ranks:
             yield
         except RuntimeError as error:
             late = re.search(r"Rank (\d+) failed to pass", str(error))  # the barrier's message, on rank 0
-            lost = self._named(int(late[1])) if late else self._closed() or "rank 0, or one that it names,"
+            lost = f"rank {late[1]} of {self.size}" if late else self._closed()
             raise UserError(
                 f"{lost} is missing at the end of {step}: it was killed, or hung for {STEP}; see what it printed, and "
                 "run the same command again"
@@ -117,11 +106,8 @@ class Ranks:
             try:
                 distributed.irecv(torch.empty(1), src=rank, tag=1)
             except RuntimeError:
-                return self._named(rank)
-        return ""
-
-    def _named(self, rank: int) -> str:
-        return f"rank {rank} of {self.size} on {self.hosts[rank]}"
+                return f"rank {rank} of {self.size}"
+        return "rank 0, or one that it names,"
 
 
 def _broadcast(value: Any) -> Any:
@@ -175,25 +161,22 @@ def joined(wanted: bool | None) -> Iterator[Ranks]:
         from torch import distributed
     except ModuleNotFoundError:
         raise UserError("several ranks need torch, which is not installed: pip install torch") from None
-    at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    places: list[Any] = [None] * size
+    sys.stdout.flush()
+    stdout = os.dup(1)  # which may be JSON: some releases of Gloo print a line when they connect
     try:
-        sys.stdout.flush()
-        stdout = os.dup(1)  # which may be JSON: some releases of Gloo print a line when they connect
-        try:
-            os.dup2(2, 1)
-            distributed.init_process_group("gloo", timeout=START)
-            distributed.all_gather_object(places, (os.uname().nodename, os.sched_getaffinity(0)))
-        finally:
-            os.dup2(stdout, 1)
-            os.close(stdout)
+        os.dup2(2, 1)
+        distributed.init_process_group("gloo", timeout=START)
+        distributed.barrier()
     except (RuntimeError, ValueError) as error:
+        at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(
             f"rank {rank} of {size} cannot join the others at {at}, for which it waits {START}: {error}"
         ) from None
-    hosts = tuple(host for host, _ in places)
-    usable = set().union(*(own for host, own in places if host == hosts[rank]))
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+    on_host = os.environ.get("LOCAL_WORLD_SIZE", "")  # of torchrun
     try:
-        yield Ranks(rank, size, max(1, len(usable) // hosts.count(hosts[rank])), hosts)
+        yield Ranks(rank, size, max(1, int(on_host) if on_host.isdecimal() else 1))
     finally:
         distributed.destroy_process_group()

@@ -4,8 +4,11 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
+TEMPORARY = ".unfinished-"  # the prefix of names of incomplete files
 # Errors of a file system that cannot sync a folder, such as some network file systems.
 _NO_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -16,39 +19,47 @@ def write_durably(path: Path, data: bytes, like: Path | None = None) -> None:
     Raises:
         OSError: the error names the file.
     """
-    try:
-        with open(path, "wb") as file:
-            file.write(data)
-            file.flush()
-            if like is not None:
-                _take_owner_and_mode(file.fileno(), like)
-            os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
+    with _named(path), open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        if like is not None:
+            wanted = like.stat()
+            with contextlib.suppress(PermissionError):  # only root may; else the current user owns the new file
+                os.fchown(file.fileno(), wanted.st_uid, wanted.st_gid)
+            os.fchmod(file.fileno(), stat.S_IMODE(wanted.st_mode))
+        os.fsync(file.fileno())
 
 
-def replace_durably(path: Path, data: bytes, temporary: Path | None = None) -> None:
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which is synced and gets its name when the block ends without an error.
+
+    Raises:
+        OSError: the error names the file; no temporary file is left.
+    """
+    # Random and not the process id: processes of two containers can have the same id.
+    temporary = path.with_name(f"{TEMPORARY}{os.urandom(4).hex()}-{path.name[:50]}")
+    with _named(path):
+        try:
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def replace_durably(path: Path, data: bytes) -> None:
     """Write and sync a file under a temporary name, then rename it; an existing file stays until then.
 
     Raises:
         OSError: the error names the file or its folder; no temporary file is left.
     """
-    temporary = temporary or path.with_name(f".{path.name[:100]}.{os.getpid()}-{os.urandom(4).hex()}")
-    try:
-        write_durably(temporary, data)
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _take_owner_and_mode(descriptor: int, like: Path) -> None:
-    wanted, found = like.stat(), os.fstat(descriptor)
-    if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
-        with contextlib.suppress(PermissionError):  # only root may; else the current user owns the new file
-            os.fchown(descriptor, wanted.st_uid, wanted.st_gid)
-    os.fchmod(descriptor, stat.S_IMODE(wanted.st_mode))
+    with new_file(path) as file:
+        file.write(data)
+    sync_folder(path.parent)
 
 
 def make_folder(folder: Path) -> None:
@@ -85,9 +96,17 @@ def sync_all(folder: Path) -> None:
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        error.filename = str(path)
-        raise
+        with _named(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the file in errors of one that is open, which have no name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

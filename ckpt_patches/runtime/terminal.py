@@ -1,5 +1,6 @@
 """The commands' output: how much of it, tables, wrapped to the width of the terminal, and colors."""
 
+import argparse
 import os
 import shutil
 import sys
@@ -28,23 +29,16 @@ def take_options(arguments: Sequence[str]) -> list[str]:
     Raises:
         UserError: --color has no value, or another one than those in WHEN.
     """
-    Output.quiet, Output.verbose, Output.color = False, False, WHEN[0]
-    left, rest = list[str](), iter(arguments)
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        if argument == "--":
-            return [*left, argument, *rest]
-        if argument in ("-q", "--quiet"):
-            Output.quiet = True
-        elif argument in ("-v", "--verbose"):
-            Output.verbose = True
-        elif name == "--color":
-            Output.color = value if equals else next(rest, "")
-            if Output.color not in WHEN:
-                raise UserError(f"--color: expected {', '.join(WHEN)}, found {Output.color or 'nothing'}")
-        else:
-            left.append(argument)
-    return left
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    common = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    common.add_argument("-q", "--quiet", action="store_true")
+    common.add_argument("-v", "--verbose", action="store_true")
+    common.add_argument("--color", choices=WHEN, default=WHEN[0])
+    try:
+        _, left = common.parse_known_args(arguments[:end], Output)
+    except argparse.ArgumentError as error:
+        raise UserError(str(error)) from None
+    return [*left, *arguments[end:]]
 
 
 def width() -> int:

@@ -4,31 +4,17 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.runtime.durable import make_folder, replace_durably, sync_folder
+from ckpt_patches.runtime.durable import TEMPORARY, make_folder, replace_durably, sync_folder
 from ckpt_patches.runtime.units import in_bytes
 
-TEMPORARY = ".unfinished-"  # the prefix of names of incomplete files
 SPARE = 64 << 20  # bytes that stay free on the disk
 TOGETHER = 8  # folders that are synced at the same time
-
-
-class File(Protocol):
-    """A file to write."""
-
-    @property
-    def name(self) -> str: ...  # below the folder
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-Output = TypeVar("Output", bound=File)
 
 
 def check_space(output: Path, needed: int) -> int:
@@ -78,8 +64,8 @@ class UnfinishedFolder:
         self.working = self.final.with_name(f"{self.final.name}.unfinished")
         self.fingerprint, self.mark, self.work = fingerprint, mark, work
 
-    def check(self, outputs: Iterable[File]) -> None:
-        """Check that the missing ones of these files can be written.
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Check that the missing ones of these files can be written, of which the bytes are given by name.
 
         Raises:
             UserError: the folder has other content, or the disk has too little room.
@@ -94,17 +80,17 @@ class UnfinishedFolder:
                     f"{self.working} holds the unfinished {self.work} of another checkpoint, or of this one before it "
                     "changed; remove it to begin anew"
                 )
-        check_space(self.final, sum(output.nbytes for output in self.missing(outputs)))
+        check_space(self.final, sum(sizes[name] for name in self.missing(sizes)))
 
     def begin(self) -> None:
         """Make the folder and mark it as this work's."""
         if not self.is_of_this(self.final) and not self.is_of_this(self.working):
             make_folder(self.working)
-            write_at_once(self.working / self.mark, json.dumps({"fingerprint": self.fingerprint}).encode())
+            replace_durably(self.working / self.mark, json.dumps({"fingerprint": self.fingerprint}).encode())
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Lock the folder against other writers, if the file system supports locks.
+        """Lock the folder against other writers, if the file system supports locks, and remove incomplete files.
 
         Raises:
             UserError: another process holds the lock.
@@ -121,48 +107,26 @@ class UnfinishedFolder:
                     ) from None
                 except OSError:
                     pass  # the file system has no locks
+            for path in self.working.rglob(f"{TEMPORARY}*"):
+                path.unlink(missing_ok=True)
             yield
 
-    def missing(self, outputs: Iterable[Output]) -> list[Output]:
+    def missing(self, names: Iterable[str]) -> list[str]:
         """The files that are still to be written. Only a complete file has its final name."""
-        folder = self.folder
-        return [output for output in outputs if not os.path.isfile(f"{folder}/{output.name}")]
+        folder = self.final if self.is_of_this(self.final) else self.working
+        return [name for name in names if not os.path.isfile(f"{folder}/{name}")]
 
-    @property
-    def folder(self) -> Path:
-        """Where the files are now."""
-        return self.final if self.is_of_this(self.final) else self.working
-
-    def clean(self) -> list[str]:
-        """Remove the incomplete files of interrupted runs; return all folders."""
-        folders = []
-        for folder, _, names in os.walk(self.working):
-            folders.append(folder)
-            for name in names:
-                if name.startswith(TEMPORARY):
-                    Path(folder, name).unlink(missing_ok=True)
-        return folders
-
-    def check_complete(self, outputs: Iterable[File]) -> None:
-        """Check that no file is missing.
+    def finish(self, names: Iterable[str] = ()) -> None:
+        """Sync the entries of all folders, in which the files are synced, and give the folder its final name.
 
         Raises:
-            UserError: one is missing.
-        """
-        missing = self.missing(outputs)
-        if missing:
-            raise UserError(f"{self.working / missing[0].name} is missing, and {len(missing) - 1} more")
-
-    def rename(self, folders: Sequence[str]) -> None:
-        """Sync the entries of these folders, in which the files are synced, and give the folder its final name.
-
-        Raises:
+            UserError: one of these files is missing.
             OSError: a folder could not be synced.
         """
-        from concurrent.futures import ThreadPoolExecutor
-
+        if missing := self.missing(names):
+            raise UserError(f"{self.working / missing[0]} is missing, and {len(missing) - 1} more")
         with ThreadPoolExecutor(TOGETHER) as pool:  # syncs at the same time share the disk's work
-            list(pool.map(sync_folder, map(Path, folders)))
+            list(pool.map(sync_folder, (Path(folder) for folder, _, _ in os.walk(self.working))))
         os.rename(self.working, self.final)
         sync_folder(self.final.parent)
 
@@ -192,8 +156,3 @@ def reported(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def write_at_once(path: Path, data: bytes) -> None:
-    """Write and sync a file under a temporary name, then rename it."""
-    replace_durably(path, data, path.with_name(f"{TEMPORARY}{os.urandom(4).hex()}-{path.name}"))

@@ -28,7 +28,7 @@ KEYS = {
     "migrate --json": "output source_type target_type bytes files files_before seconds plan_seconds workers verdict "
     "findings",
     "migrate --dry-run --json": "source_type target_type bytes files notes",
-    "to-universal --json": "output_folder bytes files files_before links seconds plan_seconds rate workers",
+    "to-universal --json": "output_folder bytes files files_before seconds plan_seconds rate workers",
     "fingerprint --json": "fingerprints recorded",
     "compare --json": "verified differences not_verified missed",
 }
@@ -106,7 +106,7 @@ def test_migrate(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_to_universal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = ("--input-folder", of_ranks(10), "--output-folder", tmp_path / "universal")
-    check("to-universal --json", printed(capsys, "to-universal", *folders, "--json"))
+    check("to-universal --json", printed(capsys, "to-universal", *folders, "--json"), schema=2)
 
 
 def test_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

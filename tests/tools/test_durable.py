@@ -1,4 +1,4 @@
-"""Syncing to disk: ignored failures, and errors."""
+"""Syncing to disk: ignored failures, and errors; an unfinished folder."""
 
 import errno
 import os
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_patches.errors import UserError
 from ckpt_patches.runtime import durable, unfinished
 
 
@@ -32,18 +33,6 @@ def test_a_file_system_that_cannot_sync_a_folder_is_none(
 ) -> None:
     failing(monkeypatch, number)
     durable.sync_folder(tmp_path)
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
-def test_one_that_really_cannot() -> None:
-    with pytest.raises(OSError, match="Invalid argument"):
-        os.fsync(os.open("/proc", os.O_RDONLY))
-    durable.sync_folder(Path("/proc"))
-
-
-def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        durable.sync_folder(tmp_path / "none")
 
 
 def test_an_error_of_a_file_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,21 +68,11 @@ def test_the_converter_waits_for_many_folders_and_misses_no_error(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         with pytest.raises(OSError, match="Input/output error") as raised:
-            work.rename([*map(str, folders)])
+            work.finish()
         assert raised.value.filename == str(folders[15])
     assert work.working.is_dir()
-    work.rename([*map(str, folders)])
+    work.finish()
     assert work.final.is_dir()
-
-
-def test_all_files_and_folders_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner/a").touch()
-    (tmp_path / "b").touch()
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-    durable.sync_all(tmp_path)
-    assert sorted(synced) == [str(tmp_path / name) for name in ("", "b", "inner", "inner/a")]
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -112,3 +91,15 @@ def test_where_a_file_cannot_be_replaced_the_one_before_stays(tmp_path: Path, mo
         durable.replace_durably(path, b"second")
     assert path.read_bytes() == b"first"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_an_unfinished_folder_of_another_work_is_refused(tmp_path: Path) -> None:
+    def folder(fingerprint: str) -> unfinished.UnfinishedFolder:
+        return unfinished.UnfinishedFolder(tmp_path / "output", fingerprint, "mark.json", "conversion")
+
+    folder("of another").begin()
+    with pytest.raises(UserError, match="holds the unfinished conversion of another checkpoint"):
+        folder("of this").check({})
+    os.rename(folder("").working, folder("").final)
+    with pytest.raises(UserError, match="output exists; name another output folder"):
+        folder("of this").check({})

@@ -89,17 +89,6 @@ def test_the_files_are_what_the_run_has_recorded(case: str, capsys: pytest.Captu
         assert "verified: 21 states" in capsys.readouterr().out
 
 
-def test_a_conversion_of_other_parameters_data_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A conversion with another parameter's data is found, such as upstream's of a run with round_robin_gradients."""
-    folder = trained(NEWEST) / ROUND_ROBIN / "universal"
-    assert command_line.main(["fingerprint", str(folder)]) == 0
-    mixed = shutil.copytree(folder, tmp_path / "universal")
-    shutil.copyfile(folder / "zero" / "ln.bias" / "exp_avg.pt", mixed / "zero" / "w1.bias" / "exp_avg.pt")
-    assert command_line.main(["fingerprint", str(mixed)]) == 1
-    assert command_line.main(["audit", str(mixed)]) == 1
-    assert "not_as_recorded" in capsys.readouterr().out
-
-
 def test_the_number_goes_through_our_conversion_into_the_run_that_loads(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,9 +15,7 @@ from torch.distributed.checkpoint import save
 from ckpt_patches.cli import command_line
 from ckpt_patches.fingerprint import buckets, contents, megatron_state
 from ckpt_patches.fingerprint.element_hash import LONG, MODULUS, Box, of_box, of_run
-from ckpt_patches.fingerprint.files import Part, of_megatron, of_parts, opened
-from ckpt_patches.formats.checkpoint import Extent, Stream
-from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.fingerprint.files import of_megatron, opened
 from every_checkpoint import EVERY
 from test_fingerprint import by_formula
 from torch_dist_indexes import loaded_by_torch
@@ -78,14 +76,6 @@ def test_a_migrated_checkpoint_has_those_of_the_old_one(
 
 
 @pytest.mark.parametrize("name", some(BUCKETS))
-def test_buckets_without_places_are_arrays(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["fingerprint", str(EVERY[name].path)]) == 0
-    said = capsys.readouterr().out
-    assert "  optimizer.distributed." in said
-    assert said.count("  model  ") == said.count("\n")
-
-
-@pytest.mark.parametrize("name", some(BUCKETS))
 def test_buckets_of_a_copy_are_equal(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Others may be in other places: they are not verified, and no success."""
     copy = Path(shutil.copytree(EVERY[name].path, tmp_path / "copy"))
@@ -118,23 +108,6 @@ def test_tensors_of_other_types_are_compared(tmp_path: Path) -> None:
         save({"a": torch.ones(2), "b": double, "c": number, "d": byte}, checkpoint_id=path, no_dist=True)
     status = [command_line.main(["compare", str(paths[0]), str(path)]) for path in paths]
     assert status == [0, 0, 1, 1, 1]
-
-
-@pytest.mark.parametrize("dtype", ["int64", "int16", "uint8", "float64", "complex128"])
-def test_boxes_of_other_types_add_up(dtype: str, tmp_path: Path) -> None:
-    whole = np.random.default_rng(0).integers(0, 100, (4, 6)).astype(dtype)
-    (tmp_path / "data").write_bytes(b"".join(part.tobytes() for part in (whole, whole[:2], whole[2:])))
-    half = whole.nbytes // 2
-
-    def part(offset: int, begin: int, rows: int) -> Part:
-        stream = Stream("x", dtype, (Extent(str(tmp_path / "data"), offset, rows * whole.nbytes // 4),))
-        return Part(Box((begin, 0), (rows, 6), (4, 6)), stream)
-
-    parts = [part(2 * half, 0, 2), part(3 * half, 2, 2)]
-    with RangedFiles() as files:
-        assert of_parts(parts, files) == of_parts([part(0, 0, 4)], files)
-        assert of_parts(parts[::-1], files) == of_parts(parts, files)
-        assert of_parts([part(3 * half, 0, 2), part(2 * half, 2, 2)], files) != of_parts(parts, files)
 
 
 @pytest.mark.parametrize("name", ["0.14, zarr", "0.19, fully_reshardable"])

@@ -33,7 +33,7 @@ def new_copy(path: Path, output: Path) -> Iterator[Path]:
     work = UnfinishedFolder(output, "", MARK, "repair")
     check_outside(work.working, path)  # which is removed
     if not work.is_of_this(work.working):
-        work.check([])
+        work.check({})
         work.begin()
     with work.held():
         try:
