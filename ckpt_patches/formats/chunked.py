@@ -2,11 +2,10 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ckpt_patches.formats import damages
 from ckpt_patches.formats.checkpoint import MASTER, Checkpoint, Extent, Shard, Stream
@@ -14,10 +13,8 @@ from ckpt_patches.formats.megatron_names import is_bucket
 from ckpt_patches.formats.torch_dist import Offsets, Tensor
 
 ALIGNMENT = 64  # elements; each parameter begins at a multiple in Megatron's buckets
-MOST_CELLS = 1 << 26  # of the grid that finds overlapping chunks
-TOO_MANY = "too many chunks to compare them"
+MOST_AXES = 8  # that a tensor is cut along; each doubles the work of a check
 Shape = tuple[int, ...]
-Key = tuple[str, Shape]  # a shard's label and shape
 
 
 class Object(NamedTuple):
@@ -40,45 +37,44 @@ class Chunked:
         """The tensor's shape, the original one of a flattened tensor."""
         return self.tensor.size if self.tensor.whole is None else self.tensor.whole
 
+    def unflattened(self, size: Shape) -> "Chunked":
+        """The same with its weight's shape, if it is flattened and the index does not have the original shape."""
+        own = self.tensor
+        is_flattened = own.whole is None and len(own.size) == len(size) + 1 and math.prod(own.size) == math.prod(size)
+        return replace(self, tensor=replace(own, whole=size)) if is_flattened else self
+
     def shards(self) -> dict[str, list[Offsets]]:
         """The chunks of each tensor-parallel rank's shard, in the order of their elements, by the shard's label.
 
         The label is the shard's index in the grid of shards, or its offset if the shards do not form a grid.
         """
-        chunks = sorted(self.tensor.chunks)
+        chunks = self.tensor.chunks
+        labels = {at: at[:-1] for at in chunks}
         if self.tensor.whole is None:
-            indices = {offsets: self._index(offsets) for offsets in chunks}
-            is_grid = None not in indices.values() and len(set(indices.values())) == len(chunks)
-            return {_label(indices[offsets] or () if is_grid else offsets): [offsets] for offsets in chunks}
+            steps = {at: [*zip(at, (max(n, 1) for n in own), strict=True)] for at, own in chunks.items()}
+            labels = {at: tuple(begin // n for begin, n in own) for at, own in steps.items()}
+            is_grid = not any(begin % n for own in steps.values() for begin, n in own)
+            if not is_grid or len(set(labels.values())) < len(chunks):
+                labels = {at: at for at in chunks}
         found: dict[str, list[Offsets]] = {}
-        for offsets in chunks:
-            found.setdefault(_label(offsets[:-1]), []).append(offsets)
+        for at in sorted(chunks):
+            found.setdefault(".".join(map(str, labels[at])), []).append(at)
         return found
-
-    def _index(self, offsets: Offsets) -> Offsets | None:
-        """A chunk's index in a grid of chunks of its size; None if it is not on such a grid."""
-        sizes = self.tensor.chunks[offsets]
-        if any(at % size if size else at for at, size in zip(offsets, sizes, strict=True)):
-            return None
-        return tuple(at // size if size else 0 for at, size in zip(offsets, sizes, strict=True))
 
     def gaps(self) -> set[Offsets]:
         """The chunks of a bucket that are gaps between two parameters. `dp_reshardable` saves them.
 
-        A parameter begins at a multiple of 64 elements, or continues at the start of a rank's part.
+        A parameter begins at a multiple of 64 elements, or continues at the start of a rank's part. A file's name
+        states the rank that wrote it.
         """
-        found: set[Offsets] = set()
-        for before, at in itertools.pairwise(sorted(self.tensor.chunks) if is_bucket(self.tensor.name) else ()):
-            begin, length = sum(at), math.prod(self.tensor.chunks[at])
+        chunks, found = self.tensor.chunks, set[Offsets]()
+        ranks = {at: place.path.rpartition("_")[0] for at, place in self.tensor.places.items()}
+        for before, at in itertools.pairwise(sorted(chunks) if is_bucket(self.tensor.name) else ()):
+            begin, length = sum(at), math.prod(chunks[at])
             fills_up = begin % ALIGNMENT > 0 and length < ALIGNMENT and (begin + length) % ALIGNMENT == 0
-            if fills_up and (rank := self._rank(at)) and rank == self._rank(before):
+            if fills_up and at in ranks and ranks[at] == ranks.get(before):
                 found.add(at)
         return found
-
-    def _rank(self, offsets: Offsets) -> str:
-        """The rank that wrote a chunk, from the file's name; empty if unknown, and in zarr."""
-        place = self.tensor.places.get(offsets)
-        return "" if place is None else place.path.rpartition("_")[0]
 
     def shape(self, offsets: list[Offsets]) -> Shape:
         """The shape of a shard. If flattened: the tensor's original shape divided by the fragments on each axis."""
@@ -100,39 +96,22 @@ class Chunked:
         return tuple(at * n for at, n in zip(index, shape, strict=True)) if is_in_place else ()
 
     def untiled(self) -> str:
-        """Why the chunks do not cover each element exactly once; empty if they do; `TOO_MANY` if unknown."""
+        """Why the chunks do not cover each element exactly once; empty if they do."""
         chunks, size = self.tensor.chunks, self.tensor.size
-        for at, own in chunks.items():
-            if any(offset + n > whole for offset, n, whole in zip(at, own, size, strict=True)):
-                return f"the chunk at {at} ends beyond the tensor's shape {size}"
         stored = sum(map(math.prod, chunks.values()))
         if stored != math.prod(size):
             return f"its chunks have {stored} elements, its shape {size} has {math.prod(size)}"
-        if len(chunks) < 2 or not stored:
-            return ""
-        return self._overlap()
-
-    def _overlap(self) -> str:
-        """The message for two chunks with the same elements; empty if no two overlap."""
-        chunks = self.tensor.chunks
-        # The cells between all edges of chunks: each belongs to one chunk.
-        numbers = []
-        for axis in range(len(self.tensor.size)):
-            edges = {edge for at, own in chunks.items() for edge in (at[axis], at[axis] + own[axis])}
-            numbers.append({edge: number for number, edge in enumerate(sorted(edges))})
-        if math.prod(map(len, numbers)) > MOST_CELLS:
-            return TOO_MANY
-        cells = np.zeros([len(own) for own in numbers], np.uint8)
-        for at, own in chunks.items():
-            place = tuple(slice(number[a], number[a + n]) for number, a, n in zip(numbers, at, own, strict=True))
-            if cells[place].any():
-                return f"the chunk at {at} overlaps another one"
-            cells[place] = 1
-        return ""
-
-
-def _label(index: Offsets) -> str:
-    return ".".join(map(str, index))
+        boxes = [*((at, own, 1) for at, own in chunks.items() if math.prod(own)), ((0,) * len(size), size, -1)]
+        axes = [n for n, whole in enumerate(size) if any(at[n] or own[n] != whole for at, own, _ in boxes)]
+        if not stored or len(axes) > MOST_AXES:
+            return f"it is cut along {len(axes)} axes" if stored else ""
+        # How often each element is covered is determined by all chunks' corners, each with the sign of its parity.
+        corners: Counter[Offsets] = Counter()
+        for at, own, sign in boxes:
+            for ends in itertools.product((0, 1), repeat=len(axes)):
+                corner = tuple(at[n] + end * own[n] for n, end in zip(axes, ends, strict=True))
+                corners[corner] += -sign if sum(ends) % 2 else sign
+        return f"a chunk overlaps another one, or ends beyond its shape {size}" if any(corners.values()) else ""
 
 
 def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> Iterator[Shard]:
@@ -140,12 +119,18 @@ def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> I
 
     Adds a finding for arrays that are sharded otherwise than the main parameter, which are not compared.
     """
-    cut = _cut(roles)
+    cut = {
+        role: {(label, own.shape(offsets)): offsets for label, offsets in own.shards().items()}
+        for role, own in roles.items()
+    }
+    if len(set(map(frozenset, cut.values()))) > 1 and {len(own.tensor.size) for own in roles.values()} == {1}:
+        # 1-D arrays that are sharded differently become one shard each.
+        cut = {role: {("", own.tensor.size): sorted(own.tensor.chunks)} for role, own in roles.items()}
     for role, own in roles.items() if MASTER in roles else ():
         if (own.full, cut[role].keys()) != (roles[MASTER].full, cut[MASTER].keys()):
             detail = "cut otherwise than the master parameter: they were not compared"
             found.add(damages.NOT_JUDGED, own.tensor.name, detail)
-    shards: dict[Key, Shard] = {}
+    shards: dict[tuple[str, Shape], Shard] = {}
     for role, own in roles.items():
         gaps = own.gaps()
         for key, offsets in cut[role].items():
@@ -156,19 +141,6 @@ def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> I
                 begin, is_gap = own.begin(offsets), bool(gaps & set(offsets))
                 has_rows = not is_bucket(parameter)
                 shards[key] = Shard(parameter, *key, {}, has_rows=has_rows, is_padding=is_gap, begin=begin)
-            shard = shards[key]
-            streams = shard.lost if there is own.lost else shard.streams
+            streams = shards[key].lost if there is own.lost else shards[key].streams
             streams[role] = Stream(own.tensor.name, own.tensor.dtype, tuple(there[at] for at in offsets))
     yield from shards.values()
-
-
-def _cut(roles: dict[str, Chunked]) -> dict[str, dict[Key, list[Offsets]]]:
-    """The chunks of each shard, by role. 1-D arrays that are sharded differently become one shard each."""
-    cut = {
-        role: {(label, own.shape(offsets)): offsets for label, offsets in own.shards().items()}
-        for role, own in roles.items()
-    }
-    sizes = {len(own.tensor.size) for own in roles.values()}
-    if len(set(map(frozenset, cut.values()))) > 1 and sizes == {1}:
-        return {role: {("", own.tensor.size): sorted(own.tensor.chunks)} for role, own in roles.items()}
-    return cut

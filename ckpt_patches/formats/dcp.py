@@ -1,42 +1,47 @@
 """torch.distributed.checkpoint as training scripts write it: which tensors are weights, and which optimizer states.
 
-The keys of nested dicts are joined by dots: `model.<parameter>` (scripts can use another prefix),
-`optimizer.state.<parameter>.<state>`, and `optimizer.param_groups.<number>.<setting>` or, flattened,
-`optimizer.param_groups.<parameter>.<setting>` (Megatron-FSDP: `optimizer.param_to_group_meta.…`). Without
-`get_state_dict` the optimizer's parameters are numbers.
+The keys of nested dicts are joined by dots: `model.<parameter>`, `optimizer.state.<parameter>.<state>`, and
+`optimizer.param_groups.<number>.<setting>` or, flattened, `optimizer.param_groups.<parameter>.<setting>`
+(Megatron-FSDP: `optimizer.param_to_group_meta.…`). Without `get_state_dict` the optimizer's parameters are numbers.
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
-import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.ranged import read_metadata
-from ckpt_patches.formats.torch_dist import INDEX, LARGEST, Index, Tensor
+from ckpt_patches.formats.torch_dist import INDEX, LARGEST, Index
 from ckpt_patches.runtime.shown import shown
 
-STATE, GROUPS = "state.", "param_groups"
+# Where trainers write an optimizer, and the weights that it steps: the first place that has them counts.
+LAYOUTS = {
+    # Scripts, Accelerate and Megatron-FSDP; FSDP's wrapper; Lightning; TorchTitan.
+    r"(.*\.)?optim(?:izer)?(?:_\d+)?\.": (r"\1model.", r"\1module.", r"\1state_dict.", r"\1"),
+    r"(.*\.)?optimizers\.[^.]+\.": (r"\1model.",),  # Composer
+    r"(.*\.)?optimizer_([^.]+)\.": (r"\1\2.", r"\1model_\2."),  # scripts with several models
+    r"()": ("",),
+}
+STATE, GROUPS, OF_MEGATRON_FSDP = "state", "param_groups", "param_to_group_meta"
 # The parts of a name at which an optimizer's param groups and states begin.
-OF_GROUPS = re.compile(r"(?:^|(?<=\.))(?:param_groups|param_to_group_meta)(?=\.|$)")
-OF_STATES = re.compile(r"(?:^|(?<=\.))state(?=\..+\.)")
+OF_GROUPS = re.compile(rf"(?:^|(?<=\.))(?:{GROUPS}|{OF_MEGATRON_FSDP})(?=\.|$)")
+OF_STATES = re.compile(rf"(?:^|(?<=\.)){STATE}(?=\..+\.)")
 MASTERS = ("master_param", "master_weight", "fp32_param")  # optimizer states next to a 16-bit weight
-OF_MEGATRON_FSDP = "param_to_group_meta"  # Megatron-FSDP's param groups, by parameter
 WRAPPER = "module."  # prefix of Megatron-FSDP's parameters in the optimizer, not of its weights
 # States that identify an optimizer's part of a checkpoint. Optimizers with other states have some of these, too.
 KNOWN_STATES = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "master_param")
+ENOUGH = 16  # parameters that show where the weights are
 # Accelerate, NeMo Automodel and others write the model and the optimizer into sibling folders.
-MODEL_FOLDER = re.compile(r"model|weights|(?:pytorch_)?model_fsdp_\d+")
-OPTIMIZER_FOLDER = re.compile(r"optim(?:izer)?(?:_\d+)?")
-NUMBER = re.compile(r"_(\d+)$")  # of a model's and its optimizer's folder
-OF_MODELS = ("model", "module", "state_dict", "app")  # prefixes of the weights, if there are also copies
+KINDS_OF_FOLDERS = [
+    re.compile(r"(?:(?:pytorch_)?model_fsdp_(\d+))|model|weights"),
+    re.compile(r"optim(?:izer)?(?:_(\d+))?"),
+]
 ITERATION = re.compile(r"iter_\d{7,}")  # Megatron-LM's folders
 BY_MEGATRON_CORE = (b"/shard_", *(b"optimizer.state.%b." % state for state in (b"exp_avg", b"param", b"fp32_param")))
-SCALARS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -60,45 +65,8 @@ def folders(path: Path) -> list[Path]:
     if (path / INDEX).is_file():
         return [path]
     below = sorted(one for one in path.iterdir() if one.is_dir() and is_begun(one))
-    models, optimizers = (
-        [one for one in below if kind.fullmatch(one.name)] for kind in (MODEL_FOLDER, OPTIMIZER_FOLDER)
-    )
-    return models + optimizers if models and optimizers else []
-
-
-def merged(path: Path, indexes: Iterable[tuple[Path, Index]]) -> Index:
-    """Merge the indexes of a checkpoint's folders. Files, and names in two indexes, get their folder as prefix."""
-    indexes = list(indexes)
-    before = _before([folder.name for folder, _ in indexes])
-    tensors: dict[str, Tensor] = {}
-    objects: dict[str, Extent] = {}
-    absent: list[str] = []
-    for folder, own in indexes:
-        inner = folder.relative_to(path)
-        names = {name: f"{before.get(folder.name, '')}{name}" for name in (*own.tensors, *own.objects)}
-        both = (tensors.keys() | objects.keys()) & set(names.values())
-        called = {name: f"{inner}/{its}" if its in both else its for name, its in names.items()}
-        for name, tensor in own.tensors.items():
-            places = {at: _within(inner, place) for at, place in tensor.places.items()}
-            tensors[called[name]] = replace(tensor, name=called[name], places=places)
-        objects.update({called[name]: _within(inner, place) for name, place in own.objects.items()})
-        absent += own.absent
-    return Index(tensors, objects, tuple(absent))
-
-
-def _before(folders: list[str]) -> dict[str, str]:
-    """What all names of a folder begin with, by folder, if a checkpoint has several models or optimizers.
-
-    `pytorch_model_fsdp_1` and `optimizer_1` belong together. Several optimizers can also be of one model.
-    """
-    models, optimizers = ([one for one in folders if kind.fullmatch(one)] for kind in (MODEL_FOLDER, OPTIMIZER_FOLDER))
-    if len(models) > 1:
-        return {folder: f"{number[1]}." for folder in folders if (number := NUMBER.search(folder))}
-    return {folder: f"{folder}/" for folder in optimizers} if len(optimizers) > 1 else {}
-
-
-def _within(folder: Path, place: Extent) -> Extent:
-    return place._replace(path=str(folder / place.path))
+    kinds = [[one for one in below if kind.fullmatch(one.name)] for kind in KINDS_OF_FOLDERS]
+    return [one for kind in kinds for one in kind] if all(kinds) else []
 
 
 def is_begun(folder: Path) -> bool:
@@ -106,7 +74,13 @@ def is_begun(folder: Path) -> bool:
     return (folder / INDEX).is_file() or next(folder.glob("*.distcp"), None) is not None
 
 
-def is_by_megatron_core(path: Path) -> bool:
+def is_dcp(path: Path) -> bool:
+    """Whether a folder is such a checkpoint, and not one of megatron-core."""
+    found = folders(path)
+    return bool(found) and not (found == [path] and _is_by_megatron_core(path))
+
+
+def _is_by_megatron_core(path: Path) -> bool:
     """Whether an index has megatron-core's own format. Searches the pickle's bytes for the format's names.
 
     With FSDP, Megatron-LM writes torch's format, into folders with the same names.
@@ -117,6 +91,38 @@ def is_by_megatron_core(path: Path) -> bool:
         return False
     is_its_own = any(name in data for name in BY_MEGATRON_CORE)
     return is_its_own or (ITERATION.fullmatch(path.name) is not None and b"checkpoint_version" not in data)
+
+
+def merged(path: Path, indexes: Iterable[tuple[Path, Index]]) -> Index:
+    """Merge the indexes of a checkpoint's folders. Files, and names in two indexes, get their folder as prefix.
+
+    Of several models or optimizers, all names of a folder begin with its number: `optimizer_1` steps
+    `pytorch_model_fsdp_1`, or one of several optimizers steps the only model.
+    """
+    indexes = list(indexes)
+    matches = [[kind.fullmatch(folder.name) for folder, _ in indexes] for kind in KINDS_OF_FOLDERS]
+    are_several = any(sum(map(bool, own)) > 1 for own in matches)
+    found = Index({}, {})
+    for (folder, own), *kinds in zip(indexes, *matches, strict=True):
+        inner = folder.relative_to(path)
+        number = next((match[1] for match in kinds if match and match[1]), folder.name)
+        for name in (*own.tensors, *own.objects):
+            called = f"{number}.{name}" if are_several else name
+            called = f"{inner}/{called}" if called in found.tensors or called in found.objects else called
+            if name in own.objects:
+                found.objects[called] = _within(inner, own.objects[name])
+                continue
+            places = {at: _within(inner, place) for at, place in own.tensors[name].places.items()}
+            found.tensors[called] = replace(own.tensors[name], name=called, places=places)
+    absent, same_places = (
+        [one for _, own in indexes for one in own.absent],
+        [two for _, own in indexes for two in own.same_places],
+    )
+    return replace(found, absent=tuple(absent), same_places=tuple(same_places))
+
+
+def _within(folder: Path, place: Extent) -> Extent:
+    return place._replace(path=str(folder / place.path))
 
 
 def optimizers(tensors: Iterable[str], objects: Iterable[str]) -> list[Optimizer]:
@@ -143,70 +149,37 @@ def _state_prefix(name: str, of_groups: set[str]) -> list[str]:
 
 
 def _is_of(prefix: str, name: str) -> bool:
-    rest = name.removeprefix(prefix)
-    return name.startswith(prefix) and (rest.startswith(STATE) or rest.partition(".")[0] in (GROUPS, OF_MEGATRON_FSDP))
+    kind, dot, _ = name.removeprefix(prefix).partition(".")
+    return name.startswith(prefix) and (kind in (GROUPS, OF_MEGATRON_FSDP) or (kind == STATE and bool(dot)))
 
 
 def _optimizer(prefix: str, names: list[str], others: list[str]) -> Optimizer:
+    of_states: dict[str, str] = {}
+    of_groups: dict[str, str] = {}
     own = [name for name in names if _is_of(prefix, name)]
     wrapper = WRAPPER if any(name.startswith(f"{prefix}{OF_MEGATRON_FSDP}.") for name in own) else ""
-    of_states = {
-        name[len(prefix) + len(STATE) :].removeprefix(wrapper): name
-        for name in own
-        if name.startswith(f"{prefix}{STATE}")
-    }
-    of_groups = {
-        name[len(prefix) :].partition(".")[2].removeprefix(wrapper): name
-        for name in own
-        if not name.startswith(f"{prefix}{STATE}")
-    }
+    for name in own:
+        kind, _, rest = name[len(prefix) :].partition(".")
+        (of_states if kind == STATE else of_groups)[rest.removeprefix(wrapper)] = name
     # An optimizer without states names its parameters in flattened groups alone.
     # A state can be a nested dict, as bitsandbytes has it: then only known states name the parameter before them.
-    own_names = [rest for rest in of_states if rest.rpartition(".")[2] in KNOWN_STATES] or of_states or of_groups
-    of_model, several = model_prefix(prefix, {rest.rpartition(".")[0] for rest in own_names}, others)
+    named = [rest for rest in of_states if rest.rpartition(".")[2] in KNOWN_STATES] or of_states or of_groups
+    places = _places_of_weights(prefix, {rest.rpartition(".")[0] for rest in named}, others)
+    of_model = places[0] if len(places) == 1 else None
     known = set() if of_model is None else {n.removeprefix(of_model) for n in others if n.startswith(of_model)}
     states: dict[str, dict[str, str]] = {}
     for rest, name in of_states.items():
         parameter = _parameter(rest, known)
         states.setdefault(parameter, {})[rest[len(parameter) + 1 :]] = name
     groups: dict[str, dict[str, str]] = {}
-    parameters = states.keys() | known
     for rest, name in of_groups.items():
-        group, setting = _group(rest, parameters)
+        group, _, setting = rest.rpartition(".")
+        number, _, of_number = rest.partition(".")
+        if group not in states and group not in known and number.isdecimal():
+            group, setting = number, of_number.partition(".")[0]  # a list has indexes
         groups.setdefault(group, {}).setdefault(setting, name)
-    weights = {} if of_model is None else {name: f"{of_model}{name}" for name in states if name in known}
-    return Optimizer(prefix, states, groups, weights, several)
-
-
-def _group(rest: str, parameters: Set[str]) -> tuple[str, str]:
-    """Group and setting of `<number>.<setting>[.<index>]` or `<parameter>.<setting>`; a list has indexes."""
-    group, _, setting = rest.rpartition(".")
-    number, _, own = rest.partition(".")
-    return (number, own.partition(".")[0]) if group not in parameters and number.isdecimal() else (group, setting)
-
-
-def groups(own: Optimizer, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The param groups with their parameters' keys. Settings stored per parameter are merged into groups."""
-    if set(own.groups) == {""}:
-        listed = values[own.groups[""][""]] if "" in own.groups[""] else None
-        return [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
-    found: dict[Any, dict[str, Any]] = {}
-    for key, names in own.groups.items():
-        group = {setting: values[name] for setting, name in names.items()}
-        if "params" in group:
-            found[key] = group
-        else:
-            alike = tuple(sorted((setting, _key(value)) for setting, value in group.items()))
-            same = found.setdefault(alike, {**group, "params": []})
-            same["params"].append(key)
-    return list(found.values())
-
-
-def _key(value: Any) -> tuple[str, Any]:
-    """A key for a setting: the same for equal numbers, strings and lists of these, and for what looks the same."""
-    if isinstance(value, list | tuple) and all(type(one) in SCALARS for one in value):
-        return "", tuple((type(one).__name__, one) for one in value)
-    return (type(value).__name__, value) if type(value) in SCALARS else ("", shown(value))
+    weights = {name: f"{of_model}{name}" for name in states if name in known}
+    return Optimizer(prefix, states, groups, weights, tuple(places) if len(places) > 1 else ())
 
 
 def _parameter(rest: str, known: set[str]) -> str:
@@ -222,28 +195,19 @@ def _parameter(rest: str, known: set[str]) -> str:
     return parameter or whole
 
 
-def model_prefix(prefix: str, parameters: set[str], names: list[str]) -> tuple[str | None, tuple[str, ...]]:
-    """The prefix of an optimizer's weights, None if it has no weights; and all candidates if it is ambiguous."""
+def _places_of_weights(prefix: str, parameters: set[str], names: list[str]) -> list[str]:
+    """The prefixes that the weights of an optimizer can have: that of a known layout, or all that fit as well."""
     found: Counter[str] = Counter()
-    for parameter in itertools.islice(sorted(parameters, key=len, reverse=True), 16):
-        if not parameter.isdecimal():
-            ends = [name for name in names if name == parameter or name.endswith(f".{parameter}")]
-            found.update(name[: len(name) - len(parameter)] for name in ends)
+    named = [parameter for parameter in sorted(parameters, key=len, reverse=True) if not parameter.isdecimal()]
+    for parameter in named[:ENOUGH]:
+        found.update(name.removesuffix(parameter) for name in names if f".{name}".endswith(f".{parameter}"))
     most = sorted(own for own, count in found.items() if count == max(found.values()))
-    beside = max((_in_common(prefix, own) for own in most), default=0)
-    most = [own for own in most if _in_common(prefix, own) == beside]  # of several models, the one in the same trainer
-    own_words = re.split(r"[._/]", prefix)
-    named = [own for own in most if own.rstrip(".") in own_words]  # `optimizer_G.` is of `G.`
-    most = named if len(named) == 1 else most
-    if len(most) > 1:
-        owners = {one: [part for part in one.split(".")[:-1] if part not in OF_MODELS] for one in most}
-        least = min(owners.values(), key=len)
-        # The others are copies only if their names begin with that of its owner, and go on.
-        first, *others = sorted(most, key=lambda one: len(owners[one]))
-        if all(len(owners[one]) > len(least) and owners[one][: len(least)] == least for one in others):
-            return first, ()
-        return None, tuple(most)
-    return (most[0], ()) if most else (None, ())
+    for pattern, layouts in LAYOUTS.items():
+        if match := re.fullmatch(pattern, prefix):
+            known = [place for place in map(match.expand, layouts) if place in found]
+            in_same_trainer = [place for place in most if place.startswith(match[1] or "")]
+            return known[:1] or in_same_trainer or most
+    return most
 
 
 def weights_prefix(tensors: Iterable[str], every: Sequence[Optimizer], parameters: set[str]) -> str | None:
@@ -255,18 +219,21 @@ def weights_prefix(tensors: Iterable[str], every: Sequence[Optimizer], parameter
         parameters: names without a prefix.
     """
     found = {own.weights[name].removesuffix(name) for own in every for name in own.weights.keys() & parameters}
-    if found:
-        return found.pop() if len(found) == 1 else None
-    return model_prefix("", parameters, others(tensors, [own.prefix for own in every]))[0]
+    places = found or _places_of_weights("optimizer.", parameters, others(tensors, [own.prefix for own in every]))
+    return next(iter(places)) if len(places) == 1 else None
 
 
-def _in_common(one: str, other: str) -> int:
-    """The number of leading parts that two prefixes share."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split("."), strict=False))
-    return sum(bool(part) for part, _ in pairs)
-
-
-def is_dcp(path: Path) -> bool:
-    """Whether a folder is such a checkpoint, and not one of megatron-core."""
-    found = folders(path)
-    return bool(found) and not (found == [path] and is_by_megatron_core(path))
+def groups(own: Optimizer, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The param groups with their parameters' keys. Settings stored per parameter are merged into groups."""
+    if set(own.groups) == {""}:
+        listed = values[own.groups[""][""]] if "" in own.groups[""] else None
+        return [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
+    found: dict[Any, dict[str, Any]] = {}
+    for key, names in own.groups.items():
+        group = {setting: values[name] for setting, name in names.items()}
+        if "params" in group:
+            found[key] = group
+        else:
+            alike = tuple(sorted((setting, shown(value)) for setting, value in group.items()))
+            found.setdefault(alike, {**group, "params": []})["params"].append(key)
+    return list(found.values())

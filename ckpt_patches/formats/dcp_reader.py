@@ -1,8 +1,8 @@
 """Reader for torch.distributed.checkpoint, as training scripts write it: FSDP, HSDP, tensor parallelism, DDP."""
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ckpt_patches.formats.checkpoint import (
     first_beta,
     last_step,
 )
-from ckpt_patches.formats.chunked import TOO_MANY, Chunked, shards_of
+from ckpt_patches.formats.chunked import Chunked, shards_of
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dcp import MASTERS, Optimizer
 from ckpt_patches.formats.dtypes import FLOATS
@@ -36,20 +36,23 @@ def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint, with findings for the problems of its files."""
     found = Checkpoint(path, FORMAT)
     index = _index(found)
-    tensors, read = read_contents(found, index)
-    found.findings += _untiled(tensors.values())
-    objects = {name: own.value for name, own in read.items()}
-    values = {**objects, **{name: _header(chunked) for name, chunked in tensors.items()}}
+    tensors, objects = read_contents(found, index)
+    for array in tensors.values():
+        if why := array.untiled():
+            found.add(damages.FRAGMENTS, array.tensor.name, why)
+    values = {name: own.value for name, own in objects.items()} | {name: _header(own) for name, own in tensors.items()}
     optimizers = dcp.optimizers(index.tensors, index.objects)
-    steps = {state["step"] for own in optimizers for state in own.states.values() if "step" in state}
     of_optimizers = {name for own in optimizers for state in own.states.values() for name in state.values()}
     others = [name for name in tensors if name not in of_optimizers]
-    contents = _Contents(tensors, values, _steps(tensors, values, steps), others)
-    counted = [step for own in optimizers for step in _check(found, own, contents)]
+    counted = [step for own in optimizers for step in _check(found, own, tensors, values)]
+    for own in optimizers:
+        found.findings += _of_weights(own, tensors, values, others)
     set_step(found, counted, path.name)
-    read_others(found)
+    for file in sorted(path.iterdir()):  # schedulers, random states, the trainer's own
+        if file.name not in found.read and file.is_file() and tensor_streams.is_torchs(file):
+            tensor_streams.read(file, found)
     found.findings += trainer_files.findings(path, [own.name for own in path.iterdir()], counted, [])
-    found.recorded = next((from_text(v) for name, v in objects.items() if is_record(name)), None)
+    found.recorded = next((from_text(values[name]) for name in objects if is_record(name)), None)
     parameters = [roles for own in optimizers for roles in _roles(own, tensors)]
     taken = {chunked.tensor.name for roles in parameters for chunked in roles.values()}
     parameters += [{WEIGHT: chunked} for name, chunked in tensors.items() if name not in taken]
@@ -72,93 +75,58 @@ def _index(found: Checkpoint) -> torch_dist.Index:
     return dcp.merged(found.path, indexes)
 
 
-def _untiled(arrays: Iterable[Chunked]) -> Iterator[Finding]:
-    for array in arrays:
-        if why := array.untiled():
-            yield Finding(damages.NOT_JUDGED if why == TOO_MANY else damages.FRAGMENTS, array.tensor.name, why)
-
-
 def _header(chunked: Chunked) -> TensorHeader:
     """A header for a tensor of the index, at the place of its first chunk."""
-    tensor, extents = chunked.tensor, list(chunked.extents.values())
-    stride, strides = 1, []
-    for size in reversed(tensor.size):
-        strides.append(stride)
-        stride *= size
-    storage = StorageHeader("", tensor.dtype, stride, extents[0].offset if extents else 0)
-    return TensorHeader(storage, tensor.dtype, 0, tensor.size, tuple(reversed(strides)))
+    size, extent = chunked.tensor.size, next(iter(chunked.extents.values()), None)
+    strides = tuple(math.prod(size[axis + 1 :]) for axis in range(len(size)))
+    storage = StorageHeader("", chunked.tensor.dtype, math.prod(size), extent.offset if extent else 0)
+    return TensorHeader(storage, chunked.tensor.dtype, 0, size, strides)
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """Everything that the indexes list."""
-
-    tensors: Mapping[str, Chunked]
-    values: Mapping[str, Any]  # values of objects, headers of tensors
-    steps: Mapping[str, Any]  # by the tensor's or object's name; numbers if readable
-    others: Sequence[str]  # names of tensors that are no optimizer's
-
-
-def _steps(tensors: Mapping[str, Chunked], values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The values of objects and of tensors with one element, by name. Unreadable ones are left out."""
-    read: dict[str, Any] = {}
-    for name in names:
-        value = values[name]
-        if isinstance(value, TensorHeader):
-            extents = list(tensors[name].extents.values()) if name in tensors else []  # an object can be a tensor
-            value = tensor_streams.scalar(Path(extents[0].path), value) if extents else None
-        if value is not None:
-            read[name] = value
-    return read
-
-
-def _check(found: Checkpoint, own: Optimizer, contents: _Contents) -> list[Any]:
-    """Check the consistency of an optimizer's states, param groups and weights. Returns the steps that it states."""
-    groups = dcp.groups(own, contents.values)
+def _check(found: Checkpoint, own: Optimizer, tensors: Mapping[str, Chunked], values: Mapping[str, Any]) -> list[Any]:
+    """Check the consistency of an optimizer's states and param groups. Returns the steps that it states."""
+    groups = dcp.groups(own, values)
     found.groups += groups
     keys = {name: int(name) if own.is_numbered else name for name in own.states}
-    states = {keys[name]: {key: contents.values[of] for key, of in state.items()} for name, state in own.states.items()}
-    steps = {
-        keys[name]: contents.steps[state["step"]]
-        for name, state in own.states.items()
-        if state.get("step") in contents.steps
-    }
-    where = f"{own.prefix}{dcp.STATE}".rstrip(".")
+    states = {keys[name]: {key: values[of] for key, of in state.items()} for name, state in own.states.items()}
+    steps: dict[Any, Any] = {}
+    by_file: dict[str, list[Any]] = {}
+    for parameter, name in ((keys[parameter], state.get("step", "")) for parameter, state in own.states.items()):
+        extents = list(tensors[name].extents.values()) if name in tensors else []  # an object can be a tensor
+        value = values.get(name)
+        if isinstance(value, TensorHeader):
+            value = tensor_streams.scalar(Path(extents[0].path), value) if extents else None
+        if value is not None:
+            steps[parameter] = value
+            by_file.setdefault(extents[0].path if extents else "", []).append(value)
+    where = f"{own.prefix}{dcp.STATE}"
     if groups:
-        sizes = {keys[name]: contents.tensors[of].tensor.size for name, of in own.weights.items()}
-        dimensions = {key: len(size) for key, size in sizes.items()}
+        dimensions = {keys[name]: len(tensors[of].tensor.size) for name, of in own.weights.items()}
         optimizer = torch_optimizers.Optimizer(where, groups, states, steps, dimensions=dimensions)
         found.findings += torch_optimizers.problems(optimizer)
     elif states:
         detail = "no param group, with its settings, is in the checkpoint"
         found.add(damages.UNUSUAL, f"{own.prefix}{dcp.GROUPS}", detail)
-    found.findings += _of_weights(own, contents)
-    found.findings += _steps_by_file(own, contents)
+    # Parameters that were unused are in several files.
+    one_each = {Path(path).name: its[0] for path, its in by_file.items() if path and len(its) >= LEAST_STEPS}
+    if len({*one_each.values()}) > 1 and all(len({*its}) == 1 for path, its in by_file.items() if path):
+        detail = ", ".join(f"step {step:g} in {name}" for name, step in sorted(one_each.items())[:5])
+        found.add(damages.UNUSUAL, where, f"{detail}: are they of one save?")
     if not states and any("betas" in group and group.get("params") for group in groups):
         return [0]  # Adam's states exist after its first step
     return [*steps.values(), *(group["step"] for group in groups if settings.is_step(group.get("step")))]
 
 
-def _steps_by_file(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
-    """Check that no file has other steps than the others have: parameters that were unused are in several files."""
-    by_file: dict[str, list[Any]] = {}
-    for name in (state["step"] for state in own.states.values() if "step" in state):
-        if name in contents.tensors and name in contents.steps and (extents := contents.tensors[name].extents):
-            by_file.setdefault(next(iter(extents.values())).path, []).append(contents.steps[name])
-    one_each = {Path(path).name: steps[0] for path, steps in by_file.items() if len(steps) >= LEAST_STEPS}
-    if len({*one_each.values()}) > 1 and all(len({*steps}) == 1 for steps in by_file.values()):
-        detail = ", ".join(f"step {step:g} in {name}" for name, step in sorted(one_each.items())[:5])
-        yield Finding(damages.UNUSUAL, f"{own.prefix}{dcp.STATE}".rstrip("."), f"{detail}: are they of one save?")
-
-
-def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
-    """Check that each state has a weight, of the same shape."""
-    where = f"{own.prefix}{dcp.STATE}".rstrip(".")
+def _of_weights(
+    own: Optimizer, tensors: Mapping[str, Chunked], values: Mapping[str, Any], others: list[str]
+) -> Iterator[Finding]:
+    """Check that each state has a weight, of the same shape. `others` are the tensors that are no states."""
+    where = f"{own.prefix}{dcp.STATE}"
     if own.is_numbered:
         yield Finding(damages.NUMBERED_STATES, where, f"{len(own.states)} parameters")
-        states = [{key: contents.values[name] for key, name in state.items()} for state in own.states.values()]
-        others = [contents.tensors[name].tensor for name in contents.others]
-        shapes = [tensor.size for tensor in others if tensor.dtype in FLOATS]  # unlike random states and counts
+        states = [{key: values[name] for key, name in state.items()} for state in own.states.values()]
+        weights = [tensors[name].tensor for name in others]
+        shapes = [tensor.size for tensor in weights if tensor.dtype in FLOATS]  # unlike random states and counts
         yield from torch_optimizers.without_weights(where, states, shapes) if shapes else ()
     elif own.several:
         detail = f"tensors of several names could be their weights: {', '.join(map(shown, own.several[:5]))}"
@@ -169,12 +137,11 @@ def _of_weights(own: Optimizer, contents: _Contents) -> Iterator[Finding]:
         if parameter not in own.weights:
             yield Finding(damages.UNUSUAL, parameter, "it has states of an optimizer, and the model has no such weight")
             continue
-        size = contents.tensors[own.weights[parameter]].tensor.size
+        size = tensors[own.weights[parameter]].tensor.size
         for key, name in state.items():
-            there = contents.tensors.get(name)
             expected = torch_optimizers.shapes_of(key, size)
-            if expected and there is not None and there.tensor.size not in expected:
-                detail = f"its shape is {shown(there.tensor.size)}, the weight's {shown(size)}"
+            if expected and name in tensors and tensors[name].tensor.size not in expected:
+                detail = f"its shape is {shown(tensors[name].tensor.size)}, the weight's {shown(size)}"
                 yield Finding(damages.CONTRADICTION, name, detail)
 
 
@@ -183,20 +150,16 @@ def _roles(own: Optimizer, tensors: Mapping[str, Chunked]) -> Iterator[dict[str,
     for parameter, state in own.states.items():
         roles = {role: tensors[state[key]] for key, role in ROLES.items() if state.get(key) in tensors}
         weight = tensors.get(own.weights.get(parameter, ""))
-        if {*roles} & {EXP_AVG, EXP_AVG_SQ} and not _are_of_adam(state, roles, weight):
+        # Adam has one number for each element, and no further means of gradients.
+        moments = [roles[role] for role in (EXP_AVG, EXP_AVG_SQ) if role in roles]
+        sizes = {array.tensor.size for array in [*moments, *([] if weight is None else [weight])]}
+        further = state.keys() - {*ROLES, "max_exp_avg_sq"}
+        if moments and (len(sizes) > 1 or any("exp_avg" in key or "." in key for key in further)):
             roles = {role: chunked for role, chunked in roles.items() if role not in (EXP_AVG, EXP_AVG_SQ)}
         if weight is not None:
             is_main = MASTER not in roles and weight.tensor.dtype == "float32"
             roles[MASTER if is_main else WEIGHT] = weight
         yield roles
-
-
-def _are_of_adam(state: Mapping[str, str], roles: Mapping[str, Chunked], weight: Chunked | None) -> bool:
-    """Whether the moments are those of Adam: one number for each element, and no further means of gradients."""
-    sizes = {roles[role].tensor.size for role in (EXP_AVG, EXP_AVG_SQ) if role in roles}
-    sizes |= {weight.tensor.size} if weight is not None else set()
-    further = state.keys() - {*ROLES, "max_exp_avg_sq"}
-    return len(sizes) == 1 and not any("exp_avg" in key or "." in key for key in further)
 
 
 def set_step(found: Checkpoint, steps: list[Any], *folders: str) -> None:
@@ -213,14 +176,7 @@ def set_step(found: Checkpoint, steps: list[Any], *folders: str) -> None:
         found.add(damages.UNUSUAL, "optimizer", detail)
 
 
-def read_others(found: Checkpoint) -> None:
-    """Read the remaining torch.save files: schedulers, random states, the trainer's own."""
-    for file in sorted(found.path.iterdir()):
-        if file.name not in found.read and file.is_file() and tensor_streams.is_torchs(file):
-            tensor_streams.read(file, found)
-
-
-def _note_rest(found: Checkpoint, optimizers: list[Optimizer], others: Iterable[str]) -> None:
+def _note_rest(found: Checkpoint, optimizers: list[Optimizer], others: list[str]) -> None:
     """Note the model's tensors without optimizer states: frozen ones, buffers, or all if there is no optimizer."""
     with_states = {name for own in optimizers for name in own.weights.values()}
     prefixes = {name.removesuffix(parameter) for own in optimizers for parameter, name in own.weights.items()}

@@ -23,6 +23,7 @@ from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE, is_bucket
 from ckpt_patches.formats.paths import LinkOutsideError, path_within
 from ckpt_patches.formats.ranged import read_metadata
+from ckpt_patches.formats.recorded import KEY
 from ckpt_patches.formats.torch_dist import COMMON, INDEX
 from ckpt_patches.formats.torch_file import TensorHeader
 from ckpt_patches.runtime.shown import shown
@@ -37,44 +38,40 @@ STATES = {"fp32_param": MASTER, "param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq
 MOST_RANKS = 1 << 20
 ADAM = {"betas", "eps"}  # settings that identify it
 SHARDING_TYPE = "param_state_sharding_type"
-SCALER, OF_SCALER = "grad_scaler", {"scale", "growth_tracker", "hysteresis_tracker"}
+SCALER = "grad_scaler"
+TOGETHER = {"args", "checkpoint_version", "iteration"}  # Megatron-LM saves these
 Value = TypeVar("Value")
 
 
-def parameter_and_role(name: str) -> tuple[str, str]:
-    """The parameter that an array belongs to, and its role."""
+def _parameter_and_state(name: str) -> tuple[str, str]:
+    """The parameter, or the bucket, of an array, and the state; an array without a state is the parameter itself."""
     if is_bucket(name):
         bucket, _, state = name.rpartition(".")
-        return (bucket, STATES[state]) if state in STATES else (name, WEIGHT)
-    state, parameter = _state_and_parameter(name)
-    return (parameter, STATES[state]) if state in STATES else (name, WEIGHT)
+        return bucket, state
+    state, _, parameter = name.partition(OPTIMIZER_STATE)[2].partition(".")  # chained optimizers have a prefix
+    return (parameter, state) if parameter else (name, "")
 
 
-def _state_and_parameter(name: str) -> tuple[str, str]:
-    """The state and the parameter in an array's name; both are "" if it is not optimizer state."""
-    _, _, found = name.partition(OPTIMIZER_STATE)  # chained optimizers have a prefix
-    state, _, parameter = found.partition(".")
-    return state, parameter
-
-
-def by_parameter(arrays: dict[str, Value]) -> dict[str, dict[str, Value]]:
-    """The values of `arrays`, by parameter and role."""
+def by_parameter(arrays: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
+    """The values of `arrays`, by parameter and role. A state that is not judged is by itself, as a weight."""
     parameters: dict[str, dict[str, Value]] = {}
     for name, value in arrays.items():
-        parameter, role = parameter_and_role(name)
-        parameters.setdefault(parameter, {})[role] = value
+        parameter, state = _parameter_and_state(name)
+        key, role = (parameter, STATES[state]) if state in STATES else (name, WEIGHT)
+        parameters.setdefault(key, {})[role] = value
     return parameters
 
 
 def check_siblings(found: Checkpoint, arrays: Mapping[str, str]) -> None:
     """Report arrays that most parameters have and some lack. `arrays` has the dtype by name, "" if not read."""
-    parameters = by_parameter(dict(arrays))
+    parameters = by_parameter(arrays)
     with_state = {name: roles for name, roles in parameters.items() if roles.keys() - {WEIGHT}}
     usual = Counter(role for roles in with_state.values() for role in roles)
     # Adam, identified by its settings, keeps both moments for every parameter. Lion has no eps.
     is_adam = any(group.keys() >= ADAM for group in found.groups) and any(map(usual.get, MOMENTS))
     expected = {*(MOMENTS if is_adam else ()), *(role for role in ROLES if 2 * usual[role] > len(with_state))}
-    of_others = _stepped_by_others(arrays)
+    # Parameters with states that Adam does not keep, such as Muon's momentum in a run that uses Muon and Adam.
+    of_others = {own for own, state in map(_parameter_and_state, arrays) if state and state not in STATES}
     for name, roles in with_state.items():
         wanted = expected | {MASTER} if is_bucket(name) else expected - {*MOMENTS} if name in of_others else expected
         if roles.get(WEIGHT) == "float32" and not found.sharding:
@@ -89,11 +86,6 @@ def check_siblings(found: Checkpoint, arrays: Mapping[str, str]) -> None:
         found.add(damages.NO_OPTIMIZER_STATE, f"{without} parameters")
 
 
-def _stepped_by_others(arrays: Iterable[str]) -> set[str]:
-    """Parameters with states that Adam does not keep, such as Muon's momentum in a run that uses Muon and Adam."""
-    return {parameter for state, parameter in map(_state_and_parameter, arrays) if state and state not in STATES}
-
-
 def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
     """Check that param groups and states are consistent, and that settings are valid."""
     if any(finding.kind in (damages.BAD_METADATA, damages.NOT_READ) for finding in found.findings):
@@ -105,10 +97,8 @@ def check_promises(found: Checkpoint, arrays: Iterable[str]) -> None:
     if has_states and not found.groups:
         detail = "no param group, with its settings and its step, is in the checkpoint"
         found.add(damages.MISSING_STATE, "param_groups", detail)
-    stated = {f"the step of group {n}": group.get("step") for n, group in enumerate(found.groups)}
-    steps: dict[str, Any] = {
-        name: step for name, step in stated.items() if step is not None and not isinstance(step, TensorHeader)
-    }
+    stated = ((f"the step of group {n}", group.get("step")) for n, group in enumerate(found.groups))
+    steps = {name: step for name, step in stated if step is not None and not isinstance(step, TensorHeader)}
     unusual = [*settings.unlike_groups(found.groups)]
     if len(known := {step for step in steps.values() if settings.is_step(step)}) > 1:
         unusual.append(f"the groups are at different steps, {', '.join(map(str, sorted(known)[:5]))}")
@@ -130,29 +120,25 @@ def set_common(found: Checkpoint, common: Any, where: str = COMMON, *, is_distri
     if not isinstance(common, dict):
         found.add(damages.BAD_METADATA, where, f"expected a dict in {where}, found {type(common).__name__}")
         return
+    found.recorded = common.get(KEY) if where == COMMON else None
+    arguments = common.get("args")
     optimizers = [common.get("optimizer"), common.get("optimizer_states")]  # the second is NeMo's
-    set_run(found, param_groups(optimizers), common.get("args"))
-    _check_scaler(found, optimizers, common.get("args"))
-    for what in _without_groups(optimizers):
-        found.add(damages.MISSING_STATE, "param_groups", what)
+    set_run(found, param_groups(optimizers), arguments)
+    types = sharding_types(optimizers)
+    if len(types) > len(param_groups(optimizers)) > 0:  # an optimizer without parameters on the rank is an empty dict
+        found.add(damages.MISSING_STATE, "param_groups", f"{len(types)} optimizers, and not all of them have some")
+    is_fp16 = isinstance(arguments, torch_file.Instance) and arguments.fields.get("fp16") is True
+    for outer, _ in _wrapped(optimizers):
+        # A load without it starts again from the initial scale and only logs that. A constant scale is an empty dict.
+        if is_fp16 and outer and not isinstance(outer.get(SCALER), dict):
+            found.add(damages.MISSING_STATE, "the loss scale", f"no {SCALER}, which a run in fp16 saves")
     _check_iteration(found, common, where)
-    own = next(iter(sharding_types(optimizers)), "")
     content = common.get("content_metadata")
     stated = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
-    found.sharding = stated if isinstance(stated, str) else own
-    if not own and is_distributed:
+    found.sharding = stated if isinstance(stated, str) else next(iter(types), "")
+    if not types and is_distributed:
         detail = f"no {SHARDING_TYPE} in {where}, without which no load of a distributed optimizer begins"
         found.add(damages.CONTRADICTION, where, detail)
-
-
-def _without_groups(optimizers: list[Any]) -> Iterator[str]:
-    """The optimizers of each chain that lack param groups. One without parameters on the rank is an empty dict."""
-    for chain in optimizers:
-        own = chain if isinstance(chain, list) else list(chain.values()) if isinstance(chain, dict) else []
-        groups = [param_groups(optimizer) if isinstance(optimizer, dict) else [] for optimizer in own]
-        for number, optimizer in enumerate(own):
-            if isinstance(optimizer, dict) and optimizer.get(SHARDING_TYPE) and not groups[number] and any(groups):
-                yield f"optimizer {number} of {len(own)} has none"
 
 
 def is_of_distributed(name: str) -> bool:
@@ -180,42 +166,14 @@ def set_run(found: Checkpoint, optimizers: list[list[dict[str, Any]]], arguments
         found.torch_fsdp2 = arguments.fields.get("use_torch_fsdp2") is True
 
 
-def _check_scaler(found: Checkpoint, optimizer: Any, arguments: Any) -> None:
-    """Check the loss scale of fp16. A load without it starts again from the initial scale and only logs that.
-
-    A constant scale is saved as an empty dict.
-    """
-    is_fp16 = isinstance(arguments, torch_file.Instance) and arguments.fields.get("fp16") is True
-    for own in _mixed_precision(optimizer):
-        scaler = own.get(SCALER)
-        if is_fp16 and not isinstance(scaler, dict):
-            found.add(damages.MISSING_STATE, "the loss scale", f"no {SCALER}, which a run in fp16 saves")
-        for key in sorted(OF_SCALER - scaler.keys()) if isinstance(scaler, dict) and scaler else ():
-            found.add(damages.MISSING_STATE, "the loss scale", f"no {key} in {SCALER}, without which no load begins")
-
-
-def _mixed_precision(optimizer: Any) -> Iterator[dict[str, Any]]:
-    """Each optimizer of a chain that wraps an inner optimizer, which steps the main parameters."""
-    if isinstance(optimizer, (list, dict)):
-        inner = optimizer.get("optimizer") if isinstance(optimizer, dict) else None
-        if isinstance(optimizer, dict) and isinstance(inner, dict) and "param_groups" in inner:
-            yield optimizer
-            return
-        for value in optimizer.values() if isinstance(optimizer, dict) else optimizer:
-            yield from _mixed_precision(value)
-
-
 def _check_iteration(found: Checkpoint, value: dict[str, Any], where: str) -> None:
     """Check the iteration, which Megatron-LM saves and uses in the folder's name. Other trainers save none."""
     named, stated = ITERATION.fullmatch(found.path.name), value.get("iteration")
-    absent = {"args", "checkpoint_version", "iteration"} - value.keys()  # Megatron-LM saves these together
-    if absent == {"iteration"}:
-        found.add(damages.CONTRADICTION, where, "no iteration, without which no load begins")
-    elif len(absent) == 1 and not (found.path / CONFIG_OF_BRIDGE).exists():
-        detail = (
-            f"no {absent.pop()}, which Megatron-LM saves with the iteration: a load takes it for that of an old one"
-        )
-        found.add(damages.UNUSUAL, where, detail)
+    absent = TOGETHER - value.keys()
+    if len(absent) == 1 and not (found.path / CONFIG_OF_BRIDGE).exists():
+        kind = damages.CONTRADICTION if absent == {"iteration"} else damages.UNUSUAL
+        detail = f"no {absent.pop()}, which Megatron-LM saves with the others of {', '.join(sorted(TOGETHER))}"
+        found.add(kind, where, f"{detail}: no load begins, or it takes the checkpoint for an old one")
     found.iteration = stated if type(stated) is int else None
     if named and type(stated) is int and stated != int(named[1]):
         detail = f"it states iteration {shown(stated)}, and the folder is named {found.path.name}"
@@ -229,19 +187,27 @@ def sharding_types(value: Any) -> list[str]:
     return [*([own] if isinstance(own, str) else []), *(kind for one in inner for kind in sharding_types(one))]
 
 
+def _wrapped(value: Any, outer: Mapping[str, Any] | None = None) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
+    """Each optimizer of a chain that has param groups, after the one that wraps it for mixed precision, or {}."""
+    if isinstance(value, dict) and isinstance(value.get("param_groups"), list):
+        yield outer or {}, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _wrapped(inner, value if key == "optimizer" else None)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _wrapped(inner)
+
+
 def param_groups(optimizer: Any) -> list[list[dict[str, Any]]]:
     """The param groups of one optimizer, or of each optimizer in a chain."""
-    if isinstance(optimizer, list):
-        return [groups for value in optimizer for groups in param_groups(value)]
-    if not isinstance(optimizer, dict):
-        return []
-    if isinstance(groups := optimizer.get("param_groups"), list):
-        states = optimizer.get("state")
+    found = []
+    for _, own in _wrapped(optimizer):
         # torch's optimizers keep the step per parameter; megatron-core saves it once.
-        step = states.get("common_step") if isinstance(states, dict) else None
+        step = own["state"].get("common_step") if isinstance(own.get("state"), dict) else None
         common = {} if step is None else {"step": step}
-        return [[{**common, **group} for group in groups if isinstance(group, dict)]]
-    return [groups for value in optimizer.values() for groups in param_groups(value)]
+        found.append([{**common, **group} for group in own["param_groups"] if isinstance(group, dict)])
+    return found
 
 
 def backend(path: Path) -> str | None:
@@ -259,15 +225,12 @@ def backend(path: Path) -> str | None:
 
 def check_config(found: Checkpoint) -> None:
     """Check the metadata that name the format."""
-    named = _named_backend(found.path)
-    if named is None:
-        detail = "the file that states the format is missing or cannot be read; identified by the files beside it"
-        found.add(damages.BAD_METADATA, CONFIG, detail)
-    elif named not in BACKENDS:
+    if (named := _named_backend(found.path)) not in BACKENDS:
+        kind = damages.BAD_METADATA if named is None else damages.NOT_READ
         detail = (
-            f"the metadata names the format {shown(named)}, which is not known here; read as the files beside it are"
+            f"expected metadata that name {' or '.join(BACKENDS)}, found {shown(named)}; read as the files beside it"
         )
-        found.add(damages.NOT_READ, CONFIG, detail)
+        found.add(kind, CONFIG, detail)
 
 
 def _named_backend(path: Path) -> str | None:

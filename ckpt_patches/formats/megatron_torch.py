@@ -8,19 +8,20 @@ import contextlib
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages, settings, tensor_streams, torch_file
-from ckpt_patches.formats.checkpoint import Checkpoint, Shard
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Shard
 from ckpt_patches.formats.checksum import of_zeros
-from ckpt_patches.formats.chunked import ALIGNMENT, Object
-from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.chunked import ALIGNMENT, Chunked, Object, shards_of
 from ckpt_patches.formats.megatron_arrays import (
     STATES,
+    by_parameter,
     check_promises,
+    check_siblings,
     param_groups,
     set_common,
     set_run,
@@ -31,8 +32,7 @@ from ckpt_patches.runtime.shown import shown
 OPTIMIZER, MODEL = "distrib_optim.pt", "model_optim_rng.pt"
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 COALESCED, UNPADDED = "buckets_coalesced", "numel_unpadded"
-BUCKET_SIZES = "per_bucket_numel"
-MOST_DEPTH = 5  # of chained optimizers, buffers and dtypes
+MOST_DEPTH = 5  # of chained optimizers
 RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")  # tensor-, pipeline-, expert-parallel
 
 
@@ -54,39 +54,6 @@ def is_without_distributed_optimizer(path: Path) -> bool:
         arguments = value.get("args") if isinstance(value, dict) else None
         return isinstance(arguments, torch_file.Instance) and arguments.fields.get("use_distributed_optimizer") is False
     return False
-
-
-def buckets(value: Any) -> dict[str, dict[str, TensorHeader]]:
-    """The states of each bucket (or parameter) in the value of `distrib_optim.pt`, by the path in it."""
-    found: dict[str, dict[str, TensorHeader]] = {}
-    for name, tensor in tensors_in(value):
-        bucket, _, state = name.rpartition(".")
-        if state in NAMES:
-            found.setdefault(bucket, {})[state] = tensor
-    return found
-
-
-def coalesced(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the entry for each dtype's buckets, in a file that stores them coalesced."""
-    if not isinstance(value, (dict, list)) or depth > MOST_DEPTH:
-        return
-    items = list(value.values()) if isinstance(value, dict) else value
-    if isinstance(value, dict) and value.get(COALESCED):
-        of_buffers = [own for own in items if isinstance(own, dict)]
-        yield from (own for buffer in of_buffers for own in buffer.values() if isinstance(own, dict))
-        return
-    for item in items:
-        yield from coalesced(item, depth + 1)
-
-
-def unpadded(value: Any) -> int:
-    """The elements without padding that a file states for its coalesced buckets."""
-    return sum(numel for own in coalesced(value) if type(numel := own.get(UNPADDED)) is int)
-
-
-def aligned(numels: Iterable[int]) -> int:
-    """The most elements that parameters take in their buckets, with alignment."""
-    return sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in numels)
 
 
 class _Rank(NamedTuple):
@@ -113,92 +80,82 @@ def _read_rank(found: Checkpoint, folder: Path, label: str) -> _Rank | None:
 
     The weights are judged with all tensors.
     """
-    before, values = len(found.groups), []
-    for name in (MODEL, OPTIMIZER):
-        if (folder / name).exists():
-            values.append(tensor_streams.read(folder / name, found))
-        else:
-            found.add(damages.BAD_FILE, f"{label}/{name}".lstrip("/"), "the file is missing")
-            values.append(None)
-    (model, states), where = values, f"{label}/{MODEL}".lstrip("/")
-    judge_buckets(found, folder / OPTIMIZER, label, states)
+    before, where = len(found.groups), f"{label}/{MODEL}".lstrip("/")
+    model, states = (tensor_streams.read(folder / name, found) for name in (MODEL, OPTIMIZER))
+    numel = judge_buckets(found, folder / OPTIMIZER, label, states)
     if model is not None:
         set_common(found, model, where)
-    if not isinstance(model, dict):
+    if not isinstance(model, dict) or states is None:
         return None
-    of_model = [own for key, own in model.items() if str(key).startswith("model")]
-    if not of_model:
-        found.add(damages.MISSING_WEIGHT, where, "no weights of the model")
-    if states is None:
-        return None
-    check_weights(found, where, unpadded(states), [tensor.numel for own in of_model for _, tensor in tensors_in(own)])
-    return _Rank(label, frozenset(map(str, model)), found.groups[before:], bool(buckets(states)))
+    weights = [tensor for key, own in model.items() if str(key).startswith("model") for _, tensor in tensors_in(own)]
+    # The most elements that parameters take in their buckets, with alignment.
+    there = sum(-(-weight.numel // ALIGNMENT) * ALIGNMENT for weight in weights)
+    if there < max(numel, 1):
+        detail = f"expected {numel} elements at least, as the optimizer has, found {there} in {len(weights)} tensors"
+        found.add(damages.MISSING_WEIGHT, where, detail)
+    has_states = any(shard.label == label for shard in found.shards)
+    return _Rank(label, frozenset(map(str, model)), found.groups[before:], has_states)
 
 
-def judge_objects(found: Checkpoint, objects: Mapping[str, Object]) -> list[int]:
-    """Read objects, or lists of one, that are stored with the sharded tensors: bucket states, sizes, param groups.
+def judge_contents(
+    found: Checkpoint, arrays: Mapping[str, Chunked], objects: Mapping[str, Object], dtypes: Mapping[str, str]
+) -> None:
+    """Add the shards and findings of what zarr and torch_dist hold: arrays, and objects or lists of one.
 
-    Returns the numbers of elements, without padding, that they state for the buckets.
+    Objects have bucket states and param groups. `dtypes` has also the arrays that are not read.
     """
-    numels = []
     for name, own in objects.items():
         value = own.value[0] if isinstance(own.value, list) and len(own.value) == 1 else own.value
         judge_buckets(found, Path(own.extent.path), "", value, name)
         if groups := param_groups(value):
             set_run(found, groups, None)
-        key, _, shard = name.partition("/")
-        numels.append(_total(value) if key.endswith(f".{BUCKET_SIZES}_unpadded") else unpadded(value))
-        other = objects.get(f"{key}_unpadded/{shard}") if key.endswith(f".{BUCKET_SIZES}") else None
-        sizes = (own.value, other.value) if other else (None, None)  # `dp_reshardable` saves both
-        if None not in sizes and not _is_at_most(*reversed(sizes)):
-            detail = "the buckets, or their sizes with and without padding, are not those of each other"
-            found.add(damages.CONTRADICTION, key, detail)
-    return numels
+    check_siblings(found, dtypes)
+    for parameter, roles in by_parameter(arrays).items():
+        weight = roles.get(WEIGHT)
+        own_shapes = {role: own.unflattened(weight.tensor.size) if weight else own for role, own in roles.items()}
+        found.shards += shards_of(found, parameter, own_shapes)
+    check_promises(found, dtypes)
 
 
-def _total(sizes: Any) -> int:
-    """The sum of nested numbers."""
-    if isinstance(sizes, (dict, list)):
-        return sum(map(_total, sizes.values() if isinstance(sizes, dict) else sizes))
-    return sizes if type(sizes) is int else 0
-
-
-def _is_at_most(one: Any, other: Any) -> bool:
-    """Whether two values have the same nesting, and no number in `one` is larger than its counterpart."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        pairs = [(one[key], other.get(key)) for key in one] if len(one) == len(other) else [(0, None)]
-    elif isinstance(one, list) and isinstance(other, list):
-        pairs = list(zip(one, other, strict=True)) if len(one) == len(other) else [(0, None)]
-    else:
-        return type(one) is int and type(other) is int and one <= other
-    return all(_is_at_most(*pair) for pair in pairs)
-
-
-def judge_buckets(found: Checkpoint, path: Path, label: str, value: Any, prefix: str = "") -> None:
-    """Add a shard for each bucket in a file's value."""
-    for place, bucket in buckets(value).items():
+def judge_buckets(found: Checkpoint, path: Path, label: str, value: Any, prefix: str = "") -> int:
+    """Add a shard for each bucket in a file's value. Returns the elements without padding that the file states."""
+    buckets: dict[str, dict[str, TensorHeader]] = {}
+    for name, tensor in tensors_in(value):
+        bucket, _, state = name.rpartition(".")
+        if state in NAMES:
+            buckets.setdefault(bucket, {})[state] = tensor
+    for place, states in buckets.items():
         name = f"{prefix}.{place}".strip(".")
-        tensors = {role: bucket[key] for key, role in STATES.items() if key in bucket}
+        tensors = {role: states[key] for key, role in STATES.items() if key in states}
         sizes = {tensor.numel for tensor in tensors.values()}
-        if len(sizes) != 1 or len(tensors) != len(set(STATES.values())):
+        if len(sizes) != 1 or len(tensors) != len(NAMES):
             detail = ", ".join(f"{role}: {tensor.numel}" for role, tensor in tensors.items())
             found.add(damages.MISSING_ARRAY, name, detail, shard=label)
         streams = tensor_streams.streams(found, path, name, tensors)
         if len(sizes) == 1:
             found.shards.append(Shard(name, label, (sizes.pop(),), streams, has_rows=False))
-    for own in coalesced(value):
-        numel, states = own.get(UNPADDED), [own[key] for key in NAMES if isinstance(own.get(key), TensorHeader)]
-        if any(state.numel != numel for state in states):
-            detail = f"{UNPADDED} is {shown(numel)}, of states with {states[0].numel} elements"
+    unpadded = 0
+    for own in _coalesced(value):
+        numel, of_states = (
+            own.get(UNPADDED),
+            [own[key].numel for key in NAMES if isinstance(own.get(key), TensorHeader)],
+        )
+        unpadded += numel if type(numel) is int else 0
+        if any(there != numel for there in of_states):
+            detail = f"{UNPADDED} is {shown(numel)}, of states with {of_states[0]} elements"
             found.add(damages.CONTRADICTION, f"{prefix} {UNPADDED}".strip(), detail, shard=label)
+    return unpadded
 
 
-def check_weights(found: Checkpoint, where: str, expected: int, weights: list[int]) -> None:
-    """Check that a rank's weights have at least `expected` elements. `weights` has the count of each."""
-    there = aligned(weights)
-    if weights and there < expected:
-        detail = f"expected {expected} elements at least, as the optimizer has, found {there} in {len(weights)} tensors"
-        found.add(damages.MISSING_WEIGHT, where, detail)
+def _coalesced(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the entry for each dtype's buckets, in a file that stores them coalesced: of one optimizer, or a chain."""
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    if isinstance(value, dict) and value.get(COALESCED):
+        of_buffers = [own for own in items if isinstance(own, dict)]
+        yield from (own for buffer in of_buffers for own in buffer.values() if isinstance(own, dict))
+    elif depth < MOST_DEPTH:
+        for item in items:
+            yield from _coalesced(item, depth + 1)
 
 
 def _check_ranks(found: Checkpoint, ranks: list[_Rank]) -> None:
@@ -217,17 +174,11 @@ def _check_ranks(found: Checkpoint, ranks: list[_Rank]) -> None:
         if any(other.keys - rank.keys or other.has_states > rank.has_states for other in ranks):
             found.add(damages.MISSING_STATE, rank.label, "it has no states, or not all that another rank's folder has")
         other = first.setdefault(rank.label.partition("_rank_")[2].partition("_")[2], rank)  # same pipeline stage
-        wrong = [*_unlike(rank, other)]
-        found.findings += [Finding(damages.CONTRADICTION, f"{rank.label}/{MODEL}", what) for what in wrong]
-
-
-def _unlike(rank: _Rank, other: _Rank) -> Iterator[str]:
-    """Describe the differences between the param groups of two tensor-parallel ranks."""
-    if len(rank.groups) != len(other.groups):
-        yield f"{len(rank.groups)} param groups, and {len(other.groups)} in {other.label}"
-        return
-    for number, pair in enumerate(zip(rank.groups, other.groups, strict=True)):
-        yield from (f"in {other.label}, group {number}: {what}" for what in settings.differences(*pair))
+        wrong = [] if len(rank.groups) == len(other.groups) else [f"{len(rank.groups)} and {len(other.groups)} groups"]
+        for number, pair in enumerate(zip(rank.groups, other.groups, strict=False)):
+            wrong += [f"in group {number}: {what}" for what in settings.differences(*pair)]
+        for what in wrong:
+            found.add(damages.CONTRADICTION, f"{rank.label}/{MODEL}", f"unlike {other.label}, {what}")
 
 
 def _check_copies(found: Checkpoint) -> None:

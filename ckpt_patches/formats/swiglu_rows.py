@@ -53,37 +53,14 @@ def _mixed(tensor: Tensor, beside: Tensor | None, is_fsdp2: bool) -> Finding | N
         return None
     ranks = f"{tensor_parallel} tensor-parallel and {data_parallel} data-parallel ranks"
     if data_parallel % 2:  # with an even number, a shard whose rows are in place is one chunk
-        number = {row: count for count, row in enumerate(rows)}
-        files = [(number[at[axis]], place.path.rpartition("_")[0]) for at, place in tensor.places.items()]
-        as_mixed = _is_of_one_rank(files, _mixed_shards(tensor_parallel * data_parallel))
-        in_place = _is_of_one_rank(files, _shards(tensor_parallel, data_parallel))
-        if as_mixed == in_place:
+        # If rows are in place, the first shard has the chunks 0 and 1; if they are mixed, 0 and the one half-way.
+        owners: dict[int, set[str]] = {}
+        for at, place in tensor.places.items():
+            owners.setdefault(rows.index(at[axis]), set()).add(place.path.rpartition("_")[0])
+        first, second, halfway = (owners.get(chunk, set()) for chunk in (0, 1, len(rows) // 2))
+        if len(first) != 1 or (first == second) == (first == halfway):
             why_not = "the files do not tell which data-parallel rank has saved which of its chunks"
             return Finding(NOT_JUDGED, name, f"{unknown}: {why_not}")
-        if in_place:
+        if first == second:
             return None
     return Finding(MIXED_ROWS, name, f"saved by {ranks}")
-
-
-def _mixed_shards(shards: int) -> dict[int, int]:
-    """The shard of each chunk, by chunk number, if rows are mixed."""
-    return {chunk: chunk % shards for chunk in range(2 * shards)}
-
-
-def _shards(tensor_parallel: int, data_parallel: int) -> dict[int, int]:
-    """The same if rows are in place, and each shard has two chunks."""
-    found = {}
-    for half in range(2):
-        for rank in range(tensor_parallel):
-            for piece in range(data_parallel):
-                chunk = (half * tensor_parallel + rank) * data_parallel + piece
-                found[chunk] = rank * data_parallel + (piece + half * data_parallel) // 2
-    return found
-
-
-def _is_of_one_rank(files: list[tuple[int, str]], shard_of: dict[int, int]) -> bool:
-    """Whether all chunks of each shard are in files of one rank."""
-    ranks: dict[int, set[str]] = {}
-    for chunk, rank in files:
-        ranks.setdefault(shard_of[chunk], set()).add(rank)
-    return all(len(own) == 1 for own in ranks.values())

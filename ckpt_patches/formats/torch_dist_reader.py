@@ -1,33 +1,22 @@
 """Reader for Megatron's distributed checkpoints in torch_dist, and what it shares with torch's own in `dcp_reader`."""
 
-import itertools
-import math
 import re
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages, dcp, swiglu_rows, tensor_streams, torch_dist, torch_file
-from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent, Held, Record
-from ckpt_patches.formats.chunked import Chunked, Object, shards_of
+from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Held, Record
+from ckpt_patches.formats.chunked import Chunked, Object
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import FLOATS
-from ckpt_patches.formats.megatron_arrays import (
-    by_parameter,
-    check_config,
-    check_promises,
-    check_siblings,
-    is_of_distributed,
-    set_common,
-)
+from ckpt_patches.formats.megatron_arrays import check_config, is_of_distributed, set_common
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE
-from ckpt_patches.formats.megatron_torch import judge_objects
+from ckpt_patches.formats.megatron_torch import judge_contents
+from ckpt_patches.formats.pickles import Instance
 from ckpt_patches.formats.ranged import RangedFiles
-from ckpt_patches.formats.recorded import KEY
 from ckpt_patches.formats.torch_dist import COMMON, COMMON_OBJECT, Offsets
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader
 from ckpt_patches.formats.torch_optimizers import OF_ELEMENTS
@@ -36,7 +25,9 @@ from ckpt_patches.runtime.shown import shown
 
 OF_SHARDS = re.compile(r"/shard_[\d.]+_[\d.]+$")  # end of megatron-core's object names
 WORTH_A_PROCESS = 4000  # chunks per process
-MANY = 1000  # lost chunks of a tensor in one file, or entries at the place of others, that are reported one by one
+# A chunk's elements; checksums; tensors that are there instead, several of a subclass; a problem.
+_Read = tuple[Extent | None, Sequence[Record], Sequence[Held], Finding | None]
+MANY = 1000  # entries at the place of others that are reported
 
 
 def read(path: Path) -> Checkpoint:
@@ -50,42 +41,22 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], dict[str, 
     check_config(found)
     known = len(found.findings)
     index = read_index(found, path)
-    # Without an index it is not known whether the common state has a file of its own.
-    is_expected = len(found.findings) == known or (path / COMMON).exists()
+    has_index, has_file = len(found.findings) == known, (path / COMMON).exists()
     arrays, objects = read_contents(found, index)
-    if is_expected and (common := _common(found, objects)) is not None:
-        set_common(found, common, is_distributed=_is_distributed(index))
-        found.recorded = common.get(KEY) if isinstance(common, dict) else None
-    if (path / COMMON).exists():  # releases that mix rows write it
+    # Without an index it is not known whether the common state has a file of its own.
+    if (has_index or has_file) and (common := _common(found, objects)) is not None:
+        # Only a distributed optimizer flattens its states.
+        states = [name for name, own in index.tensors.items() if own.whole is not None and OPTIMIZER_STATE in name]
+        is_distributed = bool(states) or any(map(is_of_distributed, (*index.tensors, *index.objects)))
+        set_common(found, common, is_distributed=is_distributed)
+    if has_file:  # releases that mix rows write it
         found.findings += swiglu_rows.findings(index.tensors, found.torch_fsdp2)
     for name, own in objects.items():
         if OF_SHARDS.search(name) and isinstance(own.value, list) and len(own.value) != 1:
             found.add(damages.BAD_FILE, name, f"expected a list of one, found {len(own.value)}")
-    judge_objects(found, {name: own for name, own in objects.items() if name != COMMON_OBJECT})
-    check_siblings(found, {name: array.tensor.dtype for name, array in arrays.items()})
-    for parameter, roles in by_parameter(arrays).items():
-        found.shards += shards_of(found, parameter, _with_shapes(roles))
-    check_promises(found, arrays)
+    contents = {name: own for name, own in objects.items() if name != COMMON_OBJECT}
+    judge_contents(found, arrays, contents, {name: array.tensor.dtype for name, array in arrays.items()})
     return found, arrays, objects
-
-
-def _with_shapes(roles: dict[str, Chunked]) -> dict[str, Chunked]:
-    """A parameter's arrays, the flattened ones with their original shape.
-
-    Up to megatron-core 0.8 the index does not store that shape, so it is taken from the model's weight.
-    """
-    weight = roles.get(WEIGHT)
-    if weight is None:
-        return roles
-    size = weight.tensor.size
-    return {
-        role: replace(array, tensor=replace(array.tensor, whole=size))
-        if array.tensor.whole is None
-        and len(array.tensor.size) == len(size) + 1
-        and math.prod(array.tensor.size) == math.prod(size)
-        else array
-        for role, array in roles.items()
-    }
 
 
 def read_index(found: Checkpoint, folder: Path) -> torch_dist.Index:
@@ -100,7 +71,10 @@ def read_index(found: Checkpoint, folder: Path) -> torch_dist.Index:
 
 def read_contents(found: Checkpoint, index: torch_dist.Index) -> tuple[dict[str, Chunked], dict[str, Object]]:
     """The arrays of an index, with the places of their elements, and its objects. Reports what cannot be read."""
-    found.findings += _wrong_entries(index)
+    for name in (name for name in index.absent if name != COMMON_OBJECT):  # `_common` reports that one
+        found.add(damages.MISSING_ARRAY, name, "the index lists it, and it is in no file")
+    for first, other in index.same_places[:MANY]:
+        found.add(damages.FOREIGN_FILE, other, f"the index has it at the same bytes as {first}")
     arrays = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
     _find_elements(arrays, found)
     objects: dict[str, Object] = {}
@@ -118,21 +92,6 @@ def read_contents(found: Checkpoint, index: torch_dist.Index) -> tuple[dict[str,
     return arrays, objects
 
 
-def _wrong_entries(index: torch_dist.Index) -> Iterator[Finding]:
-    """Report entries of an index without a place in a file, or at the place of another entry."""
-    for name in (name for name in index.absent if name != COMMON_OBJECT):  # `_common` reports that one
-        detail = "the index lists it, or a rank has planned to write it, and it is in no file"
-        yield Finding(damages.MISSING_ARRAY, name, detail)
-    for first, other in itertools.islice(index.same_places(), MANY):
-        yield Finding(damages.FOREIGN_FILE, other, f"the index has it at the same bytes as {first}")
-
-
-def _is_distributed(index: torch_dist.Index) -> bool:
-    """Whether a distributed optimizer saved the checkpoint. Others do not flatten their states."""
-    flattened = (name for name, tensor in index.tensors.items() if tensor.whole is not None)
-    return any(map(is_of_distributed, (*index.tensors, *index.objects))) or any(OPTIMIZER_STATE in n for n in flattened)
-
-
 def _common(found: Checkpoint, objects: dict[str, Object]) -> Any:
     """The unsharded state, from its file, or from its object if there is none; None, and a finding, if unreadable."""
     if (found.path / COMMON).exists() or COMMON_OBJECT not in objects:
@@ -144,91 +103,65 @@ def _common(found: Checkpoint, objects: dict[str, Object]) -> Any:
     return None
 
 
-class _Elements(NamedTuple):
-    """The place of a chunk's elements, with their checksums."""
-
-    extent: Extent | None  # None if they are not contiguous
-    records: tuple[Record, ...]
-    held: tuple[Held, ...]  # several of a subclass of tensors
-
-
 def _find_elements(arrays: dict[str, Chunked], found: Checkpoint) -> None:
     """Find the place and the checksum of each chunk's elements. Several processes share the work for many chunks."""
     read = [own for own in arrays.values() if tensor_streams.is_read(found, own.tensor.name, own.tensor.dtype)]
-    lost = _lost(read, found)
-    chunks = [
-        (own, offsets)
-        for own in read
-        for offsets in own.tensor.chunks
-        if not (lost and (place := own.tensor.places.get(offsets)) and (own.tensor.name, place.path) in lost)
-    ]
+    ends: dict[str, int] = {}
+    beyond = {own.tensor.name: _beyond(own, found, ends) for own in read}
+    chunks = [(own, at) for own in read for at in own.tensor.chunks if at not in beyond[own.tensor.name]]
     with RangedFiles() as files:
         every = mapped(partial(_elements, path=found.path, files=files), chunks, WORTH_A_PROCESS)
-    for (own, offsets), elements in zip(chunks, every, strict=True):
-        if isinstance(elements, Finding):
-            found.findings.append(elements)
-            continue
-        found.records += elements.records
-        if elements.extent is not None:
-            own.extents[offsets] = elements.extent
-            continue
-        found.tensors += elements.held
-        if len(elements.held) > 1:
-            found.add(damages.CODED_STATE, own.tensor.name, shard=str(offsets))
-        elif not _is_alone(own.tensor.name):
-            detail = "its elements do not lie in the order of its shape: they were not compared with others"
-            found.add(damages.NOT_JUDGED, own.tensor.name, detail, shard=str(offsets))
+    for (own, offsets), (extent, records, held, finding) in zip(chunks, every, strict=True):
+        found.records += records
+        found.tensors += held
+        found.findings += filter(None, [finding])
+        if extent is not None:
+            own.extents[offsets] = extent
 
 
-def _is_alone(name: str) -> bool:
-    """Whether a tensor is a state that is compared with no other, such as a factor of Shampoo or SOAP."""
-    return f".{dcp.STATE}" in f".{name}" and name.rpartition(".")[2] not in OF_ELEMENTS
+def _beyond(array: Chunked, found: Checkpoint, ends: dict[str, int]) -> set[Offsets]:
+    """The chunks beyond the end of their file. Adds a finding for each file. `ends` are the known sizes."""
+    beyond: dict[str, set[Offsets]] = {}
+    for offsets, (file, offset, nbytes) in array.tensor.places.items():
+        if file not in ends:
+            try:
+                ends[file] = (found.path / file).stat().st_size
+            except OSError:  # it is not there, or cannot be under this name
+                ends[file] = 0
+        if offset + nbytes > ends[file]:
+            beyond.setdefault(file, set()).add(offsets)
+    for file, own in beyond.items():
+        detail = f"{len(own)} chunks are beyond the end of {file}, at its byte {ends[file]}"
+        found.add(damages.BAD_FILE, array.tensor.name, detail)
+    return set().union(*beyond.values())
 
 
-def _lost(arrays: list[Chunked], found: Checkpoint) -> set[tuple[str, str]]:
-    """Tensors, with a file, that have many chunks beyond the end of that file. Adds one finding for all of these."""
-    counts: Counter[tuple[str, str]] = Counter()
-    ends: dict[str, int] = {}
-    for own in arrays:
-        for file, offset, nbytes in own.tensor.places.values():
-            if file not in ends:
-                ends[file] = _size(found.path / file)
-            if offset + nbytes > ends[file]:
-                counts[own.tensor.name, file] += 1
-    many = {key for key, count in counts.items() if count > MANY}
-    for name, file in many:
-        detail = f"{counts[name, file]} chunks are beyond the end of {file}, at its byte {ends[file]}"
-        found.add(damages.BAD_FILE, name, detail)
-    return many
-
-
-def _size(path: Path) -> int:
-    """The size of a file; 0 if it is not there, or cannot be under this name."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _elements(chunk: tuple[Chunked, Offsets], path: Path, files: RangedFiles) -> _Elements | Finding:
-    """The elements of one chunk, or a finding if it cannot be read."""
+def _elements(chunk: tuple[Chunked, Offsets], path: Path, files: RangedFiles) -> _Read:
+    """The place of a chunk's elements, in the order of its shape, or a finding; with checksums."""
     tensor, offsets = chunk[0].tensor, chunk[1]
-    if offsets not in tensor.places:
-        return Finding(damages.MISSING_CHUNK, tensor.name, "not in the index", shard=str(offsets))
-    held: list[Held] = []
+    name, label, place = tensor.name, str(offsets), tensor.places.get(offsets)
+    if place is None:
+        return None, (), (), Finding(damages.MISSING_CHUNK, name, "not in the index", shard=label)
     try:
-        part = torch_dist.read_chunk(files, path, tensor, offsets)
-    except torch_dist.ChunkError as error:
-        part, file = error.file, str(error.file.path)
-        if isinstance(part.value, TensorHeader):
-            held = [Held(file, tensor.name, part.value)]
-        else:  # a subclass of tensors is one of 8 bits if it has scales beside other numbers, its codes
-            inner = torch_file.parts_of(part.value, tensor.name)
-            held = [Held(file, name, own) for name, own in inner if isinstance(own, TensorHeader)]
-            if not {own.header.dtype in FLOATS for own in held} >= {True, False}:
-                return tensor_streams.refused(error, tensor.name, str(offsets))
+        part = torch_dist.read_place(files, path, place)
     except (BadFileError, NotReadError) as error:
-        return tensor_streams.refused(error, tensor.name, str(offsets))
-    records = tuple(Record(str(part.path), *stored, tensor.places[offsets][1:]) for stored in part.storages)
-    extent = None if held else Extent(str(part.path), part.value.offset, part.value.nbytes)
-    return _Elements(extent, records, tuple(held))
+        return None, (), (), tensor_streams.refused(error, name, label)
+    file, value = str(part.path), part.value
+    records = [Record(file, *stored, place[1:]) for stored in part.storages]
+    if isinstance(value, TensorHeader) and (value.dtype, value.shape) == (tensor.dtype, tensor.chunks[offsets]):
+        if value.is_contiguous:
+            return Extent(file, value.offset, value.nbytes), records, (), None
+        # Such as a convolution's weight in `channels_last`. A factor of Shampoo or SOAP is compared with no other.
+        detail = f"its elements do not lie in the order of its shape: strides {value.stride}; they were not compared"
+        is_alone = f".{dcp.STATE}." in f".{name}" and name.rpartition(".")[2] not in OF_ELEMENTS
+        finding = None if is_alone else Finding(damages.NOT_JUDGED, name, detail, shard=label)
+        return None, records, [Held(file, name, value)], finding
+    if isinstance(value, Instance):  # a subclass of tensors: one of 8 bits has scales beside other numbers, its codes
+        parts = torch_file.parts_of(value, name)
+        held = [Held(file, inner, own) for inner, own in parts if isinstance(own, TensorHeader)]
+        if {own.header.dtype in FLOATS for own in held} >= {True, False}:
+            return None, records, held, Finding(damages.CODED_STATE, name, shard=label)
+    what = f"{value.dtype} {list(value.shape)}" if isinstance(value, TensorHeader) else type(value).__name__
+    expected = f"{tensor.dtype} {list(tensor.chunks[offsets])} at its byte {place.offset}"
+    kind = damages.NOT_READ if isinstance(value, Instance) else damages.BAD_FILE
+    return None, (), (), Finding(kind, name, f"{part.path}: expected {expected}, found {what}", shard=label)

@@ -20,38 +20,34 @@ def index(tensors: Iterable[Tensor], objects: Mapping[str, Extent]) -> bytes:
     described: dict[str, Any] = {}
     stored: dict[Any, Any] = {}
     for tensor in tensors:
-        described[tensor.name] = _tensor(tensor)
+        chunks = [
+            _object("ChunkStorageMetadata", {"offsets": Size(offsets), "sizes": Size(sizes)})
+            for offsets, sizes in tensor.chunks.items()
+        ]
+        own = {"properties": _properties(tensor.dtype), "size": Size(tensor.size), "chunks": chunks}
+        described[tensor.name] = _object("TensorStorageMetadata", own)
         for offsets in tensor.chunks:
-            key = _described("MetadataIndex", fqn=tensor.name, offset=Size(offsets), index=None)
+            key = _object("MetadataIndex", {"fqn": tensor.name, "offset": Size(offsets), "index": None})
             stored[key] = _place(tensor.places[offsets])
     for name, place in objects.items():
-        described[name] = _described("BytesStorageMetadata")
-        stored[_described("MetadataIndex", fqn=name, index=None)] = _place(place)
-    return pickled(_described("Metadata", state_dict_metadata=described, planner_data=None, storage_data=stored))
+        described[name] = _object("BytesStorageMetadata", None)
+        stored[_object("MetadataIndex", {"fqn": name, "index": None})] = _place(place)
+    content = {"state_dict_metadata": described, "planner_data": None, "storage_data": stored}
+    return pickled(_object("Metadata", content))
 
 
-def _tensor(tensor: Tensor) -> Any:
+def _properties(dtype: str) -> Any:
     layout = stub("torch.serialization", "_get_layout")("torch.strided")
     memory_format = stub(METADATA, "_MEM_FORMAT_ENCODING")(0)
-    state = stub("torch", tensor.dtype), layout, False, memory_format, False
-    properties = _object(METADATA, "TensorProperties", state)
-    chunks = [
-        _described("ChunkStorageMetadata", offsets=Size(offsets), sizes=Size(sizes))
-        for offsets, sizes in tensor.chunks.items()
-    ]
-    return _described("TensorStorageMetadata", properties=properties, size=Size(tensor.size), chunks=chunks)
+    return _object("TensorProperties", (stub("torch", dtype), layout, False, memory_format, False))
 
 
 def _place(place: Extent) -> Any:
     state = {"relative_path": place.path, "offset": place.offset, "length": place.nbytes}
-    return _object(STORAGE, "_StorageInfo", state)
+    return _object("_StorageInfo", state, STORAGE)
 
 
-def _described(name: str, **fields: Any) -> Any:
-    return _object(METADATA, name, fields or None)
-
-
-def _object(module: str, name: str, state: Any) -> Any:
+def _object(name: str, state: Any, module: str = METADATA) -> Any:
     kind = stub(module, name)
     made = kind.__new__(kind)
     made.state = state

@@ -12,32 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.formats import damages, tensor_streams
-from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent
-from ckpt_patches.formats.chunked import Chunked, Object, shards_of
+from ckpt_patches.formats.checkpoint import Checkpoint, Extent
+from ckpt_patches.formats.chunked import Chunked, Object
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import ITEM_SIZE
-from ckpt_patches.formats.megatron_arrays import (
-    OF_AN_ARRAY,
-    by_parameter,
-    check_config,
-    check_promises,
-    check_siblings,
-    is_of_distributed,
-    parameter_and_role,
-    set_common,
-)
-from ckpt_patches.formats.megatron_torch import check_weights, judge_objects
+from ckpt_patches.formats.megatron_arrays import OF_AN_ARRAY, check_config, is_of_distributed, set_common
+from ckpt_patches.formats.megatron_torch import judge_contents
 from ckpt_patches.formats.paths import LeavesFolderError, path_within
 from ckpt_patches.formats.pickles import MOST_DIMENSIONS
 from ckpt_patches.formats.ranged import read_metadata
-from ckpt_patches.formats.recorded import KEY
 from ckpt_patches.formats.torch_dist import COMMON, Tensor
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError
 from ckpt_patches.runtime.shown import shown
 
 LARGEST = 1 << 20  # bytes of the metadata
 METADATA, ATTRIBUTES = OF_AN_ARRAY, ".zattrs"  # an array's files beside its chunks
-SHARD = re.compile(r"shard_(\d{1,9}(?:\.\d{1,9}){0,9})_(\d{1,9}(?:\.\d{1,9}){0,9})\.pt")  # index and number of parts
+COUNTS = re.compile(r"shard_\d{1,9}(?:\.\d{1,9}){0,9}_(\d{1,9}(?:\.\d{1,9}){0,9})\.pt")  # of an object's files
 LOCKS = ".sync"  # suffix of the folder with an array's locks
 MOST_MISSING = 100_000  # chunks of an array; if more are missing, the shape is wrong
 # torch's dtype by zarr's. Dtypes that NumPy lacks have the names of ml_dtypes.
@@ -46,11 +36,11 @@ DTYPES = {
     **{f"<i{size}": f"int{8 * size}" for size in (2, 4, 8)},
     **{f"<u{size}": f"uint{8 * size}" for size in (2, 4, 8)},
     **{f"<c{size}": f"complex{8 * size}" for size in (8, 16)},
+    **{f"float8_{kind}": f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")},
+    "bfloat16": "bfloat16",
     "|i1": "int8",
     "|u1": "uint8",
     "|b1": "bool",
-    **{name: name for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")},
-    "float8_e8m0fnu": "float8_e8m0fnu",
 }
 
 
@@ -65,33 +55,30 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], dict[str, 
     check_config(found)
     if (common := tensor_streams.read(path / COMMON, found, damages.BAD_METADATA)) is not None:
         set_common(found, common, is_distributed=any(map(is_of_distributed, os.listdir(path))))
-        found.recorded = common.get(KEY) if isinstance(common, dict) else None
-    below = [folder for folder in sorted(path.iterdir()) if folder.is_dir()]
-    found.findings += [Finding(damages.LOCK_DIRECTORY, own.name) for own in below if own.name.endswith(LOCKS)]
-    folders = [own for own in below if not own.name.endswith(LOCKS) and _is_array(own)]
-    arrays = {array.tensor.name: array for folder in folders if (array := _array(folder, found))}
-    for parameter, roles in by_parameter(arrays).items():
-        found.shards += shards_of(found, parameter, roles)
+    arrays: dict[str, Chunked] = {}
+    dtypes: dict[str, str] = {}
     objects: dict[str, Object] = {}
-    for file in sorted(path.glob("*/shard_*.pt")):
-        if (read := tensor_streams.read_file(file, found)) is not None:
-            objects[f"{file.parent.name}/{file.stem}"] = Object(Extent(str(file), 0, read.size), read.value)
-    numels = judge_objects(found, objects)  # elements that they state for the optimizer's buckets
-    if sum(numel > 0 for numel in numels) == 1:  # there is one model-parallel rank
-        of_weights = [array for name, array in arrays.items() if parameter_and_role(name)[1] == WEIGHT]
-        weights = [math.prod(chunk) for array in of_weights for chunk in array.tensor.chunks.values()]  # one per layer
-        check_weights(found, "the model's weights", sum(numels), weights)
-    _check_objects(found, below)
-    names = [folder.name for folder in folders]
-    dtypes = {name: arrays[name].tensor.dtype if name in arrays else "" for name in names}
-    check_siblings(found, dtypes)  # needs the settings, which can be in an object
-    check_promises(found, names)
+    for folder in (folder for folder in sorted(path.iterdir()) if folder.is_dir()):
+        files = {file.name for file in folder.iterdir()}
+        if folder.suffix == LOCKS:
+            found.add(damages.LOCK_DIRECTORY, folder.name)
+            continue
+        # An array without metadata still has its chunks.
+        if METADATA in files or any(name[0].isdigit() for name in files):
+            array = _array(folder, files, found)
+            dtypes[folder.name] = "" if array is None else array.tensor.dtype
+            arrays |= {} if array is None else {folder.name: array}
+        if METADATA in files:
+            continue
+        counts = {math.prod(map(int, match[1].split("."))) for match in map(COUNTS.fullmatch, files) if match}
+        if not files or any(count != len(files) for count in counts):
+            detail = f"{len(files)} files of the object, expected {max(counts, default=1)}"
+            found.add(damages.BAD_FILE, folder.name, detail)
+        for file in sorted(folder.glob("shard_*.pt")):
+            if (read := tensor_streams.read_file(file, found)) is not None:
+                objects[f"{folder.name}/{file.stem}"] = Object(Extent(str(file), 0, read.size), read.value)
+    judge_contents(found, arrays, objects, dtypes)
     return found, arrays, objects
-
-
-def _is_array(folder: Path) -> bool:
-    """Whether a folder has an array. An array without metadata still has its chunks."""
-    return (folder / METADATA).exists() or any(file.name[0].isdigit() for file in folder.iterdir())
 
 
 def read_array(folder: Path) -> Chunked:
@@ -103,7 +90,10 @@ def read_array(folder: Path) -> Chunked:
     """
     path = folder / METADATA
     try:
-        _check_links(folder)
+        # No file is a link out of the checkpoint, whose content a conversion would copy.
+        within = (os.path.join(base, name) for base, folders, files in os.walk(folder) for name in (*folders, *files))
+        for link in filter(os.path.islink, (str(folder), *within)):
+            path_within(folder.parent, os.path.relpath(link, folder.parent))
         metadata = json.loads(read_metadata(path, LARGEST))
         shape, chunk = (_numbers(metadata[key]) for key in ("shape", "chunks"))
         if len(shape) != len(chunk) or any(n < 0 for n in shape) or any(n < 1 for n in chunk):
@@ -111,7 +101,7 @@ def read_array(folder: Path) -> Chunked:
         dtype, separator = metadata["dtype"], metadata.get("dimension_separator", ".")
         if separator not in (".", "/"):
             raise ValueError(f"expected . or / between the numbers of a chunk, found {shown(separator)}")
-        raw = metadata["compressor"] is None and not metadata["filters"] and metadata["order"] == "C"
+        is_raw = metadata["compressor"] is None and not metadata["filters"] and metadata["order"] == "C"
     except LeavesFolderError as error:
         raise NotReadError(str(error)) from None
     except OSError as error:
@@ -122,10 +112,8 @@ def read_array(folder: Path) -> Chunked:
     there = len(os.listdir(folder))
     if expected > MOST_MISSING + there:
         raise BadFileError(f"{path}: {expected} chunks by its shape {list(shape)}, and there are {there} files")
-    if not raw:
-        raise NotReadError(f"{path}: expected raw chunks in C order, which is what Megatron writes")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise NotReadError(f"{path}: expected a type of elements that is known here, found {shown(dtype)}")
+    if not is_raw or not isinstance(dtype, str) or dtype not in DTYPES:
+        raise NotReadError(f"{path}: expected raw chunks in C order, of a known type, found elements of {shown(dtype)}")
     nbytes = math.prod(chunk) * ITEM_SIZE[DTYPES[dtype]]  # of a chunk; one at an edge has the full size, too
     extents = {}
     for at in itertools.product(*(range(0, size, n) for size, n in zip(shape, chunk, strict=True))):
@@ -134,55 +122,30 @@ def read_array(folder: Path) -> Chunked:
     return Chunked(Tensor(folder.name, DTYPES[dtype], shape, None, dict.fromkeys(extents, chunk)), extents)
 
 
-def _check_links(folder: Path) -> None:
-    """Refuse an array with a file that is a link out of the checkpoint, whose content a conversion would copy."""
-    within = (os.path.join(base, name) for base, folders, files in os.walk(folder) for name in (*folders, *files))
-    for path in filter(os.path.islink, (str(folder), *within)):
-        path_within(folder.parent, os.path.relpath(path, folder.parent))
-
-
 def _numbers(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or len(values) > MOST_DIMENSIONS or any(type(value) is not int for value in values):
         raise ValueError(f"expected a list of numbers, found {shown(values)}")
     return tuple(values)
 
 
-def _array(folder: Path, found: Checkpoint) -> Chunked | None:
+def _array(folder: Path, files: set[str], found: Checkpoint) -> Chunked | None:
     """The array of a folder, with findings for its chunks; None, and a finding, if its metadata cannot be read."""
     try:
         array = read_array(folder)
     except (BadFileError, NotReadError) as error:
         found.findings.append(tensor_streams.refused(error, folder.name, damage=damages.BAD_METADATA))
         return None
-    expected = {METADATA, ATTRIBUTES}
     labels = {offsets[0]: label for label, offsets in array.shards().items()}
+    chunks = {file[len(f"{folder}/") :].partition("/")[0] for file, _, _ in array.extents.values()}
+    if strays := sorted(files - chunks - {METADATA, ATTRIBUTES}):
+        found.add(damages.STRAY_FILE, folder.name, ", ".join(strays[:5]))
     for at, (file, _, nbytes) in list(array.extents.items()):
-        expected.add(file[len(f"{folder}/") :].partition("/")[0])
-        try:
-            there = os.stat(file).st_size
-        except FileNotFoundError:
-            there, kind, detail = 0, damages.MISSING_CHUNK, ""
-        else:
-            kind, detail = damages.SHORT_CHUNK if there < nbytes else damages.LONG_CHUNK, f"{there} bytes of {nbytes}"
-        if there < nbytes:
+        there = os.stat(file).st_size if os.path.exists(file) else None
+        kind, detail = damages.LONG_CHUNK, f"{there} bytes of {nbytes}"
+        if there is None or there < nbytes:
             array.lost[at] = array.extents.pop(at)
+            kind, detail = (damages.MISSING_CHUNK, "") if there is None else (damages.SHORT_CHUNK, detail)
         if there != nbytes:
             numel = math.prod(array.tensor.chunks[at])
             found.findings.append(Finding(kind, folder.name, detail, shard=labels[at], begin=0, end=numel))
-    strays = sorted({file.name for file in folder.iterdir()} - expected)
-    if strays:
-        found.add(damages.STRAY_FILE, folder.name, ", ".join(strays[:5]))
     return array
-
-
-def _check_objects(found: Checkpoint, folders: list[Path]) -> None:
-    """Check that each object has all of its files. The name of a file states how many exist."""
-    for folder in folders:
-        names = {path.name for path in folder.iterdir()}
-        if METADATA in names or folder.suffix == LOCKS:
-            continue
-        parts = [(name[1].split("."), name[2].split(".")) for name in map(SHARD.fullmatch, names) if name]
-        counts = {math.prod(map(int, size)) for place, size in parts if len(place) == len(size)}
-        if not names or any(count != len(names) for count in counts):
-            detail = f"{len(names)} files of the object, expected {max(counts, default=1)}"
-            found.add(damages.BAD_FILE, folder.name, detail)
