@@ -131,13 +131,13 @@ def _of_weights(
     elif own.several:
         detail = f"tensors of several names could be their weights: {', '.join(map(shown, own.several[:5]))}"
         yield Finding(damages.NOT_JUDGED, where, detail)
-    elif own.states and not own.weights:
-        yield Finding(damages.UNUSUAL, where, f"states of {len(own.states)} parameters, and no weight of any of them")
-    for parameter, state in own.states.items() if own.weights else ():
-        if parameter not in own.weights:
-            yield Finding(damages.UNUSUAL, parameter, "it has states of an optimizer, and the model has no such weight")
-            continue
-        size = tensors[own.weights[parameter]].tensor.size
+    elif without := own.states.keys() - own.weights.keys():
+        detail = (
+            f"{len(without)} of {len(own.states)} parameters with states have no weight, such as {shown(min(without))}"
+        )
+        yield Finding(damages.UNUSUAL, where, detail)
+    for parameter, weight in own.weights.items():
+        size, state = tensors[weight].tensor.size, own.states[parameter]
         for key, name in state.items():
             expected = torch_optimizers.shapes_of(key, size)
             if expected and name in tensors and tensors[name].tensor.size not in expected:
