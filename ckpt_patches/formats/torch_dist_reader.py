@@ -106,8 +106,8 @@ def _common(found: Checkpoint, objects: dict[str, Object]) -> Any:
 def _find_elements(arrays: dict[str, Chunked], found: Checkpoint) -> None:
     """Find the place and the checksum of each chunk's elements. Several processes share the work for many chunks."""
     read = [own for own in arrays.values() if tensor_streams.is_read(found, own.tensor.name, own.tensor.dtype)]
-    ends: dict[str, int] = {}
-    beyond = {own.tensor.name: _beyond(own, found, ends) for own in read}
+    sizes: dict[str, int | str] = {}
+    beyond = {own.tensor.name: _beyond(own, found, sizes) for own in read}
     chunks = [(own, at) for own in read for at in own.tensor.chunks if at not in beyond[own.tensor.name]]
     with RangedFiles() as files:
         every = mapped(partial(_elements, path=found.path, files=files), chunks, WORTH_A_PROCESS)
@@ -119,20 +119,25 @@ def _find_elements(arrays: dict[str, Chunked], found: Checkpoint) -> None:
             own.extents[offsets] = extent
 
 
-def _beyond(array: Chunked, found: Checkpoint, ends: dict[str, int]) -> set[Offsets]:
-    """The chunks beyond the end of their file. Adds a finding for each file. `ends` are the known sizes."""
+def _beyond(array: Chunked, found: Checkpoint, sizes: dict[str, int | str]) -> set[Offsets]:
+    """The chunks beyond the end of their file. Adds a finding for each file.
+
+    `sizes` has the files that are known, with the reason if there is no size.
+    """
     beyond: dict[str, set[Offsets]] = {}
     for offsets, (file, offset, nbytes) in array.tensor.places.items():
-        if file not in ends:
+        if file not in sizes:
             try:
-                ends[file] = (found.path / file).stat().st_size
-            except OSError:  # it is not there, or cannot be under this name
-                ends[file] = 0
-        if offset + nbytes > ends[file]:
+                sizes[file] = (found.path / file).stat().st_size
+            except OSError as error:  # it is not there, or cannot be under this name
+                sizes[file] = f"{found.path / file}: {error.strerror or error}"
+        size = sizes[file]
+        if isinstance(size, str) or offset + nbytes > size:
             beyond.setdefault(file, set()).add(offsets)
     for file, own in beyond.items():
-        detail = f"{len(own)} chunks are beyond the end of {file}, at its byte {ends[file]}"
-        found.add(damages.BAD_FILE, array.tensor.name, detail)
+        size = sizes[file]
+        detail = f"{len(own)} chunks are beyond the end of {file}, at its byte {size}"
+        found.add(damages.BAD_FILE, array.tensor.name, size if isinstance(size, str) else detail)
     return set().union(*beyond.values())
 
 

@@ -140,7 +140,10 @@ def _array(folder: Path, files: set[str], found: Checkpoint) -> Chunked | None:
     if strays := sorted(files - chunks - {METADATA, ATTRIBUTES}):
         found.add(damages.STRAY_FILE, folder.name, ", ".join(strays[:5]))
     for at, (file, _, nbytes) in list(array.extents.items()):
-        there = os.stat(file).st_size if os.path.exists(file) else None
+        try:
+            there = os.stat(file).st_size
+        except FileNotFoundError:
+            there = None
         kind, detail = damages.LONG_CHUNK, f"{there} bytes of {nbytes}"
         if there is None or there < nbytes:
             array.lost[at] = array.extents.pop(at)

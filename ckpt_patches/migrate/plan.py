@@ -194,7 +194,7 @@ def _check_complete(array: Chunked, found: Checkpoint) -> None:
     for at in array.tensor.chunks:
         if at not in array.extents:
             failed = (own for own in found.findings if own.kind in (BAD_FILE, NOT_READ))
-            reasons = [own.detail for own in failed if (own.array, own.shard) == (name, str(at))]
+            reasons = [own.detail for own in failed if own.array == name and own.shard in ("", str(at))]
             problem = f"cannot be read: {reasons[0]}" if reasons else "is not there, or not all of it"
             raise UserError(f"{name}: its chunk at {list(at)} {problem}")
     if why := array.untiled():
