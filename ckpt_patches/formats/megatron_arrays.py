@@ -38,7 +38,7 @@ STATES = {"fp32_param": MASTER, "param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq
 MOST_RANKS = 1 << 20
 ADAM = {"betas", "eps"}  # settings that identify it
 SHARDING_TYPE = "param_state_sharding_type"
-SCALER = "grad_scaler"
+SCALER, OF_SCALER = "grad_scaler", {"scale", "growth_tracker", "hysteresis_tracker"}
 TOGETHER = {"args", "checkpoint_version", "iteration"}  # Megatron-LM saves these
 Value = TypeVar("Value")
 
@@ -129,9 +129,12 @@ def set_common(found: Checkpoint, common: Any, where: str = COMMON, *, is_distri
         found.add(damages.MISSING_STATE, "param_groups", f"{len(types)} optimizers, and not all of them have some")
     is_fp16 = isinstance(arguments, torch_file.Instance) and arguments.fields.get("fp16") is True
     for outer, _ in _wrapped(optimizers):
+        scaler = outer.get(SCALER)
         # A load without it starts again from the initial scale and only logs that. A constant scale is an empty dict.
-        if is_fp16 and outer and not isinstance(outer.get(SCALER), dict):
+        if is_fp16 and outer and not isinstance(scaler, dict):
             found.add(damages.MISSING_STATE, "the loss scale", f"no {SCALER}, which a run in fp16 saves")
+        for key in sorted(OF_SCALER - scaler.keys()) if isinstance(scaler, dict) and scaler else ():
+            found.add(damages.MISSING_STATE, "the loss scale", f"no {key} in {SCALER}, without which no load begins")
     _check_iteration(found, common, where)
     content = common.get("content_metadata")
     stated = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None

@@ -32,6 +32,7 @@ from ckpt_patches.runtime.shown import shown
 OPTIMIZER, MODEL = "distrib_optim.pt", "model_optim_rng.pt"
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 COALESCED, UNPADDED = "buckets_coalesced", "numel_unpadded"
+BUCKET_SIZES = "per_bucket_numel"
 MOST_DEPTH = 5  # of chained optimizers
 RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")  # tensor-, pipeline-, expert-parallel
 
@@ -88,33 +89,57 @@ def _read_rank(found: Checkpoint, folder: Path, label: str) -> _Rank | None:
     if not isinstance(model, dict) or states is None:
         return None
     weights = [tensor for key, own in model.items() if str(key).startswith("model") for _, tensor in tensors_in(own)]
-    # The most elements that parameters take in their buckets, with alignment.
-    there = sum(-(-weight.numel // ALIGNMENT) * ALIGNMENT for weight in weights)
-    if there < max(numel, 1):
-        detail = f"expected {numel} elements at least, as the optimizer has, found {there} in {len(weights)} tensors"
-        found.add(damages.MISSING_WEIGHT, where, detail)
+    check_weights(found, where, max(numel, 1), [weight.numel for weight in weights])
     has_states = any(shard.label == label for shard in found.shards)
     return _Rank(label, frozenset(map(str, model)), found.groups[before:], has_states)
 
 
+def check_weights(found: Checkpoint, where: str, expected: int, weights: list[int]) -> None:
+    """Check that a rank's weights have at least `expected` elements. `weights` has the count of each."""
+    there = sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in weights)  # the most that they take in their buckets
+    if there < expected:
+        detail = f"expected {expected} elements at least, as the optimizer has, found {there} in {len(weights)} tensors"
+        found.add(damages.MISSING_WEIGHT, where, detail)
+
+
 def judge_contents(
     found: Checkpoint, arrays: Mapping[str, Chunked], objects: Mapping[str, Object], dtypes: Mapping[str, str]
-) -> None:
+) -> list[int]:
     """Add the shards and findings of what zarr and torch_dist hold: arrays, and objects or lists of one.
 
-    Objects have bucket states and param groups. `dtypes` has also the arrays that are not read.
+    Objects have bucket states, bucket sizes and param groups. `dtypes` has also the arrays that are not read. Returns
+    the numbers of elements, without padding, that the objects state for the buckets.
     """
+    numels = []
     for name, own in objects.items():
         value = own.value[0] if isinstance(own.value, list) and len(own.value) == 1 else own.value
-        judge_buckets(found, Path(own.extent.path), "", value, name)
+        numels.append(judge_buckets(found, Path(own.extent.path), "", value, name))
         if groups := param_groups(value):
             set_run(found, groups, None)
+        key, _, shard = name.partition("/")
+        other = objects.get(f"{key}_unpadded/{shard}") if key.endswith(f".{BUCKET_SIZES}") else None
+        if other is not None and None not in (own.value, other.value):  # `dp_reshardable` saves both
+            sizes, unpadded = dict(_sizes(own.value)), dict(_sizes(other.value))
+            numels[-1] += sum(unpadded.values())
+            if sizes.keys() != unpadded.keys() or any(sizes[at] < unpadded[at] for at in sizes):
+                detail = "the buckets, or their sizes with and without padding, are not those of each other"
+                found.add(damages.CONTRADICTION, key, detail)
     check_siblings(found, dtypes)
     for parameter, roles in by_parameter(arrays).items():
         weight = roles.get(WEIGHT)
         own_shapes = {role: own.unflattened(weight.tensor.size) if weight else own for role, own in roles.items()}
         found.shards += shards_of(found, parameter, own_shapes)
     check_promises(found, dtypes)
+    return numels
+
+
+def _sizes(value: Any, place: str = "") -> Iterator[tuple[str, int]]:
+    """The numbers in a nested value by their place; anything else counts as 0."""
+    if isinstance(value, (dict, list)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _sizes(inner, f"{place}.{key}")
+    else:
+        yield place, value if type(value) is int else 0
 
 
 def judge_buckets(found: Checkpoint, path: Path, label: str, value: Any, prefix: str = "") -> int:

@@ -7,7 +7,7 @@ https://pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -49,7 +49,7 @@ class Index:
 
     tensors: dict[str, Tensor]
     objects: dict[str, Extent]
-    absent: tuple[str, ...] = ()  # entries without a place
+    absent: tuple[str, ...] = ()  # entries that the index lists or a rank planned to write, without a place
     same_places: tuple[tuple[str, str], ...] = ()  # names of each two entries with one place
 
 
@@ -124,7 +124,22 @@ def _index(folder: Path, index: dict[str, Any]) -> Index:
             twice.append((_called(other), _called(key)))
     for file in {extent.path for extent in first}:
         path_within(folder, file)
-    return Index(tensors, objects, tuple(sorted(listed.keys() - tensors.keys() - objects.keys())), tuple(twice))
+    planned = [*_planned(index.get("all_local_plans"))]
+    absent = sorted({*listed, *(key.fields["fqn"] for key in planned)} - tensors.keys() - objects.keys())
+    for key in planned:
+        tensor, offsets = tensors.get(key.fields["fqn"]), key.fields.get("offset")
+        if tensor is not None and isinstance(offsets, tuple) and offsets and offsets not in tensor.chunks:
+            absent.append(_called(key))
+    return Index(tensors, objects, tuple(absent), tuple(twice))
+
+
+def _planned(plans: Any) -> Iterator[Any]:
+    """The key of each entry in the ranks' write plans, which megatron-core 0.15 keeps. Other forms are skipped."""
+    for plan in plans if isinstance(plans, list) else ():
+        for item in getattr(plan, "fields", {}).get("items") or ():
+            key = getattr(item, "fields", {}).get("index")
+            if isinstance(getattr(key, "fields", {}).get("fqn"), str):
+                yield key
 
 
 def _called(key: Any) -> str:

@@ -72,7 +72,9 @@ def read_index(found: Checkpoint, folder: Path) -> torch_dist.Index:
 def read_contents(found: Checkpoint, index: torch_dist.Index) -> tuple[dict[str, Chunked], dict[str, Object]]:
     """The arrays of an index, with the places of their elements, and its objects. Reports what cannot be read."""
     for name in (name for name in index.absent if name != COMMON_OBJECT):  # `_common` reports that one
-        found.add(damages.MISSING_ARRAY, name, "the index lists it, and it is in no file")
+        found.add(
+            damages.MISSING_ARRAY, name, "the index lists it, or a rank has planned to write it, and it is in no file"
+        )
     for first, other in index.same_places[:MANY]:
         found.add(damages.FOREIGN_FILE, other, f"the index has it at the same bytes as {first}")
     arrays = {name: Chunked(tensor) for name, tensor in index.tensors.items()}

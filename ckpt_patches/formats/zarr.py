@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.formats import damages, tensor_streams
-from ckpt_patches.formats.checkpoint import Checkpoint, Extent
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent
 from ckpt_patches.formats.chunked import Chunked, Object
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import ITEM_SIZE
-from ckpt_patches.formats.megatron_arrays import OF_AN_ARRAY, check_config, is_of_distributed, set_common
-from ckpt_patches.formats.megatron_torch import judge_contents
+from ckpt_patches.formats.megatron_arrays import OF_AN_ARRAY, by_parameter, check_config, is_of_distributed, set_common
+from ckpt_patches.formats.megatron_torch import check_weights, judge_contents
 from ckpt_patches.formats.paths import LeavesFolderError, path_within
 from ckpt_patches.formats.pickles import MOST_DIMENSIONS
 from ckpt_patches.formats.ranged import read_metadata
@@ -77,7 +77,11 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], dict[str, 
         for file in sorted(folder.glob("shard_*.pt")):
             if (read := tensor_streams.read_file(file, found)) is not None:
                 objects[f"{folder.name}/{file.stem}"] = Object(Extent(str(file), 0, read.size), read.value)
-    judge_contents(found, arrays, objects, dtypes)
+    numels = judge_contents(found, arrays, objects, dtypes)
+    if sum(numel > 0 for numel in numels) == 1:  # there is one model-parallel rank
+        weights = [roles[WEIGHT].tensor.chunks for roles in by_parameter(arrays).values() if WEIGHT in roles]
+        numels_of_layers = [math.prod(sizes) for chunks in weights for sizes in chunks.values()]  # a chunk for each
+        check_weights(found, "the model's weights", sum(numels), numels_of_layers)
     return found, arrays, objects
 
 
