@@ -11,21 +11,8 @@ import torch
 
 from unit.common import DistributedTest
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {
-        "enabled": True
-    },
-    "zero_optimization": {
-        "stage": 3
-    },
-    "checkpoint": {
-        "writer": {
-            "type": "python",
-            "decoupled": True
-        }
-    },
-}
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+CONFIG["checkpoint"] = {"writer": {"type": "python", "decoupled": True}}
 
 
 class TestDecoupledLastSave(DistributedTest):

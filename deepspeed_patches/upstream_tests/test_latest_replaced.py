@@ -14,15 +14,8 @@ from unit.common import DistributedTest
 
 def _make_engine():
     model = torch.nn.Linear(4, 4)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {
-            "enabled": True
-        },
-        "zero_optimization": {
-            "stage": 1
-        },
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    config["zero_optimization"] = {"stage": 1}
     return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
 
 

@@ -36,20 +36,9 @@ def _make_engine(optimizer):
     # With these betas the moments are exact.
     adam = torch.optim.Adam([{"params": [param]} for param in model.parameters()], betas=(0.5, 0.5))
     stage, sum_in = OPTIMIZERS[optimizer]
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "bf16": {
-            "enabled": True
-        },
-        "data_types": {
-            "grad_accum_dtype": sum_in
-        },
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 1000
-        },
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "bf16": {"enabled": True}}
+    config["data_types"] = {"grad_accum_dtype": sum_in}
+    config["zero_optimization"] = {"stage": stage, "reduce_bucket_size": 1000}
     return deepspeed.initialize(model=model, optimizer=adam, config=config)[0]
 
 

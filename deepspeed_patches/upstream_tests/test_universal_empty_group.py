@@ -15,6 +15,7 @@ from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 
 from unit.common import DistributedTest
 
+OPTIONS = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
 TAG = "step2"
 STATES = ("exp_avg", "exp_avg_sq")
 
@@ -36,19 +37,9 @@ def _make_engine(groups, universal=False):
     model = Scaled()
     named = dict(model.named_parameters())
     param_groups = [{"params": [named[name] for name in names], "lr": 0.5**i} for i, names in enumerate(groups)]
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {
-            "enabled": True
-        },
-        "zero_optimization": {
-            "stage": 1,
-            "reduce_bucket_size": 1000
-        },
-        "checkpoint": {
-            "load_universal": universal
-        },
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    config["zero_optimization"] = {"stage": 1, "reduce_bucket_size": 1000}
+    config["checkpoint"] = {"load_universal": universal}
     return deepspeed.initialize(model=model, optimizer=torch.optim.Adam(param_groups), config=config)[0]
 
 
@@ -63,16 +54,8 @@ def _save_universal_checkpoint(folder):
     info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": 2}
     engine.save_checkpoint(str(folder), tag="saved", client_state=info)
     if dist.get_rank() == 0:
-        convert_to_universal(
-            argparse.Namespace(
-                input_folder=os.path.join(folder, "saved"),
-                output_folder=os.path.join(folder, TAG),
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=True,
-            ))
+        folders = dict(input_folder=os.path.join(folder, "saved"), output_folder=os.path.join(folder, TAG))
+        convert_to_universal(argparse.Namespace(**folders, inject_missing_state=True, **OPTIONS))
 
 
 def _load(folder, elsewhere=None):

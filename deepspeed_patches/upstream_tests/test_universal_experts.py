@@ -37,19 +37,9 @@ def _make_engine(universal):
     model = OneLayerOfExperts()
     dense = {"params": list(model.parameters()), "name": "dense"}
     groups = split_params_into_different_moe_groups_for_optimizer(dense, max_group_size=16)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "bf16": {
-            "enabled": True
-        },
-        "zero_optimization": {
-            "stage": 1,
-            "reduce_bucket_size": 1000
-        },
-        "checkpoint": {
-            "load_universal": universal
-        },
-    }
+    config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}}
+    config["zero_optimization"] = {"stage": 1, "reduce_bucket_size": 1000}
+    config["checkpoint"] = {"load_universal": universal}
     return deepspeed.initialize(model=model, optimizer=torch.optim.Adam(groups, lr=1.0), config=config)[0]
 
 

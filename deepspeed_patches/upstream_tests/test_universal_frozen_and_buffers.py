@@ -14,6 +14,7 @@ from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 
 from unit.common import DistributedTest
 
+OPTIONS = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
 SAVED, UNIVERSAL = "saved", "universal"
 
 
@@ -34,19 +35,9 @@ class Adapted(torch.nn.Module):
 def _make_engine(stage, seed, universal=False):
     torch.manual_seed(seed)
     model = Adapted()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {
-            "enabled": True
-        },
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 1000
-        },
-        "checkpoint": {
-            "load_universal": universal
-        },
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    config["zero_optimization"] = {"stage": stage, "reduce_bucket_size": 1000}
+    config["checkpoint"] = {"load_universal": universal}
     optimizer = torch.optim.Adam(model.adapter.parameters())
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
@@ -67,14 +58,8 @@ def _save_universal_checkpoint(engine, folder, **options):
     engine.save_checkpoint(str(folder), tag=SAVED, client_state=info, **options)
     dist.barrier()
     if dist.get_rank() == 0:
-        convert_to_universal(
-            argparse.Namespace(input_folder=os.path.join(folder, SAVED),
-                               output_folder=os.path.join(folder, UNIVERSAL),
-                               num_extract_workers=1,
-                               num_merge_workers=1,
-                               keep_temp_folder=False,
-                               strict=True,
-                               inject_missing_state=True))
+        folders = dict(input_folder=os.path.join(folder, SAVED), output_folder=os.path.join(folder, UNIVERSAL))
+        convert_to_universal(argparse.Namespace(**folders, inject_missing_state=True, **OPTIONS))
     dist.barrier()
     return _states(engine)
 

@@ -14,6 +14,7 @@ from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 
 from unit.common import DistributedTest
 
+OPTIONS = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
 SAVED, UNIVERSAL = "saved", "universal"
 
 
@@ -21,19 +22,9 @@ def _make_engine(stage, groups, universal=False):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     params = list(model.parameters())
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {
-            "enabled": True
-        },
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 1000
-        },
-        "checkpoint": {
-            "load_universal": universal
-        },
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    config["zero_optimization"] = {"stage": stage, "reduce_bucket_size": 1000}
+    config["checkpoint"] = {"load_universal": universal}
     param_groups = [{"params": params[i::groups]} for i in range(groups)]
     return deepspeed.initialize(model=model, optimizer=torch.optim.Adam(param_groups), config=config)[0]
 
@@ -46,16 +37,8 @@ def _save_universal_checkpoint(folder, stage, groups):
     info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": 1}
     engine.save_checkpoint(str(folder), tag=SAVED, client_state=info)
     if dist.get_rank() == 0:
-        convert_to_universal(
-            argparse.Namespace(
-                input_folder=os.path.join(folder, SAVED),
-                output_folder=os.path.join(folder, UNIVERSAL),
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=True,
-            ))
+        folders = dict(input_folder=os.path.join(folder, SAVED), output_folder=os.path.join(folder, UNIVERSAL))
+        convert_to_universal(argparse.Namespace(**folders, inject_missing_state=True, **OPTIONS))
     dist.barrier()
 
 

@@ -14,6 +14,7 @@ from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 
 from unit.common import DistributedTest
 
+OPTIONS = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
 SAVED, UNIVERSAL = "saved", "universal"
 STATES = {"sgd": set(), "momentum": {"momentum_buffer"}, "amsgrad": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}}
 
@@ -27,20 +28,10 @@ def _make_optimizer(name, params):
 def _make_engine(name, stage, seed, universal=False):
     torch.manual_seed(seed)
     model = torch.nn.Linear(4, 4)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_allow_untested_optimizer": True,
-        "bf16": {
-            "enabled": True
-        },
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 1000
-        },
-        "checkpoint": {
-            "load_universal": universal
-        },
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+    config["bf16"] = {"enabled": True}
+    config["zero_optimization"] = {"stage": stage, "reduce_bucket_size": 1000}
+    config["checkpoint"] = {"load_universal": universal}
     return deepspeed.initialize(model=model, optimizer=_make_optimizer(name, model.parameters()), config=config)[0]
 
 
@@ -64,22 +55,9 @@ def _save_universal_checkpoint(engine, steps, folder):
     engine.save_checkpoint(str(folder), tag=SAVED, client_state=info)
     dist.barrier()
     if dist.get_rank() == 0:
-        convert_to_universal(
-            argparse.Namespace(
-                input_folder=os.path.join(folder, SAVED),
-                output_folder=os.path.join(folder, UNIVERSAL),
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=True,
-            ))
+        folders = dict(input_folder=os.path.join(folder, SAVED), output_folder=os.path.join(folder, UNIVERSAL))
+        convert_to_universal(argparse.Namespace(**folders, inject_missing_state=True, **OPTIONS))
     dist.barrier()
-
-
-def _skip_without_universal_checkpoints(stage):
-    if stage == 3 and not hasattr(deepspeed.checkpoint.ds_to_universal, "extract_zero_shards_stage3"):
-        pytest.skip("this release has no universal checkpoints of ZeRO-3")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -88,7 +66,6 @@ class TestUniversalOptimizerStates(DistributedTest):
     world_size = 2
 
     def test_the_states_of_the_optimizer_are_loaded(self, name, stage, tmpdir):
-        _skip_without_universal_checkpoints(stage)
         engine = _make_engine(name, stage, seed=0)
         for _ in range(2):
             _step(engine)
@@ -103,7 +80,6 @@ class TestUniversalOptimizerStates(DistributedTest):
         _step(loaded)
 
     def test_a_run_that_goes_back_to_its_beginning_keeps_no_states(self, name, stage, tmpdir):
-        _skip_without_universal_checkpoints(stage)
         _save_universal_checkpoint(_make_engine(name, stage, seed=0), 0, tmpdir)
         loaded = _make_engine(name, stage, seed=1, universal=True)
         _step(loaded)

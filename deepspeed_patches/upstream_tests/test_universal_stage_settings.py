@@ -15,6 +15,7 @@ from deepspeed.pipe import PipelineModule
 
 from unit.common import DistributedTest
 
+OPTIONS = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
 SAVED, UNIVERSAL = "saved", "universal"
 INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": 1}
 
@@ -27,19 +28,9 @@ def _save_two_stages(folder, weight_decays, info=INFO):
                            loss_fn=torch.nn.MSELoss(),
                            partition_method="uniform",
                            activation_checkpoint_interval=0)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "steps_per_print": 10,
-        "fp16": {
-            "enabled": True,
-            "initial_scale_power": 4
-        },
-        "zero_optimization": {
-            "stage": 1,
-            "reduce_bucket_size": 1000
-        },
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "steps_per_print": 10}
+    config["fp16"] = {"enabled": True, "initial_scale_power": 4}
+    config["zero_optimization"] = {"stage": 1, "reduce_bucket_size": 1000}
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=weight_decays[stage])
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     samples = torch.ones((1, 4), dtype=torch.float16, device=engine.device)
@@ -48,14 +39,8 @@ def _save_two_stages(folder, weight_decays, info=INFO):
 
 
 def _convert(folder, inject_missing_state=False):
-    convert_to_universal(
-        argparse.Namespace(input_folder=os.path.join(folder, SAVED),
-                           output_folder=os.path.join(folder, UNIVERSAL),
-                           num_extract_workers=1,
-                           num_merge_workers=1,
-                           keep_temp_folder=False,
-                           strict=True,
-                           inject_missing_state=inject_missing_state))
+    folders = dict(input_folder=os.path.join(folder, SAVED), output_folder=os.path.join(folder, UNIVERSAL))
+    convert_to_universal(argparse.Namespace(**folders, inject_missing_state=inject_missing_state, **OPTIONS))
 
 
 class TestUniversalStageSettings(DistributedTest):

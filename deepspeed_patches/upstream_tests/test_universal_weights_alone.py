@@ -15,6 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from unit.common import DistributedTest
 
+OPTIONS = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
 SAVED, UNIVERSAL = "saved", "universal"
 # By the stage, and the type in which gradients are summed up.
 OPTIMIZERS = {"stage 1": (1, "bf16"), "stage 2": (2, "bf16"), "BF16_Optimizer": (1, "fp32")}
@@ -24,22 +25,10 @@ def _make_engine(optimizer, seed, lr, universal=False):
     torch.manual_seed(seed)
     model = torch.nn.Linear(4, 4)
     stage, sum_in = OPTIMIZERS[optimizer]
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {
-            "enabled": True
-        },
-        "data_types": {
-            "grad_accum_dtype": sum_in
-        },
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 1000
-        },
-        "checkpoint": {
-            "load_universal": universal
-        },
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    config["data_types"] = {"grad_accum_dtype": sum_in}
+    config["zero_optimization"] = {"stage": stage, "reduce_bucket_size": 1000}
+    config["checkpoint"] = {"load_universal": universal}
     return deepspeed.initialize(model=model, optimizer=torch.optim.Adam(model.parameters(), lr=lr), config=config)[0]
 
 
@@ -55,16 +44,8 @@ def _save_universal_checkpoint(engine, folder):
     engine.save_checkpoint(str(folder), tag=SAVED, client_state=info)
     dist.barrier()
     if dist.get_rank() == 0:
-        convert_to_universal(
-            argparse.Namespace(
-                input_folder=os.path.join(folder, SAVED),
-                output_folder=os.path.join(folder, UNIVERSAL),
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=True,
-            ))
+        folders = dict(input_folder=os.path.join(folder, SAVED), output_folder=os.path.join(folder, UNIVERSAL))
+        convert_to_universal(argparse.Namespace(**folders, inject_missing_state=True, **OPTIONS))
     dist.barrier()
 
 

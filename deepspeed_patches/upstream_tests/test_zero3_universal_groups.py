@@ -14,6 +14,7 @@ from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 
 from unit.common import DistributedTest
 
+OPTIONS = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
 STEPS = 1  # the third one of an engine has other gradients now and then, whatever was loaded
 UNIVERSAL = "universal"
 
@@ -27,19 +28,9 @@ def _make_engine(groups=2, load_universal=False):
         param_groups = [{"params": decayed + others}]
     else:
         param_groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {
-            "enabled": True
-        },
-        "zero_optimization": {
-            "stage": 3,
-            "sub_group_size": 4
-        },
-        "checkpoint": {
-            "load_universal": load_universal
-        }
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    config["zero_optimization"] = {"stage": 3, "sub_group_size": 4}
+    config["checkpoint"] = {"load_universal": load_universal}
     return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(param_groups, lr=0.1), config=config)[0]
 
 
@@ -54,14 +45,8 @@ def _save_universal(engine, folder):
     info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": STEPS}
     engine.save_checkpoint(folder, tag="saved", client_state=info)
     if dist.get_rank() == 0:
-        convert_to_universal(
-            argparse.Namespace(input_folder=os.path.join(folder, "saved"),
-                               output_folder=os.path.join(folder, UNIVERSAL),
-                               num_extract_workers=1,
-                               num_merge_workers=1,
-                               keep_temp_folder=False,
-                               strict=True,
-                               inject_missing_state=False))
+        folders = dict(input_folder=os.path.join(folder, "saved"), output_folder=os.path.join(folder, UNIVERSAL))
+        convert_to_universal(argparse.Namespace(**folders, inject_missing_state=False, **OPTIONS))
     dist.barrier()
 
 

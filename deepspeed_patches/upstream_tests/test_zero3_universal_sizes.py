@@ -14,24 +14,16 @@ from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 
 from unit.common import DistributedTest
 
+OPTIONS = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
 UNIVERSAL = "universal"
 
 
 def _make_engine(words, load_universal=False):
     torch.manual_seed(words)
     model = torch.nn.Sequential(torch.nn.Linear(words, 4), torch.nn.Linear(4, 4))
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {
-            "enabled": True
-        },
-        "zero_optimization": {
-            "stage": 3
-        },
-        "checkpoint": {
-            "load_universal": load_universal
-        }
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    config["zero_optimization"] = {"stage": 3}
+    config["checkpoint"] = {"load_universal": load_universal}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
@@ -43,14 +35,8 @@ def _save_universal(engine, folder, words):
     info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": 1}
     engine.save_checkpoint(folder, tag="saved", client_state=info)
     if dist.get_rank() == 0:
-        convert_to_universal(
-            argparse.Namespace(input_folder=os.path.join(folder, "saved"),
-                               output_folder=os.path.join(folder, UNIVERSAL),
-                               num_extract_workers=1,
-                               num_merge_workers=1,
-                               keep_temp_folder=False,
-                               strict=True,
-                               inject_missing_state=False))
+        folders = dict(input_folder=os.path.join(folder, "saved"), output_folder=os.path.join(folder, UNIVERSAL))
+        convert_to_universal(argparse.Namespace(**folders, inject_missing_state=False, **OPTIONS))
     dist.barrier()
 
 

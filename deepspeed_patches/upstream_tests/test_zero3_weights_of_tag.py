@@ -13,15 +13,8 @@ from unit.common import DistributedTest
 def _make_engine(seed):
     torch.manual_seed(seed)
     model = torch.nn.Linear(4, 4)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {
-            "enabled": True
-        },
-        "zero_optimization": {
-            "stage": 3
-        },
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    config["zero_optimization"] = {"stage": 3}
     return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1), config=config)[0]
 
 

@@ -10,18 +10,8 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 from unit.common import DistributedTest
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {
-        "enabled": True
-    },
-    "zero_optimization": {
-        "stage": 1
-    },
-    "data_types": {
-        "grad_accum_dtype": "fp32"
-    },
-}
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+CONFIG["data_types"] = {"grad_accum_dtype": "fp32"}
 
 
 class TestZeroToFP32OfBF16Optimizer(DistributedTest):

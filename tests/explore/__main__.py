@@ -9,7 +9,6 @@ a file in `.explore/`: the same command goes on where it ended.
     make explore CASE=tests/explore/corpus/round_robin_links.json WITHOUT=round_robin_links
 """
 
-import argparse
 import json
 import os
 import sys
@@ -25,35 +24,22 @@ FOLDER = Path(__file__).resolve().parents[2] / ".explore"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="explore",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Each option can be given as a variable of its name, as make passes them on.",
-    )
-
-    def option(name: str, default: str, about: str, choices: tuple[str, ...] | None = None) -> None:
-        value = os.environ.get(name.upper(), default)
-        parser.add_argument(f"--{name}", default=value, help=about, choices=choices)
-
-    option("minutes", "10", "how long new cases are begun")
-    option("seed", time.strftime("%Y%m%d"), "of the cases: the same seed draws the same ones")
-    option("package", "deepspeed", "what is explored", tuple(SPACES))
-    option("version", "", "its release (default: the newest)")
-    option("fixes", "on", "off: upstream as it is", ("on", "off"))
-    option("without", "", "a fix to switch off")
-    option("case", "", "run this file's case alone")
-    args = parser.parse_args()
-    case = complete(json.loads(Path(args.case).read_text())["case"]) if args.case else {"package": args.package}
-    version = args.version or newest(SPACES[case["package"]].distribution)
-    stack = Stack(case["package"], version, args.fixes == "on", args.without)
-    if args.case:
+    given = os.environ.get
+    case = complete(json.loads(Path(given("CASE", "")).read_text())["case"]) if given("CASE") else {}
+    package = case.get("package", given("PACKAGE", "deepspeed"))
+    if package not in SPACES or given("FIXES", "on") not in ("on", "off"):
+        print(f"expected PACKAGE to be of {', '.join(SPACES)} and FIXES on or off; {__doc__}", file=sys.stderr)
+        return 2
+    version = given("VERSION") or newest(SPACES[package].DISTRIBUTION)
+    stack = Stack(package, version, given("FIXES", "on") == "on", given("WITHOUT", ""))
+    if case:
         found = outcome(case, stack)
         print(f"{found}\n{found.detail}".strip())
         return int(found.kind == SILENT)
     FOLDER.mkdir(exist_ok=True)
-    exploration = Exploration(FOLDER / f"{stack}-{args.seed}.json", args.seed, stack)
-    exploration.run(time.monotonic() + 60 * float(args.minutes))
+    seed = given("SEED") or time.strftime("%Y%m%d")  # the same seed draws the same cases
+    exploration = Exploration(FOLDER / f"{stack}-{seed}.json", seed, stack)
+    exploration.run(time.monotonic() + 60 * float(given("MINUTES", "10")))
     print(exploration.summary())
     return int(exploration.counts[SILENT] > 0)
 

@@ -15,7 +15,7 @@ from ckpt_patches.engine.fix import load, package_of
 from ckpt_patches.engine.registry import CORE, DEEPSPEED
 from ckpt_patches.runtime.durable import replace_durably
 from explore.judged import SILENT, Stack, outcome
-from explore.spaces import compact, complete, space_of
+from explore.spaces import compact, complete, described
 from registered import FIXES
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -51,11 +51,6 @@ def _kept(name: str, case: dict[str, Any], signature: str, stack: Stack) -> str:
     file = CORPUS / f"{name}.json"
     if file.exists():
         return f"not kept: there is {file.name} already"
-    known = {
-        "shows": space_of(case).described(case),
-        "signature": signature,
-        "version": stack.version,
-        "case": compact(case),
-    }
+    known = {"shows": described(case), "signature": signature, "version": stack.version, "case": compact(case)}
     replace_durably(file, (json.dumps(known, indent=1) + "\n").encode())
     return f"kept as {file.name}"

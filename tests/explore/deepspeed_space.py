@@ -3,26 +3,15 @@
 import random
 from typing import Any
 
-from explore.damaging import ALTERED, DAMAGES, LOST, OTHER_STEP
+from explore.damaging import ALTERED, DAMAGES, LOST
+from trainers.options import DEEPSPEED as PLAIN
 from upstream import numbers
 
 Case = dict[str, Any]
 
-# The options of a training before any draw. Shrinking returns to these values.
-PLAIN: Case = {
-    "stage": 1, "dtype": "bf16", "optimizer": "AdamW", "groups": 1, "steps": 2, "accumulation": 1, "bucket": 1000,
-    "sub_group_size": 0, "persistent": 0, "writer": None, "contiguous_gradients": True, "experts": 0,
-    "pipeline": 0, "tp": 1,
-    **dict.fromkeys(
-        (
-            "single", "empty_group", "zero_rate", "reversed", "warm_up", "frozen", "unused", "tied", "zero_initialized",
-            "buffers", "lora", "overflow", "round_robin_gradients", "overlap_comm", "hpz", "offload", "fp32_gradients",
-            "clipping", "sequences", "momentum_in_memory", "ends_at_save", "parameter_alignment",
-            "stage_decay",
-        ),
-        False,
-    ),
-}  # fmt: skip
+DISTRIBUTION, PROGRAM = "deepspeed", "explore_deepspeed"
+LAYOUT = ()  # options of a run that are not plainer on their own
+HALFWAY = {"groups": 2, "steps": 3, "experts": 2}  # values between large and plain ones
 # The options of a load and of a case before any draw.
 PLAIN_LOAD: Case = {
     "kind": "ordinary", "restore": "everything", "tag": "first", "times": 1,
@@ -160,22 +149,17 @@ def drawn(seed: str, version: str) -> Case:
     return {"package": "deepspeed", **case}
 
 
-def steps_to_plain(case: Case) -> list[Case]:
-    """The steps that each make one option of the run, the load or the case plainer.
+def fixed(load: Case) -> tuple[str, ...]:
+    """The options of a load that are not plainer on their own."""
+    return ("kind", "restore", "tag")
 
-    If steps exclude each other, the plainest step comes last.
-    """
-    run, load = case["run"], case["load"]
-    found: list[Case] = [{"run": {"groups": 2}}] * (run["groups"] > 2) + [{"run": {"steps": 3}}] * (run["steps"] > 3)
-    found += [{"run": {"experts": 2}}] * (run["experts"] > 2)
-    found += [{"run": {name: value}} for name, value in PLAIN.items() if run[name] != value]
-    kept = ("kind", "restore", "tag")
-    found += [{"load": {name: value}} for name, value in PLAIN_LOAD.items() if name not in kept and load[name] != value]
+
+def smaller(case: Case) -> list[Case]:
+    """Let an earlier file kill the save, or use fewer ranks."""
+    load = case["load"]
+    found: list[Case] = []
     if case["killed"]:
         found += [{"killed": 0}] + [{"killed": 1}] * (case["killed"] > 1)
-    if case["two_saves"]:
-        plainer_load = {"tag": "first"} | ({"damage": ""} if load["damage"] == OTHER_STEP else {})
-        found.append({"two_saves": False, "killed": 0, "load": plainer_load})
     if case["nodes"] == 2:
         found.append({"nodes": 1, "run": {"hpz": False}, "load": {"nodes": 1}})
     elif load["nodes"] == 1:
@@ -190,30 +174,3 @@ def loaded(case: Case) -> str:
     """Name the loaded checkpoint and its loaded parts."""
     load = case["load"]
     return f"{load['kind']}, {load['restore']}".removesuffix(", everything")
-
-
-def described(case: Case) -> str:
-    """Describe the differences from a plain case in one line."""
-    load, options = case["load"], {name: value for name, value in case["run"].items() if value != PLAIN[name]}
-    ranks = f"{case['ranks']} ranks" + " on 2 nodes" * (case["nodes"] == 2)
-    words = [
-        loaded(case),
-        ranks + f" to {load['ranks']}" * (load["ranks"] != case["ranks"]),
-        f"{load['tag']} of two saves" * case["two_saves"],
-        "loaded twice" * (load["times"] == 2),
-        "into a run that has trained" * load["trained"],
-        "saved without the fixes" * load["old"],
-        "loaded without the fixes" * load["by_upstream"],
-        "with fingerprints" * load["fingerprint"],
-        "by both converters" * load["both_converters"],
-        "one param group more" * load["more_groups"],
-        "by the tracker" * load["latest"],
-        f"on {load['stages']} stages" * bool(load["stages"]),
-        f"loaded with tp {load['tp']}" * bool(load["tp"]),
-        "with the fixes on rank 0 alone" * load["some_ranks"],
-        f"file {load['file']} {load['damage']}" * bool(load["damage"]),
-        "repaired" * load["repaired"],
-        f"second save killed at {case['killed']}" * bool(case["killed"]),
-        *(name if value is True else f"{name} {value}" for name, value in options.items()),
-    ]
-    return ", ".join(filter(None, words))

@@ -61,16 +61,17 @@ class Stack:
 
     @property
     def tree(self) -> Path:
-        return tree(SPACES[self.package].distribution, self.version)
+        return tree(SPACES[self.package].DISTRIBUTION, self.version)
 
     def run(self, *arguments: str | Path) -> dict[str, Any]:
-        space = SPACES[self.package]
         others = [name for name in FIXES if name not in self.without.split(",")] if self.without else ()
         delivery = "hook" if self.fixes else "none"
         recording = {"CKPT_PATCHES_FINGERPRINT": "warn"} if self.fingerprint else {}
         permissive = {} if self.fixes else PERMISSIVE
         on: dict[str, Any] = {"tree": self.tree, "delivery": delivery, "fixes": others, "path": EMERGING}
-        found: dict[str, Any] = run_json(space.program, *arguments, **on, env={**permissive, **recording})
+        found: dict[str, Any] = run_json(
+            SPACES[self.package].PROGRAM, *arguments, **on, env={**permissive, **recording}
+        )
         return found
 
 

@@ -5,25 +5,12 @@ import random
 from typing import Any
 
 from explore.damaging import ALTERED, DAMAGES, LOST, OTHER_STEP
+from trainers.options import MEGATRON as PLAIN
 from upstream import numbers, runnable
 
 Case = dict[str, Any]
 
 EMERGING_OPTIMIZERS = "CKPT_PATCHES_TEST_EMERGING_OPTIMIZERS"  # names a folder with it (`pip install --target`)
-# The options of a training before any draw. Shrinking returns to these values.
-PLAIN: Case = {
-    "tp": 1, "pp": 1, "ep": 0, "cp": 1, "instances": 1, "dtype": "bf16", "optimizer": "distributed", "inner": "fused",
-    "algorithm": "adam", "offload": None, "format": "fully_reshardable", "steps": 2, "bucket": 0,
-    "backend": "torch_dist",
-    **dict.fromkeys(
-        (
-            "overlap", "precision_aware", "decoupled_rate", "mup", "fp32_norms", "gated", "untied", "biases", "frozen",
-            "zero_initialized", "scheduler", "overflow", "asynchronous", "persistent", "clipping", "learned_positions",
-            "trainer", "parallel_load", "fsdp2",
-        ),
-        False,
-    ),
-}  # fmt: skip
 # Whether Muon is drawn. Emerging-Optimizers is on no package index.
 EMERGING = bool(os.environ.get(EMERGING_OPTIMIZERS))
 # The numbers of tensor-, pipeline- and data-parallel ranks.
@@ -52,7 +39,8 @@ PLAIN_LOAD: Case = {
 }  # fmt: skip
 PLAIN_CASE: Case = {"two_saves": False}
 LAYOUT = ("tp", "pp", "ep", "cp")
-OF_LAYOUT = (*LAYOUT, "tag", "restore")  # these are not plainer on their own
+HALFWAY = {"steps": 3}  # values between large and plain ones
+DISTRIBUTION, PROGRAM = "megatron-core", "explore_megatron"
 
 
 def formats(version: str) -> list[str]:
@@ -202,30 +190,19 @@ def _migrate(generator: random.Random, run: Case, load: Case) -> None:
     run["format"] = "fully_sharded_model_space"
 
 
-def steps_to_plain(case: Case) -> list[Case]:
-    """The steps that each make one option of the run, the load or the case plainer."""
-    run, load = case["run"], case["load"]
-    found: list[Case] = [{"run": {"steps": 3}}] * (run["steps"] > 3)
-    found += [{"run": {name: value}} for name, value in PLAIN.items() if run[name] != value and name not in LAYOUT]
-    fixed = (*OF_LAYOUT, *(("migrated", "format", "saved_by") if load["migrated"] else ()))
-    own = {name: value for name, value in PLAIN_LOAD.items() if name not in fixed}
-    found += [{"load": {name: value}} for name, value in own.items() if load[name] != value]
-    if case["two_saves"]:
-        plainer_load = {"tag": "first"} | ({"damage": ""} if load["damage"] == OTHER_STEP else {})
-        found.append({"two_saves": False, "load": plainer_load})
-    same = {"ranks": case["ranks"], **{name: run[name] for name in LAYOUT}}
-    if any(load[name] != value for name, value in same.items()):
-        found.append({"load": same})
-        found += [{"load": {"ranks": load["ranks"] // load[name], name: 1}} for name in LAYOUT[:2] if load[name] > 1]
-    else:
-        found += _smaller(case)
-    return found
+def fixed(load: Case) -> tuple[str, ...]:
+    """The options of a load that are not plainer on their own."""
+    return (*LAYOUT, "tag", "restore", *(("migrated", "format", "saved_by") if load["migrated"] else ()))
 
 
-def _smaller(case: Case) -> list[Case]:
-    """Reduce a case in one layout: drop tensor, pipeline or expert parallelism, or use fewer ranks."""
-    run, ranks = case["run"], case["ranks"]
+def smaller(case: Case) -> list[Case]:
+    """Load in the same layout, or drop tensor, pipeline or expert parallelism, or use fewer ranks."""
+    run, load, ranks = case["run"], case["load"], case["ranks"]
     found: list[Case] = []
+    same = {"ranks": ranks, **{name: run[name] for name in LAYOUT}}
+    if any(load[name] != value for name, value in same.items()):
+        fewer = [{"load": {"ranks": load["ranks"] // load[name], name: 1}} for name in LAYOUT[:2] if load[name] > 1]
+        return [{"load": same}, *fewer]
 
     def layout(count: int, **changed: int) -> None:
         found.append({"ranks": count, "run": changed, "load": {**changed, "ranks": count}})
@@ -247,30 +224,3 @@ def _smaller(case: Case) -> list[Case]:
 def loaded(case: Case) -> str:
     """Name the loaded checkpoint and its loaded parts."""
     return f"{case['run']['format']}, {case['load']['restore']}".removesuffix(", everything")
-
-
-def described(case: Case) -> str:
-    """Describe the differences from a plain case in one line."""
-    load, run = case["load"], case["run"]
-    options = {name: value for name, value in run.items() if value != PLAIN[name] and name != "format"}
-    layout = {name: load[name] for name in LAYOUT if load[name] != run[name]}
-    words = [
-        loaded(case),
-        f"{case['ranks']} ranks" + f" to {load['ranks']}" * (load["ranks"] != case["ranks"]),
-        *(f"loaded with {name} {value}" for name, value in layout.items()),
-        f"{load['tag']} of two saves" * case["two_saves"],
-        "loaded twice" * (load["times"] == 2),
-        "into a run that has trained" * load["trained"],
-        "saved without the fixes" * load["old"],
-        "loaded without the fixes" * load["by_upstream"],
-        "with fingerprints" * load["fingerprint"],
-        "migrated" * load["migrated"],
-        f"saved by {load['saved_by']}" * bool(load["saved_by"]),
-        "overriding the learning rate" * load["override"],
-        "with the fixes on rank 0 alone" * load["some_ranks"],
-        f"file {load['file']} {load['damage']}" * bool(load["damage"]),
-        "repaired" * load["repaired"],
-        f"loaded with offload {load['offload']}" * (load["offload"] != "same"),
-        *(name if value is True else f"{name} {value}" for name, value in options.items()),
-    ]
-    return ", ".join(filter(None, words))

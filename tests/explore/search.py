@@ -12,7 +12,7 @@ from typing import Any
 from ckpt_patches.runtime.durable import replace_durably
 from explore.corpus import keep
 from explore.judged import LOUD, NOT_TRAINED, RIGHT, SILENT, Outcome, Stack, outcome
-from explore.spaces import SPACES, plainer, space_of
+from explore.spaces import SPACES, described, plainer, steps_to_plain
 
 SAME = 2  # the number of cases per signature that the search shrinks
 AT_ONCE = 2
@@ -57,17 +57,10 @@ class Exploration:
         if found.kind == SILENT and seen < SAME:
             smaller, found = shrunk(case, found, self.stack)
             one |= {"case": smaller, "detail": found.detail, "shrunk": True}
-            shown = f"SILENT {name} {found.signature} | {space_of(case).described(smaller)}"
+            shown = f"SILENT {name} {found.signature} | {described(smaller)}"
             print(f"{shown} | {keep(name, smaller, self.stack)}", flush=True)
         with self.lock:
-            state = {
-                "package": self.stack.package,
-                "version": self.stack.version,
-                "next": self.next,
-                "counts": self.counts,
-                "errors": self.errors,
-                "silent": self.silent,
-            }
+            state = {name: getattr(self, name) for name in ("next", "counts", "errors", "silent")}
             replace_durably(self.file, json.dumps(state, indent=1).encode())
 
     def summary(self) -> str:
@@ -86,7 +79,6 @@ def shrunk(case: dict[str, Any], found: Outcome, stack: Stack) -> tuple[dict[str
 
     The search applies half of the steps at once, then a quarter, and so on, because most options are irrelevant.
     """
-    steps_to_plain = space_of(case).steps_to_plain
     size = len(steps_to_plain(case))
     while size:
         steps, changed = steps_to_plain(case), False

@@ -109,7 +109,8 @@ def load(rank: int, folder: Path, stage: int) -> int:
 
     run = engine(stage, universal=True, seed=1)
     run.load_checkpoint(str(folder), tag=dt.UNIVERSAL)
-    return len(dt.not_equal(torch.load(folder / dt.TRUTH), whole(run)))
+    truth, found = torch.load(folder / dt.TRUTH), whole(run)
+    return sum(len(dt.differences(found[name], truth[name])) for name in truth)
 
 
 def engine(stage: int, universal: bool, seed: int) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from upstream import INSTALLED_TORCH, affected, run_json, shown, tree, with_fix, without_fix
+from upstream import INSTALLED_TORCH, affected, called, run_json, shown, tree, with_fix, without_fix
 
 RELEASES = affected("dcp_async_copy")
 
@@ -46,6 +46,13 @@ def test_a_sharded_tensor_without_a_shard_here_is_left_alone(tmp_path: Path) -> 
     assert run_json("dcp_async_save", "empty", tmp_path, tree=tree("torch", INSTALLED_TORCH), delivery="hook") is True
 
 
+@pytest.mark.parametrize(("delivery", "error"), [("none", "other values"), ("hook", "")])
+def test_a_load_is_proven_by_the_fingerprint_of_the_save(delivery: str, error: str) -> None:
+    found = called(__file__, "proven", version=INSTALLED_TORCH, delivery=delivery)
+    assert error in found
+    assert bool(found) == bool(error), found
+
+
 def test_import_of_torch_loads_nothing_of_ours() -> None:
     """Only the finder is there: the hook and the fixes are loaded at the first module of checkpoints."""
     ours = "sorted(name for name in sys.modules if name.startswith('ckpt_patches.hook.'))"
@@ -67,3 +74,10 @@ def bug(folder: Path) -> str:
     later = results(dcp_saving.save_and_step, 1, folder)[0]
     count = f"{len(later)} of {len(dcp_saving.KINDS)} tensors"
     return f"{count} are those of a later step, and no error: {', '.join(later)}" if later else ""
+
+
+def proven(folder: Path) -> str:
+    from trainers import dcp_saving
+    from trainers.ranks import results
+
+    return str(results(dcp_saving.save_step_and_prove, 1, folder)[0])

@@ -241,9 +241,11 @@ def resume_layer_wise(rank: int, folder: Path, context: int, lost: bool) -> tupl
     With `lost` the second file is deleted before the load.
     """
     import layer_wise
-    from gpt_training import gathered
     from trainers import megatron_lm
     from trainers import megatron_training as mt
+    from trainers.gpt_training import gathered
+    from trainers.judge import alike
+    from trainers.megatron_state import Run, live
 
     torch.distributed.all_gather = gathered
     checkpointing = megatron_lm.import_training()
@@ -267,8 +269,8 @@ def resume_layer_wise(rank: int, folder: Path, context: int, lost: bool) -> tupl
         megatron_lm.load(checkpointing, resumed, args, of_resumed)
     except (RuntimeError, SystemExit) as error:  # a file that two ranks wrote at once
         return type(error).__name__, 0
-    own, loaded = layer_wise.held(model, optimizer), layer_wise.held(resumed, of_resumed)
-    return "", sum(not torch.equal(tensor, loaded[name]) for name, tensor in own.items() if " " in name)
+    own, loaded = live(Run(model, optimizer, None)), live(Run(resumed, of_resumed, None))
+    return "", sum(not alike(loaded.get(name), own[name]) for name in own if not name.endswith(".weight.weight"))
 
 
 def two_alike(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:

@@ -48,7 +48,7 @@ OPTIONS = {
 def save(rank: int, folder: Path) -> str:
     from megatron.core import tensor_parallel
 
-    import gpt_training
+    from trainers import gpt_training
     from trainers import megatron_training as mt
 
     mt.use_inner_optimizer("fused")
@@ -71,7 +71,7 @@ def save(rank: int, folder: Path) -> str:
 
 def two_layers(config: Any, dtype: Any, native_fp32: bool) -> Any:
     """A GPT whose first layer is frozen."""
-    import gpt_training
+    from trainers import gpt_training
 
     model = gpt_training.gpt(OPTIONS, dtype, 1)
     for parameter in model.decoder.layers[0].parameters():

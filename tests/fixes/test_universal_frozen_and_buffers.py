@@ -53,7 +53,7 @@ def save(rank: int, folder: Path, kind: str, ranks: int) -> None:
     run = engine(kind, ranks, universal=False, seed=0)
     dt.train(run, rank, ranks, first=0)
     dt.save(run, folder)
-    states = {**dt.weights(run), **dict(run.module.named_buffers())}
+    states = kept(run)
     if rank == 0:
         torch.save(states, folder / SAVED)
     dt.convert(folder)
@@ -65,8 +65,14 @@ def load(rank: int, folder: Path, kind: str, ranks: int) -> list[str]:
 
     run = engine(kind, ranks, universal=True, seed=1)
     dt.load(run, folder, dt.UNIVERSAL)
-    found = {**dt.weights(run), **dict(run.module.named_buffers())}
-    return dt.on_any_rank(dt.differences(found, torch.load(folder / SAVED, weights_only=False)))
+    return dt.on_any_rank(dt.differences(kept(run), torch.load(folder / SAVED, weights_only=False)))
+
+
+def kept(run: Any) -> dict[str, Any]:
+    """The weights and buffers."""
+    from trainers import deepspeed_training as dt
+
+    return {name: value for name, value in dt.snapshot(run).items() if dt.kind_of(name) in ("weight", "buffer")}
 
 
 def engine(kind: str, ranks: int, universal: bool, seed: int) -> Any:

@@ -1,8 +1,8 @@
 """Train a small GPT with the real layer-wise distributed optimizer on CPU ranks, save it in torch_dist, and resume it.
 
 Each data-parallel rank holds complete parameters. Torch's SGD with momentum steps the matrices in place of Muon, which
-has a state of the same name but is on no package index; Adam steps the rest. `save` writes OUT/checkpoint and the state
-of each rank; `resume` prints JSON: the parts of the "loaded" state that differ from it.
+has a state of the same name but is on no package index; Adam steps the rest. `save` writes OUT/checkpoint and the live
+state; `resume` prints JSON: the parts of the loaded state that differ from it.
 
     layer_wise.py save|resume OUT [--tp 1] [--dp 2] [--ep 1] [--experts] [--of-each 2]
 """
@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 import gpt_resume
-from gpt_training import gathered
 from program_arguments import parsed
+from trainers import judge, stub_fused_adam
 from trainers import megatron_training as mt
-from trainers import stub_fused_adam
+from trainers.gpt_training import gathered
+from trainers.megatron_state import Run, live
 
 STEPS = 3
 
@@ -86,56 +87,30 @@ def init_adam(optimizer: Any, config: Any = None) -> None:
                 optimizer.state[parameter].setdefault(name, torch.zeros_like(parameter))
 
 
-def held(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """All weights, and the main parameters and states of this rank's own parameters."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    found = {name: parameter.detach().clone() for parameter, name in names.items()}
-    for own in optimizer.chained_optimizers:
-        for mains, weights in zip(own.fp32_from_float16_groups, own.float16_groups, strict=True):
-            for main_parameter, weight in zip(mains, weights, strict=True):
-                states = {"main": main_parameter, **own.optimizer.state[main_parameter]}
-                found |= {f"{names[weight]} {key}": its.detach().clone() for key, its in states.items()}
-    return found
-
-
-def sharded(model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    of_model = model.module.sharded_state_dict()
-    return {"model": of_model, "optimizer": optimizer.sharded_state_dict(of_model, is_loading=is_loading)}
-
-
 def save(rank: int, options: argparse.Namespace) -> None:
     model, optimizer = build(options)
     for number in range(STEPS):
         gpt_resume.step(model, optimizer, number)
     run = {"args": argparse.Namespace(iteration=STEPS, bf16=True), "iteration": STEPS, "checkpoint_version": 3.0}
-    mt.write({**sharded(model, optimizer, is_loading=False), **run}, options.out / "checkpoint", "torch_dist")
-    torch.save((gpt_resume.place(), held(model, optimizer)), options.out / f"rank-{rank}.pt")
+    state = gpt_resume.sharded(options, model, optimizer, is_loading=False)
+    mt.write({**state, **run}, options.out / "checkpoint", "torch_dist")
+    saved = live(Run(model, optimizer, None))
+    if rank == 0:
+        torch.save(saved, options.out / "saved.pt")
 
 
 def resume(rank: int, options: argparse.Namespace) -> None:
     from megatron.core import dist_checkpointing
 
     model, optimizer = build(options)
-    loaded = dist_checkpointing.load(sharded(model, optimizer, is_loading=True), str(options.out / "checkpoint"))
+    state = gpt_resume.sharded(options, model, optimizer, is_loading=True)
+    loaded = dist_checkpointing.load(state, str(options.out / "checkpoint"))
     model.module.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
-    saved = together([torch.load(file) for file in options.out.glob("rank-*.pt")])
-    found = together(mt.gathered((gpt_resume.place(), held(model, optimizer))))
-    differ = gpt_resume.different(saved, found)
-    everybody = mt.gathered(differ)
+    saved = torch.load(options.out / "saved.pt", weights_only=False)
+    differ = judge.on_any_rank(judge.different(live(Run(model, optimizer, None)), saved))
     if rank == 0:
-        print(json.dumps({"states": len(saved), "differ": sorted({name for own in everybody for name in own})}))
-
-
-def together(ranks: list[tuple[str, dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    """The states of all data-parallel ranks; of experts, only those of this expert-parallel rank."""
-    here = gpt_resume.place()
-    return {
-        name: tensor
-        for place, its in ranks
-        for name, tensor in its.items()
-        if place == here or (".experts." not in name and place.rpartition("-")[0] == here.rpartition("-")[0])
-    }
+        print(json.dumps({"states": len(saved), "differ": differ}))
 
 
 if __name__ == "__main__":

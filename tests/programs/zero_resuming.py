@@ -65,7 +65,8 @@ def resume(rank: int, args: argparse.Namespace) -> dict[str, Any]:
     different = on_any_rank(differences(states, truth["saved"]))
     if different and all(is_settings(name) for name in different):  # to see what else is wrong
         for number, group in enumerate(groups_of(run)):
-            group.update(truth["saved"][f"group {number}"])
+            saved = {key: truth["saved"].get(f"group {number}.{key}") for key in group}
+            group.update({key: value for key, value in saved.items() if value is not None})
     found = {"different": different, "masters are weights": masters_are_weights(states), "steps": states["steps"]}
     losses = train(run, rank, args.ranks, first=STEPS)
     if args.save:

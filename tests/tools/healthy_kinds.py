@@ -446,12 +446,12 @@ OF_DEEPSPEED: dict[str, Options_] = {
     },
     **{f"zero {stage}, first step": {"stage": stage, "zero_initialized": True, "steps": 0} for stage in (2, 3)},
     **{f"zero {stage}, LoRA": {"stage": stage, "lora": True, "groups": 1, "steps": 0} for stage in (1, 3)},
-    "zero 2, a mask": {"stage": 2, "mask": True},
+    "zero 2, a mask": {"stage": 2, "buffers": True},
     "zero 1, fp16, overflows": {"stage": 1, "dtype": "fp16", "overflow": True},
     "zero 1, warm-up": {"stage": 1, "warm_up": True},
     "zero 1, tied": {"stage": 1, "tied": True},
-    "zero 1, round robin": {"stage": 1, "round_robin": True, "groups": 3},
-    "zero 3, sub-groups": {"stage": 3, "sub_groups": True},
+    "zero 1, round robin": {"stage": 1, "round_robin_gradients": True, "groups": 3},
+    "zero 3, sub-groups": {"stage": 3, "sub_group_size": 100},
     "pipeline": {"model": "pipeline"},
 }
 OF_EXPERTS: dict[str, Options_] = {f"experts, zero {stage}": {"model": "moe", "stage": stage} for stage in (0, 1, 2)}

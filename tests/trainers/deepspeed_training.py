@@ -21,13 +21,21 @@ import torch
 import torch._dynamo  # else an optimizer imports it on every rank
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+from trainers import deepspeed_state, judge
+from trainers.deepspeed_state import inner_optimizer, is_weight
+from trainers.deepspeed_state import kind_of as kind_of
+from trainers.deepspeed_state import names_of as names_of
 from trainers.gpu import REAL_GPU, share_gpu
+from trainers.judge import on_any_rank as on_any_rank
 from trainers.ranks import free_port
 from trainers.ranks import gathered as gathered
 from trainers.ranks import results as run_ranks
 
+# All that the next steps depend on: full weights, main parameters and moments, and other state.
+snapshot = deepspeed_state.live
+groups_in_memory = deepspeed_state.groups
+differences, same = judge.different, judge.alike
 _all_gather_into_tensor = torch.distributed.all_gather_into_tensor
 
 
@@ -203,33 +211,16 @@ def train_pipeline(run: Any, rank: int, ranks: int, first: int) -> list[float]:
 
 
 def state(run: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """The full main parameters and moments, by parameter."""
-    by_key = {key: full(run, key) for key in ("fp32", *MOMENTS)}
-    return {name: {key: own[name] for key, own in by_key.items()} for name in by_key["fp32"]}
-
-
-def full(run: Any, key: str) -> dict[str, torch.Tensor]:
-    """The full main parameters (`fp32`), or a moment of each, gathered from the running optimizer, not from a file.
-
-    Where DeepSpeed flattens groups, they are split by the parameters' sizes, not by its links.
-    """
-    names, optimizer = names_of(run), run.optimizer
-
-    def own(master: torch.Tensor) -> torch.Tensor:
-        moments = optimizer.optimizer.state.get(master, {})
-        return master.detach() if key == "fp32" else moments.get(key, torch.full_like(master, torch.nan))
-
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        parameters = [parameter for parameter in names if parameter.requires_grad]
-        if key == "fp32":
-            return {names[parameter]: safe_get_full_fp32_param(parameter).clone() for parameter in parameters}
-        return {names[parameter]: safe_get_full_optimizer_state(parameter, key).clone() for parameter in parameters}
-    if hasattr(optimizer, "fp32_groups"):  # without ZeRO every rank has all of them
-        groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-        pairs = [pair for group in groups for pair in zip(*group, strict=True)]
-        return {names[parameter]: own(master).clone() for parameter, master in pairs}
-    flats = [(torch.cat(gathered(own(master).clone())), parameters) for master, parameters in flat_groups(run)]
-    return {names[parameter]: part for flat, parameters in flats for parameter, part in cut(flat, parameters)}
+    """The full main parameters and moments in memory, by parameter."""
+    found = snapshot(run)
+    return {
+        name: {
+            key: found[f"{name}.{key}"].view(getattr(parameter, "ds_shape", parameter.shape))
+            for key in ("fp32", *MOMENTS)
+        }
+        for parameter, name in names_of(run).items()
+        if f"{name}.fp32" in found
+    }
 
 
 def cut(flat: torch.Tensor, parameters: Iterable[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -240,64 +231,15 @@ def cut(flat: torch.Tensor, parameters: Iterable[Any]) -> Iterator[tuple[Any, to
         at += parameter.numel()
 
 
-def settings(run: Any) -> dict[str, Any]:
-    """The inner optimizer's state besides its flat tensors: each group's settings, each flat tensor's step."""
-    inner = run.optimizer.optimizer
-    return {
-        "groups": [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups],
-        "steps": [float(own["step"]) for own in inner.state.values() if "step" in own],
-    }
-
-
-def not_equal(expected: dict[str, dict[str, torch.Tensor]], found: dict[str, dict[str, torch.Tensor]]) -> list[str]:
-    return [f"{n}.{key}" for n, states in expected.items() for key in states if not found[n][key].equal(states[key])]
-
-
-def snapshot(run: Any) -> dict[str, Any]:
-    """All that the next steps depend on: full weights, main parameters and moments, and other state."""
-    optimizer = run.optimizer
-    states: dict[str, Any] = {f"{name}.weight": weight for name, weight in weights(run).items()}
-    for key in ("fp32", *MOMENTS):
-        states |= {f"{name}.{key}": value for name, value in full(run, key).items()}
-    for number, group in enumerate(groups_of(run)):
-        states[f"group {number}"] = {key: value for key, value in group.items() if key != "params"}
-    steps = {float(own["step"]) for own in optimizer.optimizer.state.values() if "step" in own}
-    states["steps"] = sorted(set().union(*gathered(steps)))
-    states["counters"] = [run.global_steps, run.global_samples, run.skipped_steps]
-    states["scale"] = [getattr(optimizer, "loss_scale", None), getattr(scaler_of(optimizer), "cur_iter", None)]
-    return states
-
-
 def groups_of(run: Any) -> list[dict[str, Any]]:
     """The inner optimizer's param groups."""
-    groups: list[dict[str, Any]] = run.optimizer.optimizer.param_groups
+    groups: list[dict[str, Any]] = inner_optimizer(run).param_groups
     return groups
-
-
-def scaler_of(optimizer: Any) -> Any:
-    """The object with the loss scale's counters; without ZeRO the optimizer, or since 0.18.6 its config object."""
-    return getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", optimizer))
 
 
 def flat_groups(run: Any) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     """This rank's partition of each group's flat main parameters, and the group's parameters."""
-    optimizer = run.optimizer
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
-        masters, groups = optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups
-    elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # stages 1 and 2
-        masters, groups = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
-    else:  # BF16_Optimizer
-        masters, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
-    return list(zip(masters, groups, strict=True))
-
-
-def names_of(run: Any) -> dict[torch.Tensor, str]:
-    return {parameter: name for name, parameter in run.module.named_parameters()}
-
-
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """The names of values that are not the same, or only in one of the two."""
-    return [name for name in {**expected, **found} if not same(found.get(name), expected.get(name))]
+    return [(main, parameters) for main, parameters, _ in groups_in_memory(run, inner_optimizer(run))]
 
 
 def reduce_as_on_a_gpu() -> None:
@@ -312,17 +254,6 @@ def reduce_as_on_a_gpu() -> None:
 
 def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split("+")[0].split("."))
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return bool(one.equal(other))
-    return type(one) is type(other) and bool(one == other)
-
-
-def on_any_rank(names: list[str]) -> list[str]:
-    """The names from all ranks: a rank's own data, e.g. its copy of the weights, may be wrong only there."""
-    return sorted(set().union(*gathered(names)))
 
 
 def save(run: Any, folder: Path) -> None:
@@ -383,17 +314,18 @@ def load_weights(rank: int, folder: Path, case: str, ranks: int, options: dict[s
     run = engine_of(case, ranks, universal=False, seed=0)
     train(run, rank, ranks, first=0)
     run.save_checkpoint(str(folder), tag=TAG)
-    saved = weights(run)
+    saved = snapshot(run)
     train(run, rank, ranks, first=STEPS)
     run.save_checkpoint(str(folder), tag="later")
     loaded = engine_of(case, ranks, universal=False, seed=1)
     loaded.load_checkpoint(str(folder), tag=TAG, **options)
-    found = weights(loaded)
-    wrong = on_any_rank(differences(found, saved))
-    stale = on_any_rank(differences(full(loaded, "fp32"), {name: weight.float() for name, weight in found.items()}))
+    found = snapshot(loaded)
+    names = [name for name in saved if kind_of(name) == "weight"]
+    wrong = on_any_rank([name for name in names if not same(found[name], saved[name])])
+    stale = on_any_rank([name for name in found if kind_of(name) == "fp32" and not is_weight(found, name)])
     if not wrong and not stale:
         return ""
-    return f"{len(wrong)} of {len(saved)} weights are not those saved, {len(stale)} masters not the weights; no error"
+    return f"{len(wrong)} of {len(names)} weights are not those saved, {len(stale)} masters not the weights; no error"
 
 
 def universal_weights_alone(folder: Path, *cases: str) -> str:
@@ -413,26 +345,15 @@ def load_universal_weights(rank: int, folder: Path, case: str, ranks: int) -> st
     convert(folder)
     for asked in ({"load_optimizer_states": False}, {"load_module_only": True}):
         run = engine_of(case, ranks, universal=True, seed=1)
-        before = settings(run)
+        before = snapshot(run)
         run.load_checkpoint(str(folder), tag=UNIVERSAL, **asked)
-        found = {"weight": weights(run), "fp32": full(run, "fp32")}
-        wrong = [
-            f"{name}.{key}" for key, own in found.items() for name in own if not same(own[name], saved[f"{name}.{key}"])
-        ]
-        wrong = on_any_rank(wrong)
-        states = on_any_rank([key for own in run.optimizer.optimizer.state.values() for key in own])
-        if wrong or states or settings(run) != before:
-            return f"{next(iter(asked))}: weights {wrong}, states {states} or settings are not as asked for; no error"
+        found = snapshot(run)
+        expected = {**saved, **{name: value for name, value in before.items() if kind_of(name) in ("group", "steps")}}
+        compared = [name for name in found if kind_of(name) in ("weight", "fp32", "group", "steps")]
+        wrong = on_any_rank([name for name in compared if not same(found[name], expected[name])])
+        if wrong := wrong + [name for name in found if kind_of(name) == "state"]:
+            return f"{next(iter(asked))}: {wrong} are not as asked for; no error"
     return ""
-
-
-def weights(run: Any) -> dict[str, torch.Tensor]:
-    """The full 16-bit weights."""
-    found = {}
-    for name, parameter in run.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            found[name] = parameter.detach().clone()
-    return found
 
 
 def train_and_save(rank: int, folder: Path, case: str, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,6 +1,5 @@
 """Train a small mixture of experts with the real DeepSpeed on four ranks."""
 
-import re
 import warnings
 from typing import Any
 
@@ -10,6 +9,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
 
+from trainers.deepspeed_state import numbered
 from trainers.deepspeed_training import BF16, FP32_GRADIENTS, config, cut, flat_groups, zero
 
 RANKS, HIDDEN, EXPERTS, STEPS, MORE = 4, 6, 4, 8, 2
@@ -83,8 +83,3 @@ def state(run: Any, ep: int) -> dict[str, dict[str, torch.Tensor]]:
             for parameter, part in cut(torch.cat(parts), parameters):
                 found[numbered(names[parameter], first)][key] = part
     return found
-
-
-def numbered(name: str, first: int) -> str:
-    """The name with the expert's global number in place of its local one; `first` is the rank's first expert."""
-    return re.sub(r"(deepspeed_experts\.)(\d+)", lambda match: f"{match[1]}{first + int(match[2])}", name)

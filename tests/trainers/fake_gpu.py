@@ -12,6 +12,7 @@ Environment: FAKEGPU_NDEV (default: WORLD_SIZE or 8), FAKEGPU_PG_TIMEOUT (second
 import contextlib
 import datetime
 import functools
+import inspect
 import os
 import threading
 import types
@@ -374,81 +375,61 @@ def _patch_cuda():
     torch.load = load
 
 
+def _changed(function, change):
+    """The function, called with its arguments by name as `change` leaves them."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args, **keywords):
+        bound = signature.bind(*args, **keywords)
+        change(bound.arguments)
+        return function(**bound.arguments)
+
+    return call
+
+
 def _patch_dist():
     import torch.distributed as d
     import torch.distributed.distributed_c10d as c10
 
-    to = datetime.timedelta(seconds=int(os.environ.get("FAKEGPU_PG_TIMEOUT", "120")))
+    timeout = datetime.timedelta(seconds=int(os.environ.get("FAKEGPU_PG_TIMEOUT", "120")))
 
-    def wrap_init(f):
-        @functools.wraps(f)
-        def g(backend=None, *a, **k):
-            backend = None if backend is None else "gloo"
-            k.pop("device_id", None)
-            k["timeout"] = to
-            return f(backend or "gloo", *a, **k)
+    def with_gloo(given):
+        given.pop("device_id", None)
+        given["timeout"] = timeout
+        given["pg_options"] = None
+        given["backend"] = "gloo" if given.get("backend") else None
 
-        return g
+    def begin_with_gloo(given):
+        with_gloo(given)
+        given["backend"] = "gloo"
 
-    def wrap_new(f):
-        @functools.wraps(f)
-        def g(ranks=None, timeout=None, backend=None, pg_options=None, **k):
-            k.pop("device_id", None)
-            return f(ranks=ranks, timeout=to, backend="gloo" if backend else None, pg_options=None, **k)
+    def average(given):
+        if given.get("op") == d.ReduceOp.AVG:
+            given["op"] = d.ReduceOp.SUM
+            ranks = d.get_world_size(given.get("group"))
+            if "tensor" in given:
+                given["tensor"].div_(ranks)
+            else:
+                given["input"] = given["input"] / ranks
 
-        return g
+    def without_devices(given):
+        given.pop("device_ids", None)
 
-    def wrap_sub(f):
-        @functools.wraps(f)
-        def g(ranks_per_subgroup_list, timeout=None, backend=None, pg_options=None, **k):
-            return f(ranks_per_subgroup_list, timeout=to, backend="gloo" if backend else None, pg_options=None, **k)
-
-        return g
-
-    AVG = d.ReduceOp.AVG
-
-    def wrap_ar(f):
-        @functools.wraps(f)
-        def g(tensor, op=d.ReduceOp.SUM, group=None, async_op=False):
-            if op == AVG:
-                tensor.div_(d.get_world_size(group))
-                op = d.ReduceOp.SUM
-            return f(tensor, op, group, async_op)
-
-        return g
-
-    def wrap_rst(f):
-        @functools.wraps(f)
-        def g(output, input, op=d.ReduceOp.SUM, group=None, async_op=False):
-            if op == AVG:
-                input = input / d.get_world_size(group)
-                op = d.ReduceOp.SUM
-            return f(output, input, op, group, async_op)
-
-        return g
-
-    def wrap_barrier(f):
-        @functools.wraps(f)
-        def g(group=c10.GroupMember.WORLD, async_op=False, device_ids=None):
-            return f(group, async_op)
-
-        return g
-
-    W = {
-        "init_process_group": wrap_init,
-        "new_group": wrap_new,
-        "new_subgroups_by_enumeration": wrap_sub,
-        "all_reduce": wrap_ar,
-        "reduce_scatter_tensor": wrap_rst,
-        "_reduce_scatter_base": wrap_rst,
-        "barrier": wrap_barrier,
+    changes = {
+        "init_process_group": begin_with_gloo,
+        "new_group": with_gloo,
+        "new_subgroups_by_enumeration": with_gloo,
+        "all_reduce": average,
+        "reduce_scatter_tensor": average,
+        "_reduce_scatter_base": average,
+        "barrier": without_devices,
     }
-    for n, w in W.items():
-        o = getattr(c10, n)
-        new = w(o)
-        setattr(c10, n, new)
-        if hasattr(d, n):
-            setattr(d, n, new)
+    for name, change in changes.items():
+        changed = _changed(getattr(c10, name), change)
+        setattr(c10, name, changed)
+        if hasattr(d, name):
+            setattr(d, name, changed)
     c10.ProcessGroupNCCL = getattr(c10, "ProcessGroupNCCL", None) or type(
         "ProcessGroupNCCL", (), {"Options": lambda *a, **k: types.SimpleNamespace(config=types.SimpleNamespace())}
     )

@@ -75,12 +75,14 @@ def arguments(folder: Path, tensor: int, expert: int, expert_tensor: int | None 
     return args
 
 
-def save(checkpointing: Any, model: Any, args: Any, optimizer: Any = None) -> None:
+def save(
+    checkpointing: Any, model: Any, args: Any, optimizer: Any = None, scheduler: Any = None, iteration: int = 1
+) -> None:
     checkpointing.get_args = lambda: args
-    checkpointing.save_checkpoint(1, [model], optimizer, None, 0)
+    checkpointing.save_checkpoint(iteration, [model], optimizer, scheduler, 0)
 
 
-def load(checkpointing: Any, model: Any, args: Any, optimizer: Any = None, **more: Any) -> None:
+def load(checkpointing: Any, model: Any, args: Any, optimizer: Any = None, scheduler: Any = None, **more: Any) -> None:
     checkpointing.get_args = lambda: args
     checkpointing.update_num_microbatches = lambda **_: None  # its schedule is not set up here
-    checkpointing.load_checkpoint([model], optimizer, None, **more)
+    checkpointing.load_checkpoint([model], optimizer, scheduler, **more)

@@ -32,18 +32,8 @@ CHECKPOINT, TRUTH = "checkpoint", "truth.pt"  # in the folder of a run
 def spawn(
     worker: Callable[..., None], ranks: int, *args: object, tensor_parallel: int = 1, pipeline_parallel: int = 1
 ) -> None:
-    """Run `worker(rank, *args)` on `ranks` processes with a Gloo group and Megatron's parallel state.
-
-    The ranks are forked from this process, so the packages are imported once.
-    """
-    import_packages()
-    port = os.environ.get("MASTER_PORT", "29571")
-    torch.multiprocessing.start_processes(
-        _start,
-        (worker, ranks, port, (tensor_parallel, pipeline_parallel), *args),
-        nprocs=ranks,
-        start_method="fork",
-    )
+    """Run `worker(rank, *args)` on ranks, as `results` does, for what it prints."""
+    results(worker, ranks, *args, parallel=(tensor_parallel, pipeline_parallel))
 
 
 def results(worker: Callable[..., Any], ranks: int, *args: object, parallel: tuple[int, int] = (1, 1)) -> list[Any]:
@@ -299,16 +289,18 @@ def sharded_backend(name: str) -> str:
     return "zarr" if release() < (0, 13) or name == "fully_sharded_bucket_space" else "torch_dist"
 
 
-def sharded_state_dict(name: str, model: Model, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
+def sharded_state_dict(
+    name: str, model: Model, optimizer: Optimizer, *, is_loading: bool, **metadata: Any
+) -> dict[str, Any]:
     """The model's weights and the optimizer's state in a sharding format; its selection changed in 0.14.
 
-    The name `default` selects no format.
+    The name `default` selects no format. `metadata` is given where a release accepts it.
     """
-    of_model = model.sharded_state_dict()
+    of_model = model.module.sharded_state_dict()
     parameters = inspect.signature(inner(optimizer).sharded_state_dict).parameters
     chosen: dict[str, Any] = {"sharding_type": name}
     if "metadata" in parameters:
-        chosen = {"metadata": {"distrib_optim_sharding_type": name}}
+        chosen = {"metadata": {"distrib_optim_sharding_type": name, **metadata}}
     if name == "default":
         chosen = {}
     of_optimizer = optimizer.sharded_state_dict(of_model, is_loading=is_loading, **chosen)

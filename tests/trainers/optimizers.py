@@ -3,7 +3,7 @@
 import functools
 import gc
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from deepspeed.ops.adam import fused_adam
 
 from trainers import deepspeed_training as dt
 
-MOMENTUM = "momentum_buffer"
 RANKS = 2
 
 
@@ -74,50 +73,6 @@ def engine(name: str, ranks: int, stage: int, *, universal: bool = False, seed: 
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def live(run: Any) -> dict[str, Any]:
-    """Full weights, main parameters and states from the optimizer's memory; steps and settings by group."""
-    names = dt.names_of(run)
-    found: dict[str, Any] = {f"{name}.weight": weight for name, weight in dt.weights(run).items()}
-    for number, (flat, params) in enumerate(dt.flat_groups(run)):
-        own = {"fp32": flat.detach(), **run.optimizer.optimizer.state.get(flat, {})}
-        for key in sorted(set().union(*dt.gathered(set(own)))):
-            values = dt.gathered(own.get(key))
-            if not all(isinstance(value, torch.Tensor) and value.dim() for value in values):
-                found[f"group {number}.{key}"] = {str(value) for value in values if value is not None}
-            elif all(value.shape == flat.shape for value in values):
-                found |= {f"{names[param]}.{key}": value for param, value in _cut(values, params)}
-            else:
-                found |= _of_wholes(run, number, own[key], names)
-    for number, group in enumerate(dt.groups_of(run)):
-        found[f"group {number}"] = {key: value for key, value in group.items() if key != "params"}
-    return found
-
-
-def _cut(partitions: list[torch.Tensor], params: list[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Each parameter's full tensor, from all ranks' partitions."""
-    if not any(hasattr(param, "ds_id") for param in params):
-        yield from dt.cut(torch.cat(partitions), params)
-        return
-    at = 0
-    for param in params:
-        each = param.partition_numel()
-        whole = torch.cat([partition[at : at + each] for partition in partitions])[: param.ds_numel]
-        yield param, whole.view(param.ds_shape).clone()
-        at += each
-
-
-def _of_wholes(run: Any, group: int, own: torch.Tensor, names: dict[Any, str]) -> dict[str, torch.Tensor]:
-    """Muon's momentum at stages 1 and 2: the full momentum of each matrix with a part in the partition."""
-    params = run.optimizer.params_in_partition[group]
-    assert sum(param.numel() for param in params) == own.numel()
-    mine = {f"{names[param]}.{MOMENTUM}": part for param, part in dt.cut(own, params)}
-    found: dict[str, torch.Tensor] = {}
-    for of_rank in dt.gathered(mine):
-        for name, momentum in of_rank.items():
-            assert found.setdefault(name, momentum).equal(momentum), name
-    return found
-
-
 def train_and_keep(rank: int, folder: Path, cases: list[str], ranks: int) -> None:
     """Train each case ("Lion-1": optimizer and stage), save as dt.TAG, and save the live state as dt.TRUTH."""
     for case in cases:
@@ -125,7 +80,7 @@ def train_and_keep(rank: int, folder: Path, cases: list[str], ranks: int) -> Non
         run = engine(name, ranks, int(stage))
         dt.train(run, rank, ranks, first=0)
         dt.save(run, folder / case)
-        truth = live(run)
+        truth = dt.snapshot(run)
         if rank == 0:
             torch.save(truth, folder / case / dt.TRUTH)
 
@@ -148,7 +103,7 @@ def _load(rank: int, folder: Path, case: str, ranks: int, tag: str) -> list[str]
     name, _, stage = case.partition("-")
     run = engine(name, ranks, int(stage), universal=tag == dt.UNIVERSAL, seed=1)
     dt.load(run, folder, tag)
-    truth, found = torch.load(folder / dt.TRUTH, weights_only=False), live(run)
+    truth, found = torch.load(folder / dt.TRUTH, weights_only=False), dt.snapshot(run)
     wrong = dt.on_any_rank(dt.differences(found, truth))
     dt.train(run, rank, ranks, first=dt.STEPS)
     return wrong
@@ -164,4 +119,4 @@ def resumed(folder: Path, *cases: str, tags: Sequence[str] = (dt.TAG,), **of_zer
 def _resume(rank: int, folder: Path, case: str, tags: Sequence[str], of_zero: dict[str, Any]) -> str:
     name, _, stage = case.partition("-")
     make = functools.partial(engine, name, RANKS, int(stage), **of_zero)
-    return dt.resume(rank, folder, RANKS, make, tags, live)
+    return dt.resume(rank, folder, RANKS, make, tags)

@@ -16,13 +16,6 @@ PATIENCE = 0.3  # seconds, while a lock blocks the other ranks
 FOREVER = 60.0  # seconds, where no lock blocks them
 
 
-def spawn(worker: Callable[..., None], ranks: int, *args: object) -> None:
-    """Run `worker(rank, *args)` on `ranks` processes in a Gloo group. They are forked: packages are imported once."""
-    import_packages()
-    port = os.environ.get("MASTER_PORT", "29517")
-    torch.multiprocessing.start_processes(_start, (worker, ranks, port, *args), nprocs=ranks, start_method="fork")
-
-
 def results(worker: Callable[..., Any], ranks: int, *args: object) -> list[Any]:
     """The return values of `worker(rank, *args)`, one per rank.
 

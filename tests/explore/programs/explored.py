@@ -10,19 +10,19 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from patience import seconds
+from trainers.judge import Part, State
 from trainers.ranks import free_port
 
 Options = dict[str, Any]
-State = dict[str, Any]
 Work = Callable[[int], Options]  # takes a rank and returns its result for JSON
 Join = Callable[[int, int, int], None]  # takes rank, ranks and port, and joins the process group
 FIRST, LAST = "first", "last"
@@ -30,77 +30,6 @@ FIRST, LAST = "first", "last"
 
 class SaveFailed(Exception):
     """A save failed in a run that trains."""
-
-
-class Part(NamedTuple):
-    """The part of a tensor that this rank holds. `local` is a view of the rank's memory."""
-
-    name: str  # the parameter's name and the kind: "weight", "fp32", or an optimizer state
-    local: torch.Tensor  # flat
-    where: torch.Tensor | int  # the indices in the full flat tensor, or the first index
-    numel: int  # the size of the full tensor
-
-
-def of_ranks(parts: Iterable[Part]) -> list[list[Part]]:
-    """Return copies of the parts of every rank."""
-    return gathered([part._replace(local=part.local.detach().clone()) for part in parts])
-
-
-def whole(parts: list[list[Part]]) -> State:
-    """Return the full tensors by name. They are the same on each rank if the state is correct.
-
-    Elements that no rank has are NaN, or -1 in an integer tensor.
-    This rank's parts come last, so they override the copies of other ranks.
-    """
-    found: State = {}
-    for of_rank in [*parts, parts[dist.get_rank()]]:
-        for name, local, where, numel in of_rank:
-            fill = torch.nan if local.is_floating_point() else -1
-            full = found.setdefault(name, torch.full((numel,), fill, dtype=local.dtype))
-            full[_at(where, local)] = local
-    return found
-
-
-def _at(where: torch.Tensor | int, local: torch.Tensor) -> torch.Tensor | slice:
-    return where if isinstance(where, torch.Tensor) else slice(where, where + local.numel())
-
-
-def put(parts: Iterable[Part], state: State) -> None:
-    """Set this rank's memory to a state."""
-    with torch.no_grad():
-        for name, local, where, _ in parts:
-            local.copy_(state[name][_at(where, local)])
-
-
-def gathered(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def on_any_rank(names: Iterable[str]) -> list[str]:
-    return sorted({name for names_of_rank in gathered(list(names)) for name in names_of_rank})
-
-
-def different(found: State, expected: State) -> list[str]:
-    return [key for key in sorted({*found, *expected}) if not alike(found.get(key), expected.get(key))]
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Return whether two values are equal; tensors must be equal bit for bit."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and bool(one.view(torch.uint8).equal(other.view(torch.uint8)))
-    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        return float(one) == float(other)
-    return repr(one) == repr(other)
-
-
-def is_nothing(*states: Any) -> bool:
-    """Return whether all given states are zero or missing. A fresh optimizer has zeros or no state."""
-    given = [state for state in states if state is not None]
-    return all(
-        not state.any() if isinstance(state, torch.Tensor) else state in ([], 0.0, [0.0], [1.0]) for state in given
-    )
 
 
 def spoil(parts: Iterable[Part], what: str) -> None:
@@ -111,13 +40,9 @@ def spoil(parts: Iterable[Part], what: str) -> None:
         next(part for part in parts if part.name.endswith(what)).local.view(-1)[0] += 1
 
 
-def add_one(flat: torch.Tensor, number: int) -> None:
-    flat[number % flat.numel()] += 1
-
-
 # The damage to a tensor during a save: one element changes, or half of the elements are lost.
 WHILE_SAVED: dict[str, Callable[[torch.Tensor, int], Any]] = {
-    "altered": add_one,
+    "altered": lambda flat, number: flat[number % flat.numel()].add_(1),
     "zeros": lambda flat, _: flat[flat.numel() // 2 :].zero_(),
     "NaN": lambda flat, _: flat[flat.numel() // 2 :].fill_(torch.nan),
 }
@@ -180,16 +105,6 @@ def proof() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-class Ranks(NamedTuple):
-    """The ranks that this process starts. Another process may start the other ranks in another environment."""
-
-    of: int  # the number of all ranks
-    only: Sequence[int]
-    port: int
-    told: str  # the folder of the ranks' results, or "" for a temporary folder
-    killed: bool = False  # one of the ranks kills itself
-
-
 def arguments(*commands: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("command", choices=commands)
@@ -201,22 +116,22 @@ def arguments(*commands: str) -> argparse.ArgumentParser:
     return parser
 
 
-def ranks_of(args: argparse.Namespace, count: int, *, killed: bool = False) -> Ranks:
-    return Ranks(count, args.only or range(count), args.port, args.told, killed)
+def on_ranks(work: Work, args: argparse.Namespace, ranks: int, join: Join, *, killed: bool = False) -> Options:
+    """Return the first rank's result, or the cause if ranks failed. Kill the ranks that wait for a failed rank.
 
-
-def on_ranks(work: Work, ranks: Ranks, join: Join) -> Options:
-    """Return the first rank's result, or the cause if ranks failed. Kill the ranks that wait for a failed rank."""
+    `killed`: one of the ranks kills itself.
+    """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(ranks.told or folder)
-        processes = [context.Process(target=_rank, args=(rank, ranks, told, work, join)) for rank in ranks.only]
+        told = Path(args.told or folder)
+        started = args.only or range(ranks)
+        processes = [context.Process(target=_rank, args=(n, ranks, args.port, told, work, join)) for n in started]
         for process in processes:
             process.start()
         if _hang(processes, told):
             return {"hangs": True}
         found = _told(told)
-    if ranks.killed and -signal.SIGKILL in [process.exitcode for process in processes]:
+    if killed and -signal.SIGKILL in [process.exitcode for process in processes]:
         return {"killed": True}
     errors = [one for one in found if "error" in one]
     if not errors and any(process.exitcode for process in processes):
@@ -225,9 +140,9 @@ def on_ranks(work: Work, ranks: Ranks, join: Join) -> Options:
     return dict([*causes, *errors, *found][0])
 
 
-def _rank(rank: int, ranks: Ranks, told: Path, work: Work, join: Join) -> None:
+def _rank(rank: int, ranks: int, port: int, told: Path, work: Work, join: Join) -> None:
     """Run the work and write the result to the rank's file."""
-    join(rank, ranks.of, ranks.port)
+    join(rank, ranks, port)
     try:
         found = work(rank)
     except BaseException as error:  # torch's CheckpointException is not an Exception

@@ -24,7 +24,7 @@ ROWS, COLUMNS = 24, 50  # of a tensor-parallel rank's shard
 
 def main() -> None:
     options = parsed({"out": Path}, ranks=4, tp=1, dtype="float32")
-    zarr_saving.spawn(worker, options.ranks, options)
+    zarr_saving.results(worker, options.ranks, options)
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:

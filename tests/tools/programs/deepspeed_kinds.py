@@ -2,8 +2,8 @@
 
     deepspeed_kinds CASES.json --ranks 2
 
-A case is a dict with a seed, a folder, and options of zero_healthy.py, or with a `model` of its own: `tokens`, with the
-first `seen` tokens and `experts` experts in use, `pipeline`, or `moe`. FOLDER/earlier is the save one step before
+A case is a dict with a seed, a folder, and options of trainers/options.py, or with a `model` of its own: `tokens`, with
+the first `seen` tokens and `experts` experts in use, `pipeline`, or `moe`. FOLDER/earlier is the save one step before
 FOLDER/judged. With `later`, 2,000 steps follow in which half of the tokens and an expert fall silent.
 """
 
@@ -20,10 +20,10 @@ import deepspeed
 import torch
 
 import token_model
-import zero_healthy
 from program_arguments import parsed
+from trainers import deepspeed_options, experts_training
 from trainers import deepspeed_training as training
-from trainers import experts_training
+from trainers.options import DEEPSPEED
 
 LATER = 2000
 STEPS = 3
@@ -52,7 +52,7 @@ class OfTokens:
         torch.manual_seed(case["seed"])
         model = token_model.Model()
         self.seen, self.experts = case.get("seen", token_model.VOCABULARY), case.get("experts", token_model.EXPERTS)
-        kinds = {**zero_healthy.OPTIMIZERS, **OPTIMIZERS}
+        kinds = deepspeed_options.OPTIMIZERS | OPTIMIZERS
         optimizer = kinds[case.get("optimizer", "AdamW")](model.parameters(), lr=1e-2)
         offload = {"offload_optimizer": {"device": "cpu"}} if case.get("offload") else {}
         more = {"zero_force_ds_cpu_optimizer": False} if offload else {}
@@ -84,12 +84,13 @@ def of_tokens(case: dict[str, Any]) -> None:
 
 
 def of_options(case: dict[str, Any]) -> None:
-    """A run of zero_healthy.py, twice, once with one step more."""
-    steps = case.get("steps", STEPS)
+    """A run of these options, twice, once with one step more."""
+    options = {**DEEPSPEED, "groups": 2, **case}
+    on = {"ranks": torch.distributed.get_world_size(), "nodes": 1}
     for more, name in enumerate(("earlier", "judged")):
-        torch.manual_seed(case["seed"])
-        options = {**zero_healthy.PLAIN, **case, "steps": steps + more}
-        zero_healthy.train_and_save(options, Path(case["folder"], name))
+        run = deepspeed_options.engine(options, on, case["seed"])
+        deepspeed_options.train(run, options, 100 * case["seed"], case.get("steps", STEPS) + more)
+        run.save_checkpoint(f"{case['folder']}/{name}", client_state={"universal_checkpoint_info": {}})
 
 
 def pipeline(case: dict[str, Any]) -> None:
@@ -113,7 +114,7 @@ MODELS = {"tokens": of_tokens, "pipeline": pipeline, "moe": moe}
 def write(rank: int, cases: list[dict[str, Any]]) -> list[str]:
     """Write the runs; return the errors of those that DeepSpeed refuses, which are equal on all ranks."""
     refused = []
-    zero_healthy.OPTIMIZERS.update(OPTIMIZERS)
+    deepspeed_options.OPTIMIZERS.update(OPTIMIZERS)
     for case in cases:
         try:
             MODELS.get(case.get("model", ""), of_options)(case)

@@ -14,6 +14,7 @@ import torch
 from ckpt_patches.convert.convert import Options, convert
 from trainers import deepspeed_training as dt
 from trainers import optimizers
+from trainers.deepspeed_state import kind_of
 
 SAVED, LOADED = 2, (2, 3)  # ranks
 
@@ -21,7 +22,7 @@ SAVED, LOADED = 2, (2, 3)  # ranks
 def not_live(folder: Path) -> list[str]:
     """States that are live or in a file only, or differ. Steps and settings are compared after a load."""
     truth = torch.load(folder / dt.TRUTH, weights_only=False)
-    live = {key: value for key, value in truth.items() if isinstance(value, torch.Tensor) and not is_weight(key)}
+    live = {key: value for key, value in truth.items() if kind_of(key) in ("fp32", "state")}
     files = {
         f"{path.parent.name}.{path.stem}": path
         for path in (folder / dt.UNIVERSAL / "zero").glob("*/*.pt")
@@ -33,10 +34,6 @@ def not_live(folder: Path) -> list[str]:
         value = value["param"] if isinstance(value, dict) else value
         wrong += [] if value.flatten().equal(live[key].flatten()) else [key]
     return wrong
-
-
-def is_weight(key: str) -> bool:
-    return key.endswith((".weight.weight", ".bias.weight", "scale.weight"))
 
 
 def main() -> None:

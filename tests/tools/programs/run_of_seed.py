@@ -8,16 +8,18 @@ from pathlib import Path
 import torch
 
 from program_arguments import parsed
-from trainers.deepspeed_training import results
-from zero_healthy import HIDDEN, PLAIN, engine
+from trainers.deepspeed_options import Model, engine
+from trainers.deepspeed_training import groups_of, results
+from trainers.options import DEEPSPEED
 
 
 def train(rank: int, out: str, seed: int, steps: list[int], rate: float, stage: int) -> None:
-    torch.manual_seed(seed)
-    run = engine({**PLAIN, "stage": stage}, rate)
+    run = engine({**DEEPSPEED, "groups": 2, "stage": stage}, {"ranks": 2, "nodes": 1}, seed)
+    for group in groups_of(run):
+        group["lr"] = rate
     data = torch.Generator().manual_seed(1000 * seed + rank)
     for step in range(1, max(steps) + 1):
-        inputs = torch.randn(8, HIDDEN, generator=data)
+        inputs = torch.randn(8, Model.HIDDEN, generator=data)
         loss = (run(inputs.bfloat16()).float() - inputs.roll(1, 1).sin()).pow(2).mean()
         run.backward(loss)
         run.step()

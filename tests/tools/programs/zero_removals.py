@@ -14,18 +14,18 @@ import torch
 
 import test_autotp_fused_widths as autotp_fused_widths
 import tied_stages
-import zero_healthy
 from live_states import by_folder, digest
 from program_arguments import parsed
-from trainers import experts_training
+from trainers import deepspeed_options, experts_training
 from trainers.deepspeed_training import STEPS, engine, flat_groups, results, snapshot, train
+from trainers.options import DEEPSPEED
 
 AT_ONCE = 25  # loads per process: Gloo keeps the threads of every group
 
 
-# Other optimizers and rare model features, through `zero_healthy`.
+# Other optimizers and rare model features, through `deepspeed_options`.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "stage2, frozen, tied, masked": {"stage": 2, "frozen": True, "tied": True, "mask": True},
+    "stage2, frozen, tied, masked": {"stage": 2, "frozen": True, "tied": True, "buffers": True},
     "stage2, LoRA": {"stage": 2, "groups": 1, "lora": True},
     "stage1, SGD with momentum": {"stage": 1, "optimizer": "momentum"},
     "stage1, NAdam": {"stage": 1, "optimizer": "NAdam"},
@@ -77,10 +77,11 @@ def kind_of(name: str) -> Kind:
         ),
     }
     if name in OPTIONS:
+        options = {**DEEPSPEED, "groups": 2, **OPTIONS[name]}
         return Kind(
             2,
-            lambda _: zero_healthy.engine({**zero_healthy.PLAIN, **OPTIONS[name]}),
-            lambda run, rank, first: zero_healthy.train(run, range(first, first + STEPS)),
+            lambda _: deepspeed_options.engine(options, {"ranks": 2, "nodes": 1}, torch.initial_seed()),
+            lambda run, _, first: deepspeed_options.train(run, options, first, STEPS),
             lambda run: {"masters": [master for master, _ in flat_groups(run)]},
         )
     zero = Kind(

@@ -1,26 +1,37 @@
-"""The models and optimizers of the explorer's trainings with DeepSpeed."""
+"""Trainings with the real DeepSpeed that are given as plain data (options.py): model, optimizer, steps."""
 
+import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.ops.adam import fused_adam
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
-import zero_healthy
+from trainers.deepspeed_state import SLICED
+from trainers.experts_training import Expert
 from trainers.optimizers import Lion, NoCompiler
 
-OPTIMIZERS: dict[str, Callable[..., Any]] = {**zero_healthy.OPTIMIZERS, "Lion": Lion}
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "AdamW": torch.optim.AdamW,
+    "Adam": torch.optim.Adam,
+    "AMSGrad": lambda groups, lr: torch.optim.AdamW(groups, lr=lr, amsgrad=True),
+    "SGD": torch.optim.SGD,
+    "momentum": lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9),
+    "Adagrad": torch.optim.Adagrad,
+    "RMSprop": torch.optim.RMSprop,
+    "NAdam": torch.optim.NAdam,
+    "Lion": Lion,
+}
+Options = dict[str, Any]
+SAMPLES = 60  # per step; divisible by 1 to 5 ranks
 BUILT_IN = {"built-in Adam": "Adam", "built-in AdamW": "AdamW", "Muon": "Muon"}
-
-
-# Each tensor-parallel rank has a slice of these parameters. The values are the axis and the full shape.
-SLICED = {
-    "up.weight": (0, (24, 8)), "up.bias": (0, (24,)), "norm.weight": (0, (24,)), "norm.bias": (0, (24,)),
-    "down.weight": (1, (8, 24)),
-}  # fmt: skip
 
 
 def patterns(options: dict[str, Any]) -> dict[str, list[str]]:
@@ -59,16 +70,6 @@ def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
     x = x.contiguous().clone()
     torch.distributed.all_reduce(x, group=group)
     return x
-
-
-class Expert(torch.nn.Linear):
-    """An expert that makes its input contiguous.
-
-    A rank with several experts passes views of one tensor, and torch rounds differently for views.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.contiguous())
 
 
 class Model(torch.nn.Module):
@@ -211,3 +212,98 @@ def optimizer(model: Any, options: dict[str, Any], config: dict[str, Any]) -> di
         fused_adam.FusedAdamBuilder = NoCompiler  # DeepSpeed then uses its Adam for vectors
         config["zero_optimization"]["reduce_scatter"] = False
     return {"model_parameters": groups if name != "Muon" else [parameter for _, parameter in named]}
+
+
+def engine(options: Options, on: Options, seed: int, *, universal: bool = False) -> Any:
+    """Create an engine on the given ranks and nodes."""
+    ranks = on["ranks"]
+    gc.freeze()
+    torch._dynamo.config.disable = True
+    torch.manual_seed(seed)
+    model = pipeline(options) if options["pipeline"] else Model(options, ranks)
+    data_parallel = ranks // max(1, options["pipeline"]) // options["tp"]
+    zero = {"stage": options["stage"], "reduce_bucket_size": options["bucket"]}
+    flags = ("round_robin_gradients", "overlap_comm", "parameter_alignment")
+    zero |= {name: True for name in flags if options[name]}
+    zero |= {"contiguous_gradients": options["contiguous_gradients"]}
+    if options["stage"] == 3:
+        zero["stage3_param_persistence_threshold"] = options["persistent"]
+        zero |= {"sub_group_size": options["sub_group_size"]} if options["sub_group_size"] else {}
+        zero |= {"zero_hpz_partition_size": ranks // on["nodes"]} if options["hpz"] else {}
+        zero |= {"save_muon_momentum_buffer_in_memory": True} if options["momentum_in_memory"] else {}
+    if options["offload"]:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES // data_parallel // options["accumulation"],
+        "gradient_accumulation_steps": options["accumulation"],
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 1.0 if options["clipping"] else 0.0,
+        "zero_optimization": zero,
+        "checkpoint": {
+            "load_universal": universal,
+            **({"writer": options["writer"]} if options["writer"] else {}),
+        },
+    }
+    if options["dtype"] == "bf16":
+        config["bf16"] = {"enabled": True}
+    if options["dtype"] == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 24 if options["overflow"] else 4, "hysteresis": 1}
+    if options["fp32_gradients"]:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if options["warm_up"]:
+        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
+    mpu = groups_of_sequences() if options["sequences"] and ranks % 2 == 0 else None
+    if options["tp"] > 1:
+        model.cut(mpu := groups_of_slices(options["tp"]))
+    return deepspeed.initialize(model=model, config=config, mpu=mpu, **optimizer(model, options, config))[0]
+
+
+@functools.cache
+def groups_of_sequences() -> Any:
+    """Make pairs of ranks share sequences, as in DeepSpeed's ALST. DeepSpeed before 0.17 does not support this."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    parallel_state_sp.initialize_sequence_parallel(2)
+    return parallel_state_sp
+
+
+@functools.cache
+def groups_of_slices(size: int) -> Any:
+    """Create the groups of tensor-parallel ranks as Megatron-DeepSpeed does."""
+    topology = PipeModelDataParallelTopology(num_pp=1, num_mp=size, num_dp=dist.get_world_size() // size)
+    return PipelineParallelGrid(topology=topology)
+
+
+def train(run: Any, options: Options, first: int, steps: int) -> list[float]:
+    """Train, and return the mean loss of each step."""
+    if options["pipeline"]:
+        return train_pipeline(run, options, first, steps)
+    rank, ranks, count = dist.get_rank(), dist.get_world_size(), options["accumulation"]
+    if options["tp"] > 1:
+        rank, ranks = run.mpu.get_data_parallel_rank(), run.mpu.get_data_parallel_world_size()
+    dtype, losses = next(run.module.parameters()).dtype, []
+    for step in range(first, first + steps):
+        total = torch.zeros(())
+        for part in samples(step, dtype).chunk(ranks)[rank].chunk(count):
+            of_part = loss(run(part))
+            run.backward(of_part)
+            with torch.no_grad():
+                run.step()
+            total += of_part.detach() / count
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
+
+
+def train_pipeline(run: Any, options: Options, first: int, steps: int) -> list[float]:
+    rank, ranks = run.grid.get_data_parallel_rank(), run.grid.get_data_parallel_world_size()
+    dtype, losses = next(run.module.parameters()).dtype, []
+    for step in range(first, first + steps):
+        own = samples(step, dtype).chunk(ranks)[rank].chunk(options["accumulation"])
+        losses.append(float(run.train_batch(iter([(part, part) for part in own]))))
+    return losses
+
+
+def samples(step: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(SAMPLES, Model.HIDDEN, generator=torch.Generator().manual_seed(step)).to(dtype)
