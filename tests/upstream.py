@@ -82,7 +82,7 @@ _PROGRAMS = {
     ZARR_WRITES: "zarr_race",
     ZERO: """
         convert foreign_files same_universal autoep_training experts explore_deepspeed zero3_slices
-        zero_resuming zero_training write_parallel_checkpoint
+        zero_resuming write_parallel_checkpoint
     """,
 }
 IMPORTS = {program: modules for modules, programs in _PROGRAMS.items() for program in programs.split()}

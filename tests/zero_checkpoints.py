@@ -30,7 +30,8 @@ def trained(version: str, *kinds: str) -> dict[str, Path]:
 @functools.cache
 def _trained(version: str, kind: str) -> Path:
     def train(out: Path) -> None:
-        run("zero_training", "write", out, kind, tree=tree("deepspeed", version))
+        found = run_json("zero_resuming", "train", out, kind, "--ranks", "8", tree=tree("deepspeed", version))
+        assert "error" not in found[kind], found
 
     return once(f"trained-by-{version}-{kind}", train)
 

@@ -66,8 +66,9 @@ def test_resumes_on_another_number_of_ranks(
     """A resume from 8 ranks on 2, with equal samples per step, has equal state and the uninterrupted run's losses."""
     source = checkpoints[kind]
     assert convert(tmp_path, source, version=version, delivery="hook", by_upstream=True) == {kind: ""}
-    arguments = ("resume", source.parent, tmp_path / kind, kind, "--ranks", "2")
-    resumed = run_json("zero_training", *arguments, tree=tree("deepspeed", version), delivery="hook")
+    arguments = ("resume", source.parent, "--tag", tmp_path / kind, "--ranks", "2")
+    found = run_json("zero_resuming", *arguments, tree=tree("deepspeed", version), delivery="hook")
+    resumed = found[str(source.parent)]
     assert resumed["different"] == []
     assert resumed["losses"] == pytest.approx(losses(source), rel=0.01)  # bf16 has a precision of 8 bits
 

@@ -3,12 +3,14 @@
     zero_resuming.py train FOLDER CASE... --ranks N
     zero_resuming.py resume FOLDER/CASE... --ranks M [--tag universal] [--save NAME]
 
-With `--save NAME` the run saves at its end in the folder of that name in FOLDER/CASE, with the loaded client state.
-With `--node N` there are N ranks per node. `--no-states` loads everything except the optimizer's states. A case is a
-kind and the number of param groups: `stage1-2`. `train` saves in FOLDER/CASE/global_step2, takes two more steps, and
-writes the run's state at the save and at the end beside it. `resume` loads that into a new run with other weights,
-reports the differences on any rank, and takes the same two steps; its output is by the folders as given. If a rank
-fails, the case has only its "error". If only settings of param groups differ, the two steps use the right ones.
+A case is a kind and the number of param groups: `stage1-2`, or a kind alone. `train` saves in FOLDER/CASE/global_step2
+and takes two more steps; beside it are the main parameters and moments at the save (truth.pt), the next losses
+(losses.json), and all live states then and at the end (live.pt). With `--universal CHECKPOINT` it starts from that one,
+of STEPS steps. `resume` loads into a new run with other weights, reports the differences on any rank, and takes the
+same two steps, from `--first 4` on for a checkpoint of the latter; `--case` is that of a folder with another name. With
+`--save NAME` it saves at its end in FOLDER/CASE/NAME, with the loaded client state. `--no-states` loads everything
+except the optimizer's states. There are `--node N` ranks per node. If a rank fails, the case has only its "error". If
+only settings of param groups differ, the two steps use the right ones.
 """
 
 import argparse
@@ -25,64 +27,68 @@ from trainers.deepspeed_training import (
     differences,
     engine_of,
     groups_of,
+    is_weight,
+    kind_of,
     load,
     on_any_rank,
     results,
     save,
     snapshot,
+    state,
     train,
 )
 from trainers.ranks import RankError
 
 
-def is_settings(name: str) -> bool:
-    return name.startswith("group ")
-
-
-def masters_are_weights(states: dict[str, Any]) -> bool:
-    weights = {name.removesuffix(".weight"): value for name, value in states.items() if name.endswith(".weight")}
-    return all(states[f"{name}.fp32"].equal(weight.float()) for name, weight in weights.items())
-
-
 def begin(rank: int, args: argparse.Namespace) -> dict[str, Any]:
-    run = engine_of(args.folder.name, args.ranks, universal=False, seed=0)
-    train(run, rank, args.ranks, first=0)
+    first = STEPS if args.universal else 0
+    run = engine_of(args.case, args.ranks, universal=bool(args.universal), seed=0)
+    if args.universal:
+        load(run, args.universal.parent, args.universal.name)
+    train(run, rank, args.ranks, first=first)
     for group in groups_of(run):
         group["lr"] /= 2  # as by a scheduler, so that it differs from the next run's initial rate
     save(run, args.folder)
-    truth: dict[str, Any] = {"saved": snapshot(run), "losses": train(run, rank, args.ranks, first=STEPS)}
-    truth["end"] = snapshot(run)
+    truth, saved = state(run), snapshot(run)
+    losses = train(run, rank, args.ranks, first=first + STEPS)
+    live = {"saved": saved, "losses": losses, "end": snapshot(run)}
     if rank == 0:
         torch.save(truth, args.folder / "truth.pt")
+        torch.save(live, args.folder / "live.pt")
+        (args.folder / "losses.json").write_text(json.dumps(losses))
     return {"optimizer": type(run.optimizer).__name__}
 
 
 def resume(rank: int, args: argparse.Namespace) -> dict[str, Any]:
-    truth = torch.load(args.folder / "truth.pt", weights_only=False)
-    run = engine_of(args.folder.name, args.ranks, universal=args.tag != TAG, seed=1)
+    live = torch.load(args.folder / "live.pt", weights_only=False)
+    run = engine_of(args.case, args.ranks, universal=not args.tag.startswith("global_step"), seed=1)
     client_state = load(run, args.folder, args.tag, **args.asked)
     states = snapshot(run)
-    different = on_any_rank(differences(states, truth["saved"]))
-    if different and all(is_settings(name) for name in different):  # to see what else is wrong
+    different = on_any_rank(differences(states, live["saved"]))
+    if different and all(kind_of(name) == "group" for name in different):  # to see what else is wrong
         for number, group in enumerate(groups_of(run)):
-            saved = {key: truth["saved"].get(f"group {number}.{key}") for key in group}
+            saved = {key: live["saved"].get(f"group {number}.{key}") for key in group}
             group.update({key: value for key, value in saved.items() if value is not None})
-    found = {"different": different, "masters are weights": masters_are_weights(states), "steps": states["steps"]}
-    losses = train(run, rank, args.ranks, first=STEPS)
+    masters_are_weights = all(is_weight(states, name) for name in states if kind_of(name) == "fp32")
+    found = {"different": different, "masters are weights": masters_are_weights, "steps": states["steps"]}
+    losses = train(run, rank, args.ranks, first=args.first)
     if args.save:
         run.save_checkpoint(str(args.folder / args.save), tag=TAG, client_state=client_state)
-    end = on_any_rank(differences(snapshot(run), truth["end"]))
-    return {**found, "losses": losses, "expected": truth["losses"], "different_end": end}
+    end = on_any_rank(differences(snapshot(run), live["end"]))
+    return {**found, "losses": losses, "expected": live["losses"], "different_end": end}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(required=True)
     training, resuming = commands.add_parser("train"), commands.add_parser("resume")
-    training.set_defaults(do=begin)
+    training.set_defaults(do=begin, case="")
     training.add_argument("folder", type=Path)
+    training.add_argument("--universal", type=Path, metavar="CHECKPOINT")
     resuming.set_defaults(do=resume, folder=Path())
     resuming.add_argument("--tag", default=TAG)
+    resuming.add_argument("--case", default="")
+    resuming.add_argument("--first", type=int, default=STEPS)
     resuming.add_argument("--save", metavar="NAME")
     without = {"load_optimizer_states": False}
     resuming.add_argument("--no-states", dest="asked", action="store_const", const=without, default={})
@@ -95,6 +101,7 @@ def main() -> None:
     for case in args.cases:
         one = copy.copy(args)
         one.folder = args.folder / case
+        one.case = args.case or one.folder.name
         try:
             found[case] = results(args.do, args.ranks, one, node=args.node)[0]
         except RankError as error:

@@ -76,8 +76,9 @@ def test_deepspeed_resumes_from_it(kind: str, ranks: int, tmp_path: Path) -> Non
     ours(source, tmp_path / "ours" / kind)
     resumed = {}
     for by in ("upstream", "ours"):
-        arguments = ("resume", source.parent, tmp_path / by / kind, kind, "--ranks", str(ranks))
-        resumed[by] = run_json("zero_training", *arguments, tree=tree("deepspeed", NEWEST), delivery="hook")
+        arguments = ("resume", source.parent, "--tag", tmp_path / by / kind, "--ranks", str(ranks))
+        found = run_json("zero_resuming", *arguments, tree=tree("deepspeed", NEWEST), delivery="hook")
+        resumed[by] = found[str(source.parent)]
     assert resumed["ours"] == resumed["upstream"]
     assert resumed["ours"]["different"] == []
     assert resumed["ours"]["losses"] == pytest.approx(losses(source), rel=0.01)  # bf16 has 8 bits

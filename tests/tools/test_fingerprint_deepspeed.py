@@ -65,7 +65,7 @@ def test_every_exact_resume_is_verified_whole(version: str, tag: str, saved: int
     if not tag and saved != ranks:
         pytest.skip("upstream resumes an ordinary checkpoint on as many ranks alone")
     folder = trained(version, saved)
-    cases = [case for case in CASES if (folder / case / (tag or "truth.pt")).exists()]
+    cases = [case for case in CASES if (folder / case / (tag or "live.pt")).exists()]
     options = ["--tag", tag] if tag else []
     found, log = output(version, "resume", *[folder / case for case in cases], *options, ranks=ranks)
     loaded = [case for case in cases if found[str(folder / case)].get("different") == []]
@@ -141,7 +141,7 @@ def test_a_record_that_a_run_without_it_has_saved_again_proves_nothing(
     folder = tmp_path / "stage1-1"
     output(OTHER, "train", tmp_path, folder.name, ranks=2)
     output(OTHER, "resume", folder, "--save", "again/stage1-1", ranks=2, env={"CKPT_PATCHES_FINGERPRINT": "0"})
-    shutil.copy(folder / "truth.pt", folder / "again" / "stage1-1")
+    shutil.copy(folder / "live.pt", folder / "again" / "stage1-1")
     again = folder / "again" / "stage1-1"
     _, log = output(OTHER, "resume", again, ranks=2)
     said = "the record is of step 2, and the checkpoint of step 4: its run recorded nothing"

@@ -23,7 +23,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
 
 from trainers import deepspeed_state, judge
-from trainers.deepspeed_state import inner_optimizer, is_weight
+from trainers.deepspeed_state import inner_optimizer
+from trainers.deepspeed_state import is_weight as is_weight
 from trainers.deepspeed_state import kind_of as kind_of
 from trainers.deepspeed_state import names_of as names_of
 from trainers.gpu import REAL_GPU, share_gpu
@@ -128,15 +129,10 @@ class Tiny(torch.nn.Module):
         return output
 
 
-def engine(kind: str, ranks: int, universal: bool) -> Any:
-    """A run of a kind, with one param group or two."""
-    return engine_of(f"{kind}-{1 if kind in ONE_GROUP else 2}", ranks, universal, seed=0)
-
-
-def engine_of(case: str, ranks: int, universal: bool, seed: int, **more: Any) -> Any:
-    """A run of a case: kind and number of param groups, e.g. `stage1-2`. `more` is set in each group."""
+def engine_of(case: str, ranks: int, universal: bool, seed: int = 0, **more: Any) -> Any:
+    """A run of a case: a kind and the number of param groups, e.g. `stage1-2`, or a kind. `more` is in each group."""
     torch.manual_seed(seed)
-    kind, _, number = case.rpartition("-")
+    kind, _, number = case.rpartition("-") if "-" in case else (case, "", "1" if case in ONE_GROUP else "2")
     tiny = Tiny()
     tiny.ln.requires_grad_(kind != "stage3_frozen")
     model = deepspeed.PipelineModule(layers_of(tiny), num_stages=1, loss_fn=loss) if kind == "pipeline" else tiny

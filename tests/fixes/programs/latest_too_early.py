@@ -25,7 +25,7 @@ LATE = seconds(3)  # from the first rank's last file to the time at which it wou
 
 
 def save(rank: int, args: argparse.Namespace) -> None:
-    run = zt.engine(args.kind, RANKS, universal=False)
+    run = zt.engine_of(args.kind, RANKS, universal=False)
     zt.train(run, rank, RANKS, first=0)
     run.save_checkpoint(str(args.out), tag="first")
     zt.train(run, rank, RANKS, first=zt.STEPS)
@@ -35,7 +35,7 @@ def save(rank: int, args: argparse.Namespace) -> None:
 
 
 def whole(rank: int, args: argparse.Namespace) -> None:
-    run, error = zt.engine(args.kind, RANKS, universal=False), ""
+    run, error = zt.engine_of(args.kind, RANKS, universal=False), ""
     time.sleep(float(os.environ.get("LATEST_TOO_EARLY_LATE", "0")))
     try:
         run.save_checkpoint(str(args.out), tag="first")
@@ -54,7 +54,7 @@ def end(state: Any, path: str, *args: Any, **kwargs: Any) -> None:
 
 
 def resume(rank: int, args: argparse.Namespace) -> None:
-    run = zt.engine(args.kind, RANKS, universal=False)
+    run = zt.engine_of(args.kind, RANKS, universal=False)
     found: dict[str, Any] = {"rank": rank, "error": ""}
     try:
         path, _ = run.load_checkpoint(str(args.out))

@@ -95,7 +95,7 @@ def of_options(case: dict[str, Any]) -> None:
 
 def pipeline(case: dict[str, Any]) -> None:
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    run = training.engine("pipeline", ranks, universal=False)
+    run = training.engine_of("pipeline", ranks, universal=False)
     for name in ("earlier", "judged"):
         training.train(run, rank, ranks, first=100 * case["seed"])
         run.save_checkpoint(f"{case['folder']}/{name}")

@@ -17,7 +17,7 @@ import tied_stages
 from live_states import by_folder, digest
 from program_arguments import parsed
 from trainers import deepspeed_options, experts_training
-from trainers.deepspeed_training import STEPS, engine, flat_groups, results, snapshot, train
+from trainers.deepspeed_training import STEPS, engine_of, flat_groups, results, snapshot, train
 from trainers.options import DEEPSPEED
 
 AT_ONCE = 25  # loads per process: Gloo keeps the threads of every group
@@ -86,7 +86,7 @@ def kind_of(name: str) -> Kind:
         )
     zero = Kind(
         2,
-        lambda universal: engine(name, 2, universal),
+        lambda universal: engine_of(name, 2, universal),
         lambda run, rank, first: train(run, rank, 2, first=first),
         snapshot,
     )
