@@ -72,43 +72,40 @@ def tree_for(fix: str, version: str) -> Path:
 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_a_fix_is_found_by_its_name_and_edits_one_package(name: str) -> None:
-    fix = fixes.load(name)
+    """It imports only the engine: it loads fast in a training process, and `status` imports no torch."""
+    fix, text = fixes.load(name), Path(fixes.path_of(name)).read_text()
     assert fix.name == name
     assert {TARGETS[module] for module in EVERYTHING[name]} == {fix.package}
     assert all(module.startswith(PREFIXES) for module in EVERYTHING[name])  # which the import hook checks first
     assert name in (SWITCHED[fix.switch] if fix.switch else FIXES)
     assert all(NAMES.index(other) < NAMES.index(name) for other in fix.depends_on)
+    body = ast.parse(text).body
+    modules = [node.module for node in body if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    assert {str(module).split(".")[0] for module in modules} <= {"ckpt_patches", "collections", "typing", "ast"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fix_has_its_page_and_its_test_for_upstream(name: str) -> None:
-    """What the newest release does not need, or is ours alone, is not sent: no test, and no commit message."""
-    fix = fixes.load(name)
-    tests = Path(folder(fix.package)) / "upstream_tests"
-    is_sent = fix.affects(PACKAGES[fix.package].releases[-1]) and not all(edit.ours_alone for edit in fix.edits)
-    assert (tests / f"test_{name}.py").exists() is bool(fix.test) is is_sent
-    assert not fix.test or (tests / Path(fix.test).name).exists()
-    page = (REPOSITORY / "docs" / "fixes" / f"{name}.md").read_text()
-    assert ("\n## Change: " in page) is is_sent
+def test_a_fix_states_what_the_commands_print_and_has_its_page(name: str) -> None:
+    """Commands print the first line of the file and the symptom, and look up the releases.
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_fix_states_what_the_commands_print(name: str) -> None:
-    """`list` and `explain` print the first line of the file and the symptom; `list --for` looks up the releases."""
-    fix = fixes.load(name)
+    What the newest release does not need, or is ours alone, is not sent: no test for upstream, and no commit message.
+    """
+    fix, text = fixes.load(name), Path(fixes.path_of(name)).read_text()
     assert fixes.sentence(name).endswith(".")
     assert fix.symptom
     ends = [end for first_and_last in fix.releases for end in first_and_last]
     assert ends == sorted(ends, key=fixes.numbers)
     assert ends
     assert set(ends) <= {*PACKAGES[fix.package].releases, OLDEST_REPORTED}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_fix_of_more_than_150_lines_says_why(name: str) -> None:
-    text = Path(fixes.path_of(name)).read_text()
     says_why = re.search("(?m)^More than 150 lines: .{30,}$", text) is not None
     assert says_why == (len(text.splitlines()) > 150)
+    tests = Path(folder(fix.package)) / "upstream_tests"
+    is_sent = fix.affects(PACKAGES[fix.package].releases[-1]) and not all(edit.ours_alone for edit in fix.edits)
+    assert (tests / f"test_{name}.py").exists() is bool(fix.test) is is_sent
+    assert not fix.test or (tests / Path(fix.test).name).exists()
+    page = (REPOSITORY / "docs" / "fixes" / f"{name}.md").read_text()
+    assert ("\n## Change: " in page) is is_sent
 
 
 @pytest.mark.quick
@@ -137,26 +134,17 @@ def collected(file: Path) -> list[tuple[list[str], list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_fix_imports_nothing_but_the_engine(name: str) -> None:
-    """A fix imports only the engine: it loads fast in a training process, and `status` imports no torch."""
-    body = ast.parse(Path(fixes.path_of(name)).read_text()).body
-    modules = [node.module for node in body if isinstance(node, ast.ImportFrom)]
-    modules += [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
-    assert {str(module).split(".")[0] for module in modules} <= {"ckpt_patches", "collections", "typing", "ast"}
-
-
 # Behavior
 
 
-def on_releases() -> Iterator[Any]:
-    for name in NAMES:
-        for one in releases(DISTRIBUTIONS[fixes.package_of(name)]):
-            (version,) = one.values
-            yield pytest.param(name, version, id=f"{name}-{version}")
+ON_RELEASES = [
+    pytest.param(name, *one.values, id=f"{name}-{one.id}")
+    for name in NAMES
+    for one in releases(DISTRIBUTIONS[fixes.package_of(name)])
+]
 
 
-@pytest.mark.parametrize(("name", "version"), list(on_releases()))
+@pytest.mark.parametrize(("name", "version"), ON_RELEASES)
 def test_a_fix_applies_where_the_bug_is_and_changes_nothing_elsewhere(name: str, version: str) -> None:
     """A fix applies to each release with the bug, and changes no other release."""
     result, made = edits.plan(tree_for(name, version), name)
@@ -204,25 +192,20 @@ def test_a_renamed_function_is_no_match_in_two_lines(
 def looked_for(edit: fixes.Edit, in_source: Source, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The functions and classes of a file that an edit finds by name."""
     found: set[str] = set()
-    look, look_for_class, insert = Source.function, Source.class_named, Source.insert_function_before
 
-    def function(source: Source, wanted: str) -> Any:
-        there = look(source, wanted)
-        found.add(wanted)
-        return there
+    def noted(method: str) -> None:
+        original = getattr(Source, method)
 
-    def class_named(source: Source, wanted: str) -> Any:
-        found.add(wanted)
-        return look_for_class(source, wanted)
+        def call(source: Source, wanted: Any, *more: Any) -> Any:
+            there = original(source, wanted, *more)
+            found.update([wanted] if isinstance(wanted, str) else [])
+            return there
 
-    def insert_function_before(source: Source, other: Any, brought: Any) -> None:
-        found.update([other] if isinstance(other, str) else [])
-        insert(source, other, brought)
+        patched.setattr(Source, method, call)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Source, "function", function)
-        patched.setattr(Source, "class_named", class_named)
-        patched.setattr(Source, "insert_function_before", insert_function_before)
+        for method in ("function", "class_named", "insert_function_before"):
+            noted(method)
         in_source.request(edit.function)
     return found
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainers import dead_worker
+from trainers.lazy import mt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("async_dead_worker")
@@ -25,22 +27,15 @@ def test_all_ranks_raise_an_error_at_the_next_step(version: str, delivery: str) 
 
 
 def bug(folder: Path, ways: Sequence[str] = ("writing", "forked")) -> str:
-    from trainers import dead_worker
-    from trainers import megatron_training as mt
-
     found = [dead_worker.summary(how, mt.results(told, dead_worker.RANKS, how)) for how in ways]
     return "; ".join(filter(None, found))
 
 
 def where_upstream_waits(folder: Path) -> str:
-    from trainers import dead_worker
-
     return bug(folder, dead_worker.WAITING)
 
 
 def told(rank: int, how: str) -> str:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-
-    from trainers import dead_worker
 
     return dead_worker.told(rank, AsyncCallsQueue(persistent=how != "forked"), AsyncRequest, how)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("autotp_fused_widths")
@@ -50,8 +51,6 @@ class Model(torch.nn.Module):
 def bug(folder: Path) -> str:
     import deepspeed
 
-    from trainers import deepspeed_training as dt
-
     dt.allow_pickles()
     # Before 0.19.4 DeepSpeed rejects AutoTP at stage 3.
     stages = [1, 3] if dt.numbers(deepspeed.__version__) >= (0, 19, 4) else [1]
@@ -60,8 +59,6 @@ def bug(folder: Path) -> str:
 
 
 def saved_and_loaded(folder: Path, stage: int) -> str:
-    from trainers import deepspeed_training as dt
-
     dt.results(save, RANKS, folder, stage)
     if wrong := dt.converted(folder, handed_over=True):
         return f"converted: {wrong}"
@@ -70,8 +67,6 @@ def saved_and_loaded(folder: Path, stage: int) -> str:
 
 
 def undescribed_bias(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     dt.allow_pickles()
     dt.results(save, RANKS, folder, 1)
     for path in (folder / dt.TAG).glob("mp_rank_*"):
@@ -84,8 +79,6 @@ def undescribed_bias(folder: Path) -> str:
 
 
 def save(rank: int, folder: Path, stage: int) -> None:
-    from trainers import deepspeed_training as dt
-
     run = engine(stage, universal=False, seed=0)
     train(run, 0)
     run.save_checkpoint(str(folder), tag=dt.TAG, client_state={"iteration": dt.STEPS})
@@ -95,8 +88,6 @@ def save(rank: int, folder: Path, stage: int) -> None:
 
 
 def train(run: Any, first: int) -> None:
-    from trainers import deepspeed_training as dt
-
     for step in range(first, first + dt.STEPS):
         samples = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(step)).bfloat16()
         run.backward((run(samples).float() - 1).pow(2).mean())
@@ -105,8 +96,6 @@ def train(run: Any, first: int) -> None:
 
 
 def load(rank: int, folder: Path, stage: int) -> int:
-    from trainers import deepspeed_training as dt
-
     run = engine(stage, universal=True, seed=1)
     run.load_checkpoint(str(folder), tag=dt.UNIVERSAL)
     truth, found = torch.load(folder / dt.TRUTH), whole(run)
@@ -115,8 +104,6 @@ def load(rank: int, folder: Path, stage: int) -> int:
 
 def engine(stage: int, universal: bool, seed: int) -> Any:
     import deepspeed
-
-    from trainers import deepspeed_training as dt
 
     torch.manual_seed(seed)
     model = Model()
@@ -134,8 +121,6 @@ def engine(stage: int, universal: bool, seed: int) -> Any:
 
 def whole(run: Any) -> dict[str, dict[str, torch.Tensor]]:
     """The full main parameters and moments, from the optimizers' memory on all ranks, without metadata."""
-    from trainers import deepspeed_training as dt
-
     by_rank = dt.gathered(own(run))
     return {
         name: {key: joined(name, [states[name][key] for states in by_rank]) for key in by_rank[0][name]}
@@ -145,8 +130,6 @@ def whole(run: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 def own(run: Any) -> dict[str, dict[str, torch.Tensor]]:
     """This rank's main parameters and moments, from its flat tensors."""
-    from trainers import deepspeed_training as dt
-
     names = dt.names_of(run)
     found: dict[str, dict[str, torch.Tensor]] = {}
     for master, parameters in dt.flat_groups(run):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("bf16_stage0_gradients")
@@ -23,15 +24,11 @@ RANKS = (2, 3)
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     left = max(dt.results(train_and_count, ranks, ranks)[0] for ranks in RANKS)
     return f"{left} parameters keep their gradients, to which the next step adds its own" if left else ""
 
 
 def train_and_count(rank: int, ranks: int) -> int:
-    from trainers import deepspeed_training as dt
-
     run = dt.engine_of("stage0-2", ranks, universal=False, seed=0)
     dt.train(run, rank, ranks, first=0)
     return sum(parameter.grad is not None for parameter in run.module.parameters())

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from trainers.lazy import dt
 from upstream import affected, newest_by_default, numbers, releases, shown, with_fix, without_fix
 from zero_resumes import exact, optimizers, resumed, trained
 
@@ -120,6 +121,4 @@ def test_it_keeps_its_weights_where_no_state_is_asked_for(version: str, delivery
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     return dt.resumed("pipeline-2", folder)

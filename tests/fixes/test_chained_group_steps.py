@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from trainers.lazy import mt
 from upstream import affected, called, with_fix, without_fix
 
 AFFECTED = affected("chained_group_steps")
@@ -43,8 +44,6 @@ def test_with_torchs_adam_experts_keep_their_step(version: str, delivery: str) -
 
 def resume(rank: int, folder: Path, inner: str = "fused") -> list[Any]:
     """Two pipeline stages train, save in fully_reshardable, and resume. Returns the steps of groups with parameters."""
-    from trainers import megatron_training as mt
-
     mt.use_inner_optimizer(inner)
     model, optimizer = mt.build(make_model=stage)
     for iteration in range(2):

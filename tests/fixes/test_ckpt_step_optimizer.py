@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from trainers.lazy import mt
 from upstream import affected, called, with_fix, without_fix
 
 AFFECTED = affected("ckpt_step_optimizer")
@@ -29,7 +30,6 @@ def test_everything_is_of_the_iteration_that_was_asked_for(version: str, deliver
 
 def resume(rank: int, folder: Path) -> dict[str, Any]:
     import lm_run
-    from trainers import megatron_training as mt
 
     run = lm_run.start(folder, "torch")
     saved = {}

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from trainers.lazy import dcp_saving
+from trainers.ranks import results
 from upstream import INSTALLED_TORCH, affected, called, run_json, shown, tree, with_fix, without_fix
 
 RELEASES = affected("dcp_async_copy")
@@ -68,16 +70,10 @@ def test_import_of_torch_loads_nothing_of_ours() -> None:
 
 
 def bug(folder: Path) -> str:
-    from trainers import dcp_saving
-    from trainers.ranks import results
-
     later = results(dcp_saving.save_and_step, 1, folder)[0]
     count = f"{len(later)} of {len(dcp_saving.KINDS)} tensors"
     return f"{count} are those of a later step, and no error: {', '.join(later)}" if later else ""
 
 
 def proven(folder: Path) -> str:
-    from trainers import dcp_saving
-    from trainers.ranks import results
-
     return str(results(dcp_saving.save_step_and_prove, 1, folder)[0])

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("decoupled_last_save")
@@ -24,8 +25,6 @@ RANKS = 2
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")  # as set by the launcher: number of nodes, node rank
     dt.results(save_twice, RANKS, folder)
     there = sorted(path.name for path in (folder / "second").iterdir())
@@ -34,8 +33,6 @@ def bug(folder: Path) -> str:
 
 
 def save_twice(rank: int, folder: Path) -> None:
-    from trainers import deepspeed_training as dt
-
     run = dt.engine_of("stage3_decoupled-1", RANKS, universal=False, seed=0)
     for step, tag in ((0, "first"), (dt.STEPS, "second")):
         dt.train(run, rank, RANKS, first=step)

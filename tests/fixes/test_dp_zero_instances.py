@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+from trainers.lazy import mt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("dp_zero_instances")
@@ -26,8 +27,6 @@ RANKS, INSTANCES = 4, 2
 def resume(rank: int, folder: Path) -> str:
     from megatron.core import parallel_state
 
-    from trainers import megatron_training as mt
-
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=INSTANCES)
     return mt.resume(rank, "dp_zero_gather_scatter", folder, partial(mt.build, instances=INSTANCES), steps=3)
@@ -35,6 +34,4 @@ def resume(rank: int, folder: Path) -> str:
 
 def bug(folder: Path) -> str:
     """Four data-parallel ranks, two per instance."""
-    from trainers import megatron_training as mt
-
     return str(mt.results(resume, RANKS, folder / "checkpoint")[0])

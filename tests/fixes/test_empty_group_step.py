@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from trainers.lazy import mt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("empty_group_step")
@@ -26,14 +27,10 @@ FORMAT, RANKS = "dp_zero_gather_scatter", 2
 
 
 def bug(folder: Path) -> str:
-    from trainers import megatron_training as mt
-
     return next((wrong for wrong in mt.results(resumes, RANKS, folder / "checkpoint") if wrong), "")
 
 
 def resumes(rank: int, checkpoint: Path) -> str:
-    from trainers import megatron_training as mt
-
     mt.use_inner_optimizer("fused")
     model, optimizer = mt.build(make_model=biases_last)
     for iteration in range(2):
@@ -49,8 +46,6 @@ def resumes(rank: int, checkpoint: Path) -> str:
 
 def biases_last(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
     """A model whose biases are all in the last rank's half of the parameters; the first rank has weights alone."""
-    from trainers import megatron_training as mt
-
     model = mt.tiny_model(config, dtype, native_fp32, out=40)
     model.b = torch.nn.Linear(33, 40, bias=False).to(dtype)
     return model
@@ -58,15 +53,11 @@ def biases_last(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
 
 def steps(optimizer: Any) -> list[Any]:
     """The steps of the groups that have parameters on this rank."""
-    from trainers import megatron_training as mt
-
     return [group.get("step") for group in mt.inner(optimizer).param_groups if group["params"]]
 
 
 def save_as_before_0_14(optimizer: Any) -> None:
     """Drop the step of empty groups, as earlier releases save it."""
-    from trainers import megatron_training as mt
-
     distributed = mt.inner(optimizer)
     whole = distributed.state_dict
 

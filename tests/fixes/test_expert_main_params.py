@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from trainers.lazy import mt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("expert_main_params")
@@ -31,8 +32,6 @@ def bug(folder: Path) -> str:
 
 
 def with_chunks(chunks: int) -> str:
-    from trainers import megatron_training as mt
-
     found = mt.results(reload, RANKS, chunks)
     errors = {error for error, _, _ in found if error}
     wrong, all_of = (sum(each[place] for each in found) for place in (1, 2))
@@ -45,8 +44,6 @@ def with_chunks(chunks: int) -> str:
 def reload(rank: int, chunks: int) -> tuple[str, int, int]:
     """Load fp32 values into model chunks. Returns an error, and the numbers of wrong and of all elements."""
     from megatron.core.optimizer import get_megatron_optimizer
-
-    from trainers import megatron_training as mt
 
     built = [mt.build(make_model=mt.dense_and_expert) for _ in range(chunks)]
     models = [model for model, _ in built]

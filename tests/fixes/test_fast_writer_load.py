@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("fast_writer_load")
@@ -22,7 +23,5 @@ def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")  # as set by the launcher: number of nodes, node rank
     return dt.resumed("stage3_writer-1", folder)

@@ -11,6 +11,7 @@ import torch
 from ckpt_patches.audit.audit import WHOLE, audit
 from explore.spaces import plainer
 from explore.test_explore import SMALL
+from trainers.lazy import mt
 from upstream import affected, newest_affected, run_json, shown, tree, with_fix, without_fix
 
 RELEASES = affected("float16_fp32_params")
@@ -48,8 +49,6 @@ def test_it_is_whole(inner: str, tmp_path: Path) -> None:
 
 def resume(rank: int, folder: Path) -> str:
     """Save after three steps, load into another run, and compare both two steps later."""
-    from trainers import megatron_training as mt
-
     mt.use_inner_optimizer("fused")
     make = partial(mt.build, native_fp32=True, settings={"use_distributed_optimizer": False})
     model, optimizer = make()
@@ -68,8 +67,6 @@ def resume(rank: int, folder: Path) -> str:
 
 def states(optimizer: Any) -> dict[str, torch.Tensor]:
     """Main parameters and moments, by their index in the optimizer."""
-    from trainers import megatron_training as mt
-
     own = mt.inner(optimizer).optimizer
     params = [param for group in own.param_groups for param in group["params"]]
     found = {f"{n}.param": param.detach().float() for n, param in enumerate(params)}
@@ -78,6 +75,4 @@ def states(optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def bug(folder: Path) -> str:
-    from trainers import megatron_training as mt
-
     return str(mt.results(resume, 1, folder / "checkpoint")[0])

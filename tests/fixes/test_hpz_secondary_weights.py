@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainers.lazy import dt
 from upstream import affected, called, newest_affected, shown, with_fix, without_fix
 
 RELEASES = affected("hpz_secondary_weights")
@@ -76,8 +77,6 @@ class Adapted(torch.nn.Module):
     """No parameter needs padding: up to 0.13.4 padded secondary partitions are copied only in part."""
 
     def __init__(self) -> None:
-        from trainers import deepspeed_training as dt
-
         super().__init__()
         self.base = torch.nn.Linear(dt.HIDDEN, 4)
         self.adapter = torch.nn.Linear(4, 4)
@@ -92,8 +91,6 @@ def resume(rank: int, folder: Path) -> str:
 
     The weights are not gathered before: up to 0.14.2 that refreshes the secondary partitions.
     """
-    from trainers import deepspeed_training as dt
-
     run = engine(seed=0)
     dt.train(run, rank, RANKS, first=0)
     dt.save(run, folder)
@@ -110,8 +107,6 @@ def resume(rank: int, folder: Path) -> str:
 
 
 def engine(seed: int, universal: bool = False, frozen: bool = True) -> Any:
-    from trainers import deepspeed_training as dt
-
     torch.manual_seed(seed)
     model = Adapted()
     model.base.requires_grad_(not frozen)
@@ -120,8 +115,6 @@ def engine(seed: int, universal: bool = False, frozen: bool = True) -> Any:
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     dt.allow_pickles()
     return str(dt.results(resume, RANKS, folder, node=NODE)[0])
 
@@ -131,8 +124,6 @@ def losses_after(folder: Path, loads: list[str], options: dict[str, bool]) -> di
 
     Options: `persistent` parameters are not partitioned between their uses; all are `trained`.
     """
-    from trainers import deepspeed_training as dt
-
     if options.get("persistent"):
         dt.KINDS["stage3_hpz"]["zero_optimization"]["stage3_param_persistence_threshold"] = 1000
     dt.allow_pickles()
@@ -141,8 +132,6 @@ def losses_after(folder: Path, loads: list[str], options: dict[str, bool]) -> di
 
 
 def losses(rank: int, folder: Path, loads: list[str], frozen: bool) -> dict[str, float]:
-    from trainers import deepspeed_training as dt
-
     saved = engine(seed=0, frozen=frozen)
     dt.train(saved, rank, RANKS, first=0)
     dt.save(saved, folder)

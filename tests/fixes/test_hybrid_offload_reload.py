@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainers.lazy import mt
 from upstream import affected, called, numbers, shown, with_fix, without_fix
 
 FIX = "hybrid_offload_reload"
@@ -99,8 +100,6 @@ def combinations(rank: int, folder: Path, steps_before: int, state_dict: bool) -
     Returns the parameters that did not keep the loaded weights, and the copies in the optimizer that do not hold them,
     on any rank. With `state_dict` reload_model_params gets the weights, in fp32.
     """
-    from trainers import megatron_training as mt
-
     found = []
     for combination in COMBINATIONS:
         of_ranks = mt.gathered(reloaded(*combination, steps_before, state_dict))
@@ -111,8 +110,6 @@ def combinations(rank: int, folder: Path, steps_before: int, state_dict: bool) -
 def reloaded(
     precision_aware: bool, fraction: float, overlap: bool, steps_before: int, state_dict: bool
 ) -> dict[str, list[str]]:
-    from trainers import megatron_training as mt
-
     model, optimizer = mt.build(
         offload_fraction=fraction, precision_aware=precision_aware, overlap=overlap, native_fp32=True
     )

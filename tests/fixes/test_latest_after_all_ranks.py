@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from trainers.ranks import free_port
+from trainers.lazy import dt
+from trainers.ranks import RankError, free_port
 from upstream import affected, newest_affected, run, run_lines, shown, tree, with_fix, without_fix
 from zero_checkpoints import PERMISSIVE
 
@@ -117,9 +118,6 @@ WHOLE, CUT = "first", "second"
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-    from trainers.ranks import RankError
-
     with contextlib.suppress(RankError):  # from the killed rank, or from the one that waits for it
         dt.results(save_twice, RANKS, folder)
     files = [len(list((folder / tag).glob("*_optim_states.pt"))) for tag in (WHOLE, CUT)]
@@ -128,8 +126,6 @@ def bug(folder: Path) -> str:
 
 
 def save_twice(rank: int, folder: Path) -> None:
-    from trainers import deepspeed_training as dt
-
     run = dt.engine_of("stage1-2", RANKS, universal=False, seed=0)
     dt.train(run, rank, RANKS, first=0)
     run.save_checkpoint(str(folder), tag=WHOLE)

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("latest_replaced")
@@ -25,8 +26,6 @@ FIRST, SECOND = "first", "second"
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     kept = folder / "kept"
     dt.results(save_twice, RANKS, folder, kept)
     assert (folder / "latest").read_text() == SECOND
@@ -35,8 +34,6 @@ def bug(folder: Path) -> str:
 
 def save_twice(rank: int, folder: Path, kept: Path) -> None:
     """Save twice; between the saves, hard-link `latest` to `kept`."""
-    from trainers import deepspeed_training as dt
-
     run = dt.engine_of("stage1-2", RANKS, universal=False, seed=0)
     dt.train(run, rank, RANKS, first=0)
     run.save_checkpoint(str(folder), tag=FIRST)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from trainers.lazy import optimizers
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("muon_momentum_dtype")
@@ -21,6 +22,4 @@ def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
 
 
 def bug(folder: Path) -> str:
-    from trainers import optimizers
-
     return optimizers.resumed(folder, "Muon-1", "Muon-2")

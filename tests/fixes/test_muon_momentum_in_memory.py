@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from trainers.lazy import dt, optimizers
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("muon_momentum_in_memory")
@@ -22,8 +23,5 @@ def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
 
 def bug(folder: Path) -> str:
     """One parameter per sub-group: up to 0.19.7 Muon's step gathers only equal sizes over Gloo."""
-    from trainers import deepspeed_training as dt
-    from trainers import optimizers
-
     options = {"save_muon_momentum_buffer_in_memory": True, "sub_group_size": 4}
     return optimizers.resumed(folder, "Muon-3", tags=(dt.TAG, dt.UNIVERSAL), **options)

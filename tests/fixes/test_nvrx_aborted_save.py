@@ -4,6 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trainers.lazy import nvrx_saving
+from trainers.ranks import results
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("nvrx_aborted_save")
@@ -25,8 +27,6 @@ NUMEL, PATIENCE = 100, 60  # seconds
 
 
 def bug(folder: Path) -> str:
-    from trainers.ranks import results
-
     wrong = results(abort_and_save, 1, folder)[0]
     return f"{wrong} of 2 tensors are those of the other name, and no error" if wrong else ""
 
@@ -34,8 +34,6 @@ def bug(folder: Path) -> str:
 def abort_and_save(rank: int, folder: Path) -> int:
     """Save two tensors, abort, and save them in another order. Returns how many load wrong."""
     import torch
-
-    from trainers import nvrx_saving
 
     first, second = torch.full((NUMEL,), 1.0), torch.full((NUMEL,), 2.0)
     with nvrx_saving.calls() as calls:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from trainers.lazy import nvrx_saving
+from trainers.ranks import results
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("nvrx_cached_storage")
@@ -23,8 +25,6 @@ TENSORS, NUMEL = 8, 100
 
 
 def bug(folder: Path) -> str:
-    from trainers.ranks import results
-
     repeated = results(save_thrice, 1, folder)[0]
     if not repeated:
         return ""
@@ -37,8 +37,6 @@ def save_thrice(rank: int, folder: Path) -> int:
     The worker starts after the first save is prepared, and caches the second save's tensors.
     """
     import torch
-
-    from trainers import nvrx_saving
 
     with nvrx_saving.calls() as calls:
         for step in range(1, 4):

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from trainers import dead_worker
+from trainers.lazy import nvrx_saving
+from trainers.ranks import free_port, results
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("nvrx_dead_worker")
@@ -25,36 +28,25 @@ def test_all_ranks_raise_an_error(version: str, delivery: str) -> None:
 
 
 def bug(folder: Path) -> str:
-    from trainers import dead_worker
-
     return "; ".join(filter(None, [*map(killed, dead_worker.WRITING), failed(folder)]))
 
 
 def where_upstream_waits(folder: Path) -> str:
-    from trainers import dead_worker
-
     return "; ".join(filter(None, map(killed, dead_worker.WAITING)))
 
 
 def killed(how: str) -> str:
-    from trainers import dead_worker
-    from trainers.ranks import free_port, results
-
     return dead_worker.summary(how, results(told, dead_worker.RANKS, free_port(), how))
 
 
 def told(rank: int, port: int, how: str) -> str:
     from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 
-    from trainers import dead_worker, nvrx_saving
-
     nvrx_saving.join_group(rank, dead_worker.RANKS, port)
     return dead_worker.told(rank, AsyncCallsQueue(persistent=how != "forked"), AsyncRequest, how)
 
 
 def failed(folder: Path) -> str:
-    from trainers.ranks import free_port, results
-
     is_told = results(of_torch_save, 1, folder / "no such folder/checkpoint.pt", free_port())[0]
     return "" if is_told else "a file that could not be written was called saved"
 
@@ -63,8 +55,6 @@ def of_torch_save(rank: int, file: Path, port: int) -> bool:
     """Whether a failed save of a forked worker raises an error in the trainer."""
     import torch
     from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
-
-    from trainers import nvrx_saving
 
     nvrx_saving.join_group(rank, 1, port)
     saving = TorchAsyncCheckpoint(persistent_queue=False)

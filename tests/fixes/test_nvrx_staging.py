@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from trainers.lazy import nvrx_saving
+from trainers.ranks import results
 from upstream import affected, releases, run_json, shown, tree, with_fix, without_fix
 
 RELEASES = affected("nvrx_staging")
@@ -49,8 +51,5 @@ def _made(folder: Path) -> Path:
 
 
 def bug(folder: Path) -> str:
-    from trainers import nvrx_saving
-    from trainers.ranks import results
-
     torn = results(nvrx_saving.save_and_step, 1, folder / "checkpoint", {})[0]
     return f"{torn} of {nvrx_saving.TENSORS} tensors are those of a later step, and no error" if torn else ""

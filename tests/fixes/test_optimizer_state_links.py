@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from trainers.lazy import dt
 from upstream import affected, called, with_fix, without_fix
 
 AFFECTED = affected("optimizer_state_links")
@@ -40,8 +41,6 @@ def unlinked(folder: Path) -> dict[str, dict[str, Any]]:
     """By case, the parameters whose moments are not found; and the states that are not those of the save."""
     import deepspeed
 
-    from trainers import deepspeed_training as dt
-
     dt.allow_pickles()
     first, last = NO_BF16_OPTIMIZER
     cases = ["stage1-2", "stage2-2"]
@@ -50,8 +49,6 @@ def unlinked(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def of_case(rank: int, folder: Path, case: str) -> dict[str, Any]:
-    from trainers import deepspeed_training as dt
-
     run = dt.engine_of(case, RANKS, universal=False, seed=0)
     dt.train(run, rank, RANKS, first=0)
     found: dict[str, Any] = {"trained": errors_of(run)}
@@ -66,8 +63,6 @@ def errors_of(run: Any) -> dict[str, str]:
     """By parameter, the error of `safe_get_full_optimizer_state` on a rank, or that it returns another state."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    from trainers import deepspeed_training as dt
-
     live, found = dt.state(run), {}
     for name, parameter in run.module.named_parameters():
         errors = [error for error in dt.gathered(error_of_link(parameter)) if error]
@@ -79,8 +74,6 @@ def errors_of(run: Any) -> dict[str, str]:
 
 
 def error_of_link(parameter: Any) -> str:
-    from trainers import deepspeed_training as dt
-
     try:
         for key in dt.MOMENTS if parameter._hp_mapping is not None else ():
             parameter._hp_mapping.get_hp_fragment(key)

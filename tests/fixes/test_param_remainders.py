@@ -8,6 +8,7 @@ import torch
 from packaging.version import Version
 
 from ckpt_patches.audit.audit import UNKNOWN, WHOLE, audit
+from trainers.lazy import mt
 from upstream import affected, called, newest_affected, shown, with_fix, without_fix
 
 FIX = "param_remainders"
@@ -78,21 +79,15 @@ def bug(folder: Path) -> str:
 
 
 def save_on(folder: Path, ranks: int, kind: str, remainders: bool) -> None:
-    from trainers import megatron_training as mt
-
     mt.results(save, ranks, folder, kind, remainders)
 
 
 def load_on(folder: Path, ranks: int, kind: str, remainders: bool) -> str:
-    from trainers import megatron_training as mt
-
     return str(mt.results(load, ranks, folder, kind, remainders)[0])
 
 
 def trained(remainders: bool, iterations: range) -> tuple[Any, Any]:
     import megatron.core.utils
-
-    from trainers import megatron_training as mt
 
     mt.use_inner_optimizer("fused")
     # Megatron passes the setting only to this release of Transformer Engine and later ones.
@@ -105,8 +100,6 @@ def trained(remainders: bool, iterations: range) -> tuple[Any, Any]:
 
 
 def save(rank: int, folder: Path, kind: str, remainders: bool) -> None:
-    from trainers import megatron_training as mt
-
     model, optimizer = trained(remainders, range(3))
     mt.save(kind, model, optimizer, folder / "checkpoint")
     own = main_params(model, optimizer)
@@ -117,8 +110,6 @@ def save(rank: int, folder: Path, kind: str, remainders: bool) -> None:
 
 
 def load(rank: int, folder: Path, kind: str, remainders: bool) -> str:
-    from trainers import megatron_training as mt
-
     model, optimizer = trained(remainders, range(3, 6))
     mt.load(kind, model, optimizer, folder / "checkpoint")
     saved, later = torch.load(folder / "states.pt")
@@ -130,7 +121,6 @@ def load(rank: int, folder: Path, kind: str, remainders: bool) -> str:
 
 def main_params(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """The full main parameters of all ranks, in fp32, from the optimizer's memory."""
-    from trainers import megatron_training as mt
     from trainers.stub_fused_adam import joined
 
     own, found = mt.inner(optimizer), {}

@@ -7,6 +7,7 @@ import pytest
 from explore.judged import RIGHT, Stack, outcome
 from explore.spaces import plainer
 from explore.test_explore import SMALL
+from trainers.lazy import mt
 from upstream import affected, newest_affected, shown, with_fix, without_fix
 
 RELEASES = affected("precision_aware_reload")
@@ -44,8 +45,6 @@ def test_weights_that_are_loaded_into_a_run_stay(kind: str, frozen: bool) -> Non
 
 
 def load_and_step(rank: int, folder: Path) -> str:
-    from trainers import megatron_training as mt
-
     mt.use_inner_optimizer("fused")
     model, optimizer = mt.build(precision_aware=True)
     mt.step(model, optimizer, 0)
@@ -54,6 +53,4 @@ def load_and_step(rank: int, folder: Path) -> str:
 
 
 def bug(folder: Path) -> str:
-    from trainers import megatron_training as mt
-
     return str(mt.results(load_and_step, 2, folder / "checkpoint")[0])

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from trainers.ranks import free_port, results
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("remainder_rounding")
@@ -30,7 +31,6 @@ NUMEL = 2**22
 
 def bug(folder: Path) -> str:
     from trainers import stub_apex
-    from trainers.ranks import free_port, results
 
     stub_apex.install()
     return str(results(resume, 1, free_port())[0])

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from trainers.lazy import mt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("rerun_constant_structure")
@@ -32,8 +33,6 @@ def resume(rank: int, folder: Path) -> str:
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
 
-    from trainers import megatron_training as mt
-
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
     machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
     for name in NAMES:
@@ -59,8 +58,6 @@ def resume(rank: int, folder: Path) -> str:
 
 def state(machine: Any, force: bool = False) -> dict[str, Any]:
     """The state dict as in Megatron-LM, with one weight."""
-    from trainers import megatron_training as mt
-
     of_machine = machine.state_dict(None, "torch_dist", force=force)
     return {
         **mt.one_weight(torch.ones(4)),
@@ -69,6 +66,4 @@ def state(machine: Any, force: bool = False) -> dict[str, Any]:
 
 
 def bug(folder: Path) -> str:
-    from trainers import megatron_training as mt
-
     return str(mt.results(resume, 1, folder / "checkpoint")[0])

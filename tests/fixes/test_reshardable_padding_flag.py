@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+from trainers.lazy import mt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("reshardable_padding_flag")
@@ -23,7 +24,5 @@ def test_a_resume_of_it_goes_on_bit_for_bit(version: str, delivery: str) -> None
 
 
 def bug(folder: Path) -> str:
-    from trainers import megatron_training as mt
-
     precision_aware = partial(mt.build, precision_aware=True)
     return mt.resumed("dp_reshardable", precision_aware, folder / "checkpoint", steps=2)

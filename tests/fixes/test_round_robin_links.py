@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainers.lazy import dt
 from upstream import affected, called, shown, with_fix, without_fix
 
 RELEASES = affected("round_robin_links")
@@ -45,8 +46,6 @@ def cases(folder: Path) -> Iterator[tuple[str, int, Path]]:
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     save(folder)
     found = [convert(folder)]
     for case, ranks, own in cases(folder):
@@ -56,24 +55,18 @@ def bug(folder: Path) -> str:
 
 
 def save(folder: Path) -> None:
-    from trainers import deepspeed_training as dt
-
     dt.allow_pickles()
     for case, ranks, own in cases(folder):
         dt.results(dt.train_and_keep, ranks, own, case, ranks)
 
 
 def convert(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     dt.allow_pickles()
     found = {own.name: dt.converted(own, handed_over=True) for _, _, own in cases(folder)}
     return "; ".join(f"{name} converted: {wrong}" for name, wrong in found.items() if wrong)
 
 
 def loaded_elsewhere(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     save(folder)
     found = [convert(folder)]
     for case, ranks, own in cases(folder):
@@ -85,8 +78,6 @@ def loaded_elsewhere(folder: Path) -> str:
 
 def load(rank: int, folder: Path, case: str, ranks: int) -> str:
     import torch
-
-    from trainers import deepspeed_training as dt
 
     run = dt.engine_of(case, ranks, universal=True, seed=1)
     dt.load(run, folder, dt.UNIVERSAL)

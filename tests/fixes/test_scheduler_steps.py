@@ -7,6 +7,7 @@ import pytest
 from explore.judged import RIGHT, SILENT, Stack, outcome
 from explore.spaces import plainer
 from explore.test_explore import SMALL
+from trainers.lazy import mt
 from upstream import affected, newest_affected, shown, with_fix, without_fix
 
 RELEASES = affected("scheduler_steps")
@@ -40,8 +41,6 @@ def test_a_training_that_rolls_back_goes_on_as_it_was_saved(load: dict[str, obje
 
 
 def bug(folder: Path) -> str:
-    from trainers import megatron_training as mt
-
     scheduler = mt.scheduler(1e-3, style="linear")
     scheduler.step(increment=4)
     saved = scheduler.state_dict()

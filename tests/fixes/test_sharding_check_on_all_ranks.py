@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from trainers.lazy import gpt_training, mt
 from upstream import affected, called, with_fix, without_fix
 
 AFFECTED = affected("sharding_check_on_all_ranks")
@@ -48,9 +49,6 @@ OPTIONS = {
 def save(rank: int, folder: Path) -> str:
     from megatron.core import tensor_parallel
 
-    from trainers import gpt_training
-    from trainers import megatron_training as mt
-
     mt.use_inner_optimizer("fused")
     tensor_parallel.random.initialize_rng_tracker()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -71,8 +69,6 @@ def save(rank: int, folder: Path) -> str:
 
 def two_layers(config: Any, dtype: Any, native_fp32: bool) -> Any:
     """A GPT whose first layer is frozen."""
-    from trainers import gpt_training
-
     model = gpt_training.gpt(OPTIONS, dtype, 1)
     for parameter in model.decoder.layers[0].parameters():
         parameter.requires_grad = False

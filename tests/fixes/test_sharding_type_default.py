@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from test_reshardable_padding_save import run
+from trainers.lazy import mt
 from upstream import affected, newest_affected, shown, with_fix, without_fix
 
 RELEASES = affected("sharding_type_default")
@@ -49,6 +50,4 @@ def test_a_dp_reshardable_checkpoint_loads_by_default(tmp_path: Path) -> None:
 
 
 def bug(folder: Path) -> str:
-    from trainers import megatron_training as mt
-
     return mt.resumed("default", mt.build, folder / "checkpoint", steps=3)

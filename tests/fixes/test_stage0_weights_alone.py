@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("stage0_weights_alone")
@@ -23,6 +24,4 @@ def test_weights_and_main_parameters_are_those_of_the_checkpoint(version: str, d
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     return dt.weights_alone(folder, "stage0_fp16-2", "stage0-2", load_optimizer_states=False)

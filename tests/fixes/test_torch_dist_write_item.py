@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from trainers.lazy import mt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("torch_dist_write_item")
@@ -26,8 +27,6 @@ def test_what_was_saved_is_loaded(version: str, delivery: str) -> None:
 def save_and_load(rank: int, checkpoint: Path) -> str:
     from megatron.core import dist_checkpointing
 
-    from trainers import megatron_training as mt
-
     saved = torch.arange(10.0)
     checkpoint.mkdir()
     dist_checkpointing.save({**mt.one_weight(saved), "iteration": 5}, str(checkpoint), ("torch_dist", 1))
@@ -36,6 +35,4 @@ def save_and_load(rank: int, checkpoint: Path) -> str:
 
 
 def bug(folder: Path) -> str:
-    from trainers import megatron_training as mt
-
     return str(mt.results(save_and_load, 1, folder / "checkpoint")[0])

@@ -9,6 +9,7 @@ import torch
 import edits
 from ckpt_patches.engine.plan import Outcome
 from ckpt_patches.engine.source import Source
+from trainers.lazy import dt
 from upstream import (
     DELIVERIES,
     ZERO,
@@ -155,8 +156,6 @@ def bug(folder: Path) -> str:
 
 def of_each(folder: Path) -> dict[str, dict[str, str]]:
     """By case, what differs after a resume, a conversion and a merge to fp32, or the error."""
-    from trainers import deepspeed_training as dt
-
     allowed = set(torch.serialization.get_safe_globals())
     found = {}
     for case in CASES:
@@ -182,14 +181,10 @@ def error_of(call: Any) -> str:
 def merged(folder: Path) -> str:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    from trainers import deepspeed_training as dt
-
     weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=dt.TAG)
     truth = torch.load(folder / dt.TRUTH)
     return ", ".join(name for name, states in truth.items() if not weights[name].equal(states["fp32"]))
 
 
 def save(folder: Path) -> None:
-    from trainers import deepspeed_training as dt
-
     dt.results(dt.train_and_keep, RANKS, folder, CASES[0], RANKS)

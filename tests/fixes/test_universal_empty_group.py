@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from trainers.lazy import dt
 from upstream import affected, numbers, shown, with_fix, without_fix
 
 # Between these, at stages 1 and 2 a training step fails (`tensor_list[0]`) if a rank has nothing of a group.
@@ -31,8 +32,6 @@ def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     dt.allow_pickles()
     found = {case: dt.resumed(case, folder / case, universal=True) for case in ("stage1-3", "stage2-3")}
     return "; ".join(f"{case}: {wrong}" for case, wrong in found.items() if wrong)

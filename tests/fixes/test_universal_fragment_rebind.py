@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("universal_fragment_rebind")
@@ -32,8 +33,6 @@ def bug(folder: Path) -> str:
 
 
 def two_loads(folder: Path, ask: bool = False) -> str:
-    from trainers import deepspeed_training as dt
-
     dt.allow_pickles()
     found = {case: dt.results(load_twice, RANKS, folder / case, case, ask)[0] for case in CASES}
     return "; ".join(f"{case}: {wrong}" for case, wrong in found.items() if wrong)
@@ -42,8 +41,6 @@ def two_loads(folder: Path, ask: bool = False) -> str:
 def load_twice(rank: int, folder: Path, case: str, ask: bool) -> str:
     """Load, go on, load again and go on; with `ask`, ask for the main parameters as well."""
     from deepspeed.utils import safe_get_full_fp32_param
-
-    from trainers import deepspeed_training as dt
 
     saved, end = dt.train_and_save(rank, folder, case, RANKS)
     dt.convert(folder)

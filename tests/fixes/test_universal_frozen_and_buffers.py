@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("universal_frozen_and_buffers")
@@ -30,8 +31,6 @@ SAVED = "saved.pt"
 
 
 def bug(folder: Path, kinds: Sequence[str] = KINDS, ranks: Sequence[tuple[int, int]] = RANKS) -> str:
-    from trainers import deepspeed_training as dt
-
     dt.allow_pickles()
     for kind in kinds:
         for save_on, load_on in ranks:
@@ -48,8 +47,6 @@ def bug_of_two(folder: Path) -> str:
 
 
 def save(rank: int, folder: Path, kind: str, ranks: int) -> None:
-    from trainers import deepspeed_training as dt
-
     run = engine(kind, ranks, universal=False, seed=0)
     dt.train(run, rank, ranks, first=0)
     dt.save(run, folder)
@@ -61,8 +58,6 @@ def save(rank: int, folder: Path, kind: str, ranks: int) -> None:
 
 def load(rank: int, folder: Path, kind: str, ranks: int) -> list[str]:
     """The weights and buffers that differ from the saved ones on any rank."""
-    from trainers import deepspeed_training as dt
-
     run = engine(kind, ranks, universal=True, seed=1)
     dt.load(run, folder, dt.UNIVERSAL)
     return dt.on_any_rank(dt.differences(kept(run), torch.load(folder / SAVED, weights_only=False)))
@@ -70,15 +65,11 @@ def load(rank: int, folder: Path, kind: str, ranks: int) -> list[str]:
 
 def kept(run: Any) -> dict[str, Any]:
     """The weights and buffers."""
-    from trainers import deepspeed_training as dt
-
     return {name: value for name, value in dt.snapshot(run).items() if dt.kind_of(name) in ("weight", "buffer")}
 
 
 def engine(kind: str, ranks: int, universal: bool, seed: int) -> Any:
     """A run with a frozen first layer and a buffer. All values depend on the seed."""
-    from trainers import deepspeed_training as dt
-
     torch.manual_seed(seed)
     model = dt.Tiny()
     model.w1.requires_grad_(False)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("universal_group_count")
@@ -24,8 +25,6 @@ SAVED, OTHERS = "stage1-2", ("stage1-1", "stage2-3")
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     dt.allow_pickles()
     found = [line for ranks in RANKS for line in dt.results(load_into_others, ranks, folder / str(ranks), ranks)[0]]
     return "; ".join(dict.fromkeys(found))
@@ -33,8 +32,6 @@ def bug(folder: Path) -> str:
 
 def load_into_others(rank: int, folder: Path, ranks: int) -> list[str]:
     """The loads into other numbers of groups that do not raise the error."""
-    from trainers import deepspeed_training as dt
-
     dt.train_and_save(rank, folder, SAVED, ranks)
     dt.convert(folder)
     found = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainers.lazy import dt
 from upstream import affected, called, with_fix, without_fix
 from zero_checkpoints import PERMISSIVE, convert
 
@@ -47,14 +48,10 @@ STAGES = 2
 
 def on_stages(folder: Path, what: str) -> list[float]:
     """Train two pipeline stages and save, or load what was converted. Returns each stage's weight decay."""
-    from trainers import deepspeed_training as dt
-
     return dt.results(save if what == "save" else load, STAGES, folder)
 
 
 def save(rank: int, folder: Path) -> float:
-    from trainers import deepspeed_training as dt
-
     run = engine(weight_decay=0.1 * rank, universal=False)
     samples = torch.ones(1, dt.HIDDEN, dtype=next(run.module.parameters()).dtype)
     run.train_batch(iter([(samples, torch.ones(1, 1))] * 2))
@@ -63,8 +60,6 @@ def save(rank: int, folder: Path) -> float:
 
 
 def load(rank: int, folder: Path) -> float:
-    from trainers import deepspeed_training as dt
-
     run = engine(weight_decay=0.5, universal=True)
     dt.load(run, folder, dt.UNIVERSAL)
     return float(dt.groups_of(run)[0]["weight_decay"])
@@ -72,8 +67,6 @@ def load(rank: int, folder: Path) -> float:
 
 def engine(weight_decay: float, *, universal: bool) -> Any:
     import deepspeed
-
-    from trainers import deepspeed_training as dt
 
     torch.manual_seed(0)
     model = deepspeed.PipelineModule(

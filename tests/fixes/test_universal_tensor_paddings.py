@@ -6,6 +6,7 @@ import pytest
 
 import edits
 from ckpt_patches.engine.plan import Outcome
+from trainers.lazy import dt
 from upstream import affected, newest, releases, run, run_json, shown, tree, with_fix, without_fix
 from zero_checkpoints import CRASH, convert, converted, differences, dp768, losses, trained
 
@@ -123,6 +124,4 @@ def test_fixed_upstream_in_another_form(copy: Path) -> None:
 
 def bug(folder: Path) -> str:
     """A param group of one element."""
-    from trainers import deepspeed_training as dt
-
     return dt.trained_and_converted("bf16_optimizer-3", folder, ranks=2)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("universal_weights_alone")
@@ -21,6 +22,4 @@ def test_the_weights_are_loaded_and_nothing_else(version: str, delivery: str) ->
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     return dt.universal_weights_alone(folder, "stage1-2", "stage2-2")

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from trainers.lazy import dt
 from upstream import affected, newest_by_default, shown, with_fix, without_fix
 
 RELEASES = newest_by_default(affected("zero3_universal_groups"))
@@ -25,7 +26,5 @@ CASES = {"two groups": "stage3_groups-2", "one group in parts": "stage3_sub_grou
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     found = {name: dt.resumed(case, folder / case, universal=True) for name, case in CASES.items()}
     return "; ".join(f"{name}: {wrong}" for name, wrong in found.items() if wrong)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("zero3_universal_rank")
@@ -26,8 +27,6 @@ NODES = {"1 rank on each node": (2, 1), "2 ranks on each node": (4, 2), "one nod
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     dt.allow_pickles()
     found = {
         nodes: dt.resumed("stage3-1", folder / nodes, ranks=ranks, node=node, universal=True)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("zero3_universal_save")
@@ -24,8 +25,6 @@ CASE, RANKS = "stage3-1", 4
 
 def save_again(rank: int, folder: Path) -> str:
     """Load a universal checkpoint, go on, save, and resume from that, as it is and converted."""
-    from trainers import deepspeed_training as dt
-
     saved, end = dt.train_and_save(rank, folder, CASE, RANKS)
     dt.convert(folder)
     resumed = dt.engine_of(CASE, RANKS, universal=True, seed=1)
@@ -48,7 +47,5 @@ def save_again(rank: int, folder: Path) -> str:
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     dt.allow_pickles()
     return str(dt.results(save_again, RANKS, folder)[0])

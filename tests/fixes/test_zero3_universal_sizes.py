@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("zero3_universal_sizes")
@@ -26,8 +27,6 @@ RANKS, CASE, LARGER = 2, "stage3-1", 9
 
 
 def save_and_load(rank: int, folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     run = dt.engine_of(CASE, RANKS, universal=False, seed=0)
     dt.train(run, rank, RANKS, first=0)
     dt.save(run, folder)
@@ -59,6 +58,4 @@ def larger(model: Any) -> Any:
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     return str(dt.results(save_and_load, RANKS, folder)[0])

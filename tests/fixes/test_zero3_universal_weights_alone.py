@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from test_zero3_universal_sizes import larger
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("zero3_universal_weights_alone")
@@ -30,20 +31,14 @@ CASE, RANKS = "stage3-1", 2
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     return dt.universal_weights_alone(folder, CASE)
 
 
 def other_size(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     return str(dt.results(load_into_other_size, RANKS, folder)[0])
 
 
 def load_into_other_size(rank: int, folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     dt.train_and_save(rank, folder, CASE, RANKS)
     dt.convert(folder)
     dt.Tiny = larger(dt.Tiny)  # type: ignore[misc]

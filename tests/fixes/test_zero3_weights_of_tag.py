@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from trainers.lazy import dt
 from upstream import affected, shown, with_fix, without_fix
 
 RELEASES = affected("zero3_weights_of_tag")
@@ -21,6 +22,4 @@ def test_weights_and_main_parameters_are_those_of_the_checkpoint(version: str, d
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-
     return dt.weights_alone(folder, "stage3-2", load_optimizer_states=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainers.lazy import dt
 from upstream import affected, releases, shown, with_fix, without_fix
 
 RELEASES = affected("zero_to_fp32_bf16")
@@ -39,8 +40,6 @@ torch.save(script["get_fp32_state_dict_from_zero_checkpoint"](sys.argv[2]), sys.
 
 def bug(folder: Path) -> str:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    from trainers import deepspeed_training as dt
 
     dt.allow_pickles()
     for ranks in RANKS:
