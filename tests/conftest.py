@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from demo import MAIN, SHOWN, parameters_of, release_of
+from demo import SHOWN, parameters_of, release_of
 from registered import EVERYTHING
 
 TESTS = Path(__file__).parent
@@ -159,7 +159,7 @@ def _mark(item: pytest.Item, releases: set[tuple[int, ...]]) -> str:
     if item.get_closest_marker("slow") or item.get_closest_marker("exhaustive"):
         return ""
     release, is_shown = release_of(item), _fix_of(item) in SHOWN
-    if parameters_of(item).get("delivery") == "in place" and parameters_of(item).get("version") != MAIN:
+    if parameters_of(item).get("delivery") == "in place":
         return "slow" if (is_shown and release == max(releases)) or not release else "exhaustive"
     if release != max(releases):
         return "slow" if release == min(releases) else "exhaustive"

@@ -27,19 +27,8 @@ SHOWN = (
     "hybrid_offload_resume",
 )
 WITHOUT = {"none": True, "hook": False}
-MAIN = "main"  # as in upstream.py, whose imports nobody waits for before the first line
-OPTIONS = (
-    "-p",
-    "no:terminal",
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:xdist",
-    "-o",
-    "addopts=",
-    "-c",
-    str(TESTS.parent / "pyproject.toml"),
-)
+WITHOUT_PLUGINS = (f"-pno:{name}" for name in ("terminal", "cacheprovider", "xdist"))
+OPTIONS = (*WITHOUT_PLUGINS, "-o", "addopts=", "-c", str(TESTS.parent / "pyproject.toml"))
 BEFORE = """\
 Shows {count} bugs on the real packages, without and with the patches: about 2 minutes on two cores.
 Installs three upstream releases and triton (1.1 GB, in .trees/) if they are not there; .venv/ has torch (1.4 GB).
@@ -57,8 +46,6 @@ def parameters_of(item: pytest.Item) -> dict[str, Any]:
 def release_of(item: pytest.Item) -> tuple[int, ...]:
     """The release that a test is for, to compare; () if it is for none."""
     version = str(parameters_of(item).get("version", ""))
-    if version == MAIN:
-        return (sys.maxsize,)
     return tuple(int(part) for part in version.split(".") if part.isdecimal())
 
 

@@ -4,9 +4,6 @@ Each release is installed into its own folder (a tree); a program runs in a proc
 Trees are in `.trees/` or in the folder `CKPT_PATCHES_TREES`, and are installed on first use.
 `--every-release` runs every release of the table instead of the default ones.
 
-`CKPT_PATCHES_TEST_MEGATRON_MAIN` and `CKPT_PATCHES_TEST_DEEPSPEED_MAIN` each name a checkout of the main branch of an
-upstream repository. It counts as one more release, `main`, newer than those of the table.
-
 apex is on no package index. `CKPT_PATCHES_TEST_APEX` names a checkout, which is its only release; without it, the tests
 that need apex are skipped.
 
@@ -94,7 +91,6 @@ _ran.setLevel(logging.INFO)
 DELIVERIES = ("hook", "in place")
 # Time limit of a program in seconds: ten times what the slowest needs on an idle machine.
 TIMEOUT = 900
-MAIN = "main"  # the version name of the checkout of a main branch
 PRODUCT = "numpy2_product"  # the fix without which megatron-core before 0.16 does not run with NumPy 2
 
 
@@ -118,8 +114,8 @@ INSTALLED_TORCH = _TORCH_VERSION[0]  # 2.13.0, of 2.13.0+cpu or 2.13.0a0+git1234
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """A version as numbers, to compare; the main branch is newer than any."""
-    return (sys.maxsize,) if version == MAIN else tuple(int(part) for part in version.split("."))
+    """A version as numbers, to compare."""
+    return tuple(int(part) for part in version.split("."))
 
 
 HAS_NUMPY_2 = numbers(metadata.version("numpy")) >= (2,)
@@ -154,44 +150,26 @@ COMPILED = ("numpy", "triton")  # packages that crash a Python other than the on
 # What megatron-core imports since 0.18, and torch for the CPU does not bring: a tree behind that of a release.
 _TRITON = ("triton", "3.9.0")
 
-# The variables that name a checkout of an upstream main branch.
-MAIN_VARIABLES = {
-    "megatron-core": "CKPT_PATCHES_TEST_MEGATRON_MAIN",
-    "deepspeed": "CKPT_PATCHES_TEST_DEEPSPEED_MAIN",
-}
-
 # Packages on no package index, and the variables that name a checkout in place of their releases.
 CHECKOUT_VARIABLES = {"apex": "CKPT_PATCHES_TEST_APEX"}
-
-
-def main_branch(distribution: str) -> Path | None:
-    """The checkout that a distribution's variable names; None if it is not set.
-
-    Raises:
-        ValueError: there is no such folder.
-    """
-    return _named(MAIN_VARIABLES.get(distribution, ""))
 
 
 def checkout(distribution: str) -> Path | None:
     """The checkout in place of a distribution's releases; None if it is on a package index, or no checkout is named.
 
     Raises:
-        ValueError: as `main_branch`.
+        ValueError: there is no such folder.
     """
-    return _named(CHECKOUT_VARIABLES.get(distribution, ""))
+    variable = CHECKOUT_VARIABLES.get(distribution, "")
+    name = os.environ.get(variable)
+    if name and not Path(name).is_dir():
+        raise ValueError(f"{variable}: expected a checkout, found no folder {name}; clone upstream there")
+    return Path(name).resolve() if name else None
 
 
 def is_available(distribution: str) -> bool:
     """Whether its releases can be installed, or a checkout is named."""
     return distribution not in CHECKOUT_VARIABLES or checkout(distribution) is not None
-
-
-def _named(variable: str) -> Path | None:
-    name = os.environ.get(variable)
-    if name and not Path(name).is_dir():
-        raise ValueError(f"{variable}: expected a checkout, found no folder {name}; clone upstream there")
-    return Path(name).resolve() if name else None
 
 
 def all_releases() -> bool:
@@ -203,7 +181,7 @@ def releases(distribution: str, *, oldest: str | None = None, newest: str | None
     """Pytest parameters, one per version, of a distribution's releases in an inclusive range.
 
     Only the oldest and the newest default release, unless `--every-release`. A release that cannot run here is
-    skipped with its reason. A checkout of the main branch, if one is named, is the last of an open-ended range.
+    skipped with its reason.
     """
 
     def within(version: str) -> bool:
@@ -213,28 +191,23 @@ def releases(distribution: str, *, oldest: str | None = None, newest: str | None
             and (newest is None or numbers(version) <= numbers(newest))
         )
 
-    return _parameters(distribution, within, with_main=newest is None)
+    return _parameters(distribution, within)
 
 
 def affected(fix: str) -> list[Any]:
     """Pytest parameters, as from `releases`, for the oldest and the newest release with a fix's bug that can run here.
 
-    The fix's `releases` lists them. The main branch is taken to have a bug that the newest release has.
+    The fix's `releases` lists them.
     """
     loaded = fix_files.load(fix)
     distribution = DISTRIBUTIONS[loaded.package]
-    with_main = loaded.affects(newest(distribution))
     last = newest_affected(fix)[1]
     with_bug = {version for version in runnable(distribution) if loaded.affects(version)}
-    found = _parameters(
-        distribution, loaded.affects if all_releases() else with_bug.__contains__, with_main=with_main, by_default=False
-    )
+    found = _parameters(distribution, loaded.affects if all_releases() else with_bug.__contains__, by_default=False)
     return found or [pytest.param(last, id=last)]
 
 
-def _parameters(
-    distribution: str, wanted: Callable[[str], bool], *, with_main: bool, by_default: bool = True
-) -> list[Any]:
+def _parameters(distribution: str, wanted: Callable[[str], bool], *, by_default: bool = True) -> list[Any]:
     """`by_default`: choose from the default releases, unless `--every-release`."""
     if here := in_site(distribution):
         return [pytest.param(here, id=here)] if wanted(here) else []
@@ -245,10 +218,8 @@ def _parameters(
     ]
     if not all_releases():
         chosen = [*chosen[:1], *chosen[1:][-1:]]
-    main = [Release(distribution, MAIN, default=True)] if with_main and main_branch(distribution) else []
     return [
-        pytest.param(r.version, id=r.version, marks=pytest.mark.skip(reason=r.note) if r.note else ())
-        for r in (*chosen, *main)
+        pytest.param(r.version, id=r.version, marks=pytest.mark.skip(reason=r.note) if r.note else ()) for r in chosen
     ]
 
 
@@ -310,10 +281,10 @@ def checkpoint_formats(version: str) -> list[str]:
 
 
 def tree(distribution: str, version: str) -> Path:
-    """The folder that contains only this release (or `main`). Installed on demand; read-only for tests.
+    """The folder that contains only this release. Installed on demand; read-only for tests.
 
     Raises:
-        ValueError: the release is not in the table, or no checkout of the main branch is named.
+        ValueError: the release is not in the table.
         RuntimeError: pip could not install it; its last lines are in the message.
         pytest.skip.Exception: it is on no package index, and no checkout is named; `site` has another release.
     """
@@ -322,8 +293,6 @@ def tree(distribution: str, version: str) -> Path:
             pytest.skip(f"needs {distribution} {version} as well, and {site} has {here}")
         assert site
         return site
-    if version == MAIN and (main := main_branch(distribution)):
-        return main
     if not any((r.distribution, r.version) == (distribution, version) for r in RELEASES):
         raise ValueError(f"expected a release of the table in {__file__}, found {distribution} {version}; add it there")
     if variable := CHECKOUT_VARIABLES.get(distribution):
@@ -686,10 +655,7 @@ def lacks_product(root: Path, path: Sequence[str | Path] = ()) -> bool:
 def needed(root: Path) -> list[Path]:
     """The trees that must follow this one on the path, by its folder's name, which edited copies keep."""
     distribution, _, version = root.name.rpartition("-")
-    main = main_branch("megatron-core")
-    is_main = main is not None and root.name == main.name
-    needs = is_main or (distribution == "megatron-core" and numbers(version) >= (0, 18))
-    return [tree(*_TRITON)] if needs else []
+    return [tree(*_TRITON)] if distribution == "megatron-core" and numbers(version) >= (0, 18) else []
 
 
 def _tail(text: str, lines: int = 40) -> str:

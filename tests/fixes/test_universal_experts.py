@@ -11,7 +11,6 @@ from test_audit_coverage import experts
 from test_convert_experts import states
 from universal import ours
 from upstream import (
-    MAIN,
     affected,
     all_releases,
     newest_affected,
@@ -43,8 +42,8 @@ def saves_shapes(version: str) -> bool:
 
 
 def trainer(version: str) -> str:
-    """The release that trains. The version of a main-branch checkout, and of its files, is older than any release."""
-    return version if saves_shapes(version) and version != MAIN else NEWEST
+    """The release that trains."""
+    return version if saves_shapes(version) else NEWEST
 
 
 @functools.cache

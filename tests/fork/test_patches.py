@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ from ckpt_patches.engine.fix import load
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import plan_tree
 from ckpt_patches.engine.registry import APEX, DEEPSPEED
-from upstream import CORE_ALONE, MAIN, ZERO, main_branch, newest, run_pytest, tree
+from upstream import CORE_ALONE, ZERO, newest, run_pytest, tree
 
 pytestmark = pytest.mark.slow
 
@@ -33,30 +32,10 @@ FOREIGN = re.compile(
 OPTIONS = ("-rA", "--tb=short", "-W", "ignore", "--color=no")
 
 
-def as_installed(checkout: Path) -> None:
-    """Write the version file that DeepSpeed's setup writes; without it, the version is 0.0.0, and loads fail."""
-    version = (checkout / "version.txt").read_text().strip()
-    lines = [
-        f"version = {version!r}",
-        "git_hash = git_branch = 'unknown'",
-        "accelerator_name = 'cpu'",
-        "torch_info = {'version': '0.0', 'bf16_support': False}",
-        "torch_info |= dict.fromkeys(('cuda_version', 'nccl_version', 'hip_version'), '0.0')",
-        "from .ops.op_builder.all_ops import ALL_OPS",
-        "installed_ops = dict.fromkeys(ALL_OPS, False)",
-    ]
-    (checkout / "deepspeed" / "git_version_info_installed.py").write_text("\n".join([*lines, ""]))
+NEWEST = [(distribution, newest(distribution)) for distribution in (DISTRIBUTIONS[one] for one in registry.PACKAGES)]
 
 
-def chosen_releases() -> list[Any]:
-    """Parameters: a distribution, and its newest release or its main branch."""
-    distributions = [DISTRIBUTIONS[package] for package in registry.PACKAGES]
-    mains = [(distribution, MAIN) for distribution in distributions if main_branch(distribution)]
-    chosen = [*((distribution, newest(distribution)) for distribution in distributions), *mains]
-    return [pytest.param(*one, id="-".join(one)) for one in chosen]
-
-
-@pytest.mark.parametrize(("distribution", "version"), chosen_releases())
+@pytest.mark.parametrize(("distribution", "version"), NEWEST)
 def test_each_patch_alone_and_all_as_a_series(distribution: str, version: str, tmp_path: Path) -> None:
     """Each test fails before its patch and passes after it, with only the patch's dependencies applied as well."""
     clean = checkout_of(distribution, version, tmp_path / "clean")
@@ -110,19 +89,14 @@ def foreign_lines(patch: Path) -> list[str]:
 
 
 def checkout_of(distribution: str, version: str, folder: Path) -> Path:
-    """A clean git tree, as a contributor has it: the package of a release, or the complete main branch."""
+    """A clean git tree, as a contributor has it: the package of a release."""
     source = tree(distribution, version)
     checkout = folder / source.name  # the name selects the environment
-    if version == MAIN:
-        shutil.copytree(source, checkout, ignore=shutil.ignore_patterns(".git", "__pycache__"), symlinks=True)
-        if distribution == "deepspeed":
-            as_installed(checkout)
-    else:
-        top = PACKAGES[distribution].partition(".")[0]
-        ignored = shutil.ignore_patterns("__pycache__", *(() if distribution == "torch" else ("*.so",)))
-        shutil.copytree(source / top, checkout / top, symlinks=True, ignore=ignored)
-        if distribution == "nvidia-resiliency-ext":  # its package does not state its release
-            (checkout / f"nvidia_resiliency_ext-{version}.dist-info").mkdir()
+    top = PACKAGES[distribution].partition(".")[0]
+    ignored = shutil.ignore_patterns("__pycache__", *(() if distribution == "torch" else ("*.so",)))
+    shutil.copytree(source / top, checkout / top, symlinks=True, ignore=ignored)
+    if distribution == "nvidia-resiliency-ext":  # its package does not state its release
+        (checkout / f"nvidia_resiliency_ext-{version}.dist-info").mkdir()
     git(checkout, "init", "--quiet")
     git(checkout, "add", "--all", "--force")
     git(checkout, "commit", "--quiet", "--message", version)

@@ -12,7 +12,7 @@ import torch
 from ckpt_patches.cli import command_line
 from ckpt_patches.formats import torch_dist
 from every_checkpoint import in_torch_dist
-from upstream import MAIN, all_releases, main_branch, newest, once, run_lines, tree
+from upstream import all_releases, newest, once, run_lines, tree
 
 MODEL_SPACE, GATHERED = "fully_sharded_model_space", "dp_zero_gather_scatter"
 TARGETS = {MODEL_SPACE: "fully_reshardable", GATHERED: GATHERED}
@@ -20,8 +20,6 @@ TARGETS = {MODEL_SPACE: "fully_reshardable", GATHERED: GATHERED}
 LOADED_BY = (
     ["0.15.3", "0.16.1", "0.17.1", "0.18.2", newest("megatron-core")] if all_releases() else [newest("megatron-core")]
 )
-if main_branch("megatron-core"):
-    LOADED_BY.append(MAIN)
 
 
 def lines(program: str, version: str, *options: str | Path, delivery: str = "none") -> list[dict[str, Any]]:
