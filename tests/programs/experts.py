@@ -45,5 +45,4 @@ if __name__ == "__main__":
     parser.add_argument("--groups", type=int, default=10**6)
     parser.add_argument("--universal", type=Path)
     parser.add_argument("--resume", type=Path)
-    args = parser.parse_args(namespace=argparse.Namespace(work=work, ranks=RANKS))
-    deepspeed_training.on_ranks(args)
+    deepspeed_training.results(work, RANKS, parser.parse_args())

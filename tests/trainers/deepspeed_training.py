@@ -478,12 +478,3 @@ def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:
     args.work(rank, args)
     torch.distributed.barrier()
     os._exit(0)  # Gloo and DeepSpeed leave threads behind
-
-
-def on_ranks(args: argparse.Namespace) -> None:
-    """Run `args.work(rank, args)` on `args.ranks` processes.
-
-    Raises:
-        RankError: a rank raised an error.
-    """
-    results(args.work, args.ranks, args, node=getattr(args, "node", None))

@@ -85,7 +85,6 @@ def train(rank: int, args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     out, stage, *options = sys.argv[1:]
     neighbours = options == ["neighbours"]
-    deepspeed_training.on_ranks(
-        argparse.Namespace(work=train, ranks=RANKS, out=out, stage=int(stage), neighbours=neighbours)
-    )
+    args = argparse.Namespace(out=out, stage=int(stage), neighbours=neighbours)
+    deepspeed_training.results(train, RANKS, args)
     print("{}")
