@@ -269,7 +269,9 @@ def update(model: Model, optimizer: Optimizer, loss: Callable[[], torch.Tensor])
 
 def inner(optimizer: Optimizer) -> Optimizer:
     """The first optimizer of the chain that later releases return."""
-    return optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
+    while hasattr(optimizer, "chained_optimizers"):
+        optimizer = optimizer.chained_optimizers[0]
+    return optimizer
 
 
 def release() -> tuple[int, int]:
