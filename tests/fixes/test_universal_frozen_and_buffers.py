@@ -65,7 +65,8 @@ def load(rank: int, folder: Path, kind: str, ranks: int) -> list[str]:
 
 def kept(run: Any) -> dict[str, Any]:
     """The weights and buffers."""
-    return {name: value for name, value in dt.snapshot(run).items() if dt.kind_of(name) in ("weight", "buffer")}
+    states = {name: value for name, value in dt.snapshot(run).items() if dt.kind_of(name) in ("weight", "buffer")}
+    return {name.removeprefix("buffer ").removesuffix(".weight"): value for name, value in states.items()}
 
 
 def engine(kind: str, ranks: int, universal: bool, seed: int) -> Any:
