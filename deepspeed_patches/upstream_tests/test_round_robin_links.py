@@ -15,7 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from unit.common import DistributedTest
 
-OPTIONS = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
+OPTIONS = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
 SAVED, UNIVERSAL = "saved", "universal"
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 
@@ -62,7 +62,7 @@ def _save(engine, folder):
 
 def _convert(folder):
     if dist.get_rank() == 0:
-        folders = dict(input_folder=os.path.join(folder, SAVED), output_folder=os.path.join(folder, UNIVERSAL))
+        folders = {"input_folder": os.path.join(folder, SAVED), "output_folder": os.path.join(folder, UNIVERSAL)}
         convert_to_universal(argparse.Namespace(**folders, inject_missing_state=True, **OPTIONS))
     dist.barrier()
 

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 
 from unit.common import DistributedTest
 
-OPTIONS = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
+OPTIONS = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
 SAVED, UNIVERSAL = "saved", "universal"
 
 
@@ -58,7 +58,7 @@ def _save_universal_checkpoint(engine, folder, **options):
     engine.save_checkpoint(str(folder), tag=SAVED, client_state=info, **options)
     dist.barrier()
     if dist.get_rank() == 0:
-        folders = dict(input_folder=os.path.join(folder, SAVED), output_folder=os.path.join(folder, UNIVERSAL))
+        folders = {"input_folder": os.path.join(folder, SAVED), "output_folder": os.path.join(folder, UNIVERSAL)}
         convert_to_universal(argparse.Namespace(**folders, inject_missing_state=True, **OPTIONS))
     dist.barrier()
     return _states(engine)

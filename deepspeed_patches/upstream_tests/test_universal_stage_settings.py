@@ -15,7 +15,7 @@ from deepspeed.pipe import PipelineModule
 
 from unit.common import DistributedTest
 
-OPTIONS = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
+OPTIONS = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
 SAVED, UNIVERSAL = "saved", "universal"
 INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": 1}
 
@@ -39,7 +39,7 @@ def _save_two_stages(folder, weight_decays, info=INFO):
 
 
 def _convert(folder, inject_missing_state=False):
-    folders = dict(input_folder=os.path.join(folder, SAVED), output_folder=os.path.join(folder, UNIVERSAL))
+    folders = {"input_folder": os.path.join(folder, SAVED), "output_folder": os.path.join(folder, UNIVERSAL)}
     convert_to_universal(argparse.Namespace(**folders, inject_missing_state=inject_missing_state, **OPTIONS))
 
 

@@ -15,7 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from unit.common import DistributedTest
 
-OPTIONS = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
+OPTIONS = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
 SAVED, UNIVERSAL = "saved", "universal"
 # By the stage, and the type in which gradients are summed up.
 OPTIMIZERS = {"stage 1": (1, "bf16"), "stage 2": (2, "bf16"), "BF16_Optimizer": (1, "fp32")}
@@ -44,7 +44,7 @@ def _save_universal_checkpoint(engine, folder):
     engine.save_checkpoint(str(folder), tag=SAVED, client_state=info)
     dist.barrier()
     if dist.get_rank() == 0:
-        folders = dict(input_folder=os.path.join(folder, SAVED), output_folder=os.path.join(folder, UNIVERSAL))
+        folders = {"input_folder": os.path.join(folder, SAVED), "output_folder": os.path.join(folder, UNIVERSAL)}
         convert_to_universal(argparse.Namespace(**folders, inject_missing_state=True, **OPTIONS))
     dist.barrier()
 

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 
 from unit.common import DistributedTest
 
-OPTIONS = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
+OPTIONS = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
 UNIVERSAL = "universal"
 
 
@@ -35,7 +35,7 @@ def _save_universal(engine, folder, words):
     info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, "iteration": 1}
     engine.save_checkpoint(folder, tag="saved", client_state=info)
     if dist.get_rank() == 0:
-        folders = dict(input_folder=os.path.join(folder, "saved"), output_folder=os.path.join(folder, UNIVERSAL))
+        folders = {"input_folder": os.path.join(folder, "saved"), "output_folder": os.path.join(folder, UNIVERSAL)}
         convert_to_universal(argparse.Namespace(**folders, inject_missing_state=False, **OPTIONS))
     dist.barrier()
 
