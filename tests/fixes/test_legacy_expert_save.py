@@ -245,7 +245,7 @@ def resume_layer_wise(rank: int, folder: Path, context: int, lost: bool) -> tupl
     from trainers import megatron_training as mt
     from trainers.gpt_training import gathered
     from trainers.judge import alike
-    from trainers.megatron_state import Run, live
+    from trainers.megatron_state import Run, kind_of, parts
 
     torch.distributed.all_gather = gathered
     checkpointing = megatron_lm.import_training()
@@ -269,8 +269,9 @@ def resume_layer_wise(rank: int, folder: Path, context: int, lost: bool) -> tupl
         megatron_lm.load(checkpointing, resumed, args, of_resumed)
     except (RuntimeError, SystemExit) as error:  # a file that two ranks wrote at once
         return type(error).__name__, 0
-    own, loaded = live(Run(model, optimizer, None)), live(Run(resumed, of_resumed, None))
-    return "", sum(not alike(loaded.get(name), own[name]) for name in own if not name.endswith(".weight.weight"))
+    runs = (Run(model, optimizer, None), Run(resumed, of_resumed, None))
+    own, loaded = ({part.name: part.local for part in parts(run)} for run in runs)  # of this rank alone
+    return "", sum(not alike(loaded.get(name), own[name]) for name in own if kind_of(name) != "weight")
 
 
 def two_alike(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:

@@ -102,7 +102,8 @@ def save_step_and_prove(rank: int, folder: Path) -> str:
 
 
 def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = torch.nn.Linear(4, 3)
+    """A model of one scalar DTensor, the kind that every release of torch has the bug with, and its optimizer."""
+    model = torch.nn.ParameterDict({"scale": _dtensor(torch.ones(()), Replicate())})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(steps):
         step(model, optimizer)
@@ -111,5 +112,6 @@ def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
-    model(torch.ones(2, 4)).pow(2).sum().backward()
+    (scale,) = model.parameters()
+    scale.pow(2).to_local().backward()
     optimizer.step()
