@@ -590,6 +590,23 @@ def shown(file: str, version: str, delivery: str, function: str = "bug", **keywo
     return str(called(file, function, version=version, delivery=delivery, **keywords))
 
 
+def proof(file: str, wrong: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The two tests of a proof whose `bug` finds in words what is wrong: these words without the fix, none with it."""
+    versions = affected(Path(file).stem.removeprefix("test_"))
+
+    @without_fix(versions)
+    def bug_shows(version: str, delivery: str) -> None:
+        found = shown(file, version, delivery)
+        assert wrong in found, f"expected {wrong!r}, found {found!r}"
+
+    @with_fix(versions)
+    def bug_is_gone(version: str, delivery: str) -> None:
+        found = shown(file, version, delivery)
+        assert found == "", found
+
+    return bug_shows, bug_is_gone
+
+
 # Options of pytest without this repository's settings.
 PLAIN = ("-q", "-p", "no:cacheprovider", "-c", os.devnull)
 

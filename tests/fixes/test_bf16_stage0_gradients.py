@@ -3,19 +3,11 @@
 from pathlib import Path
 
 from trainers.lazy import dt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("bf16_stage0_gradients")
-
-
-@without_fix(RELEASES)
-def test_gradients_are_left_for_the_next_step_to_add_to(version: str, delivery: str) -> None:
-    assert "parameters keep their gradients" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_no_gradients_are_left(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_gradients_are_left_for_the_next_step_to_add_to, test_no_gradients_are_left = proof(
+    __file__, "parameters keep their gradients"
+)
 
 
 # What the ranks run

@@ -8,19 +8,11 @@ import pytest
 
 from trainers.lazy import dcp_saving
 from trainers.ranks import results
-from upstream import INSTALLED_TORCH, affected, called, run_json, shown, tree, with_fix, without_fix
+from upstream import INSTALLED_TORCH, called, proof, run_json, tree
 
-RELEASES = affected("dcp_async_copy")
-
-
-@without_fix(RELEASES)
-def test_tensors_are_those_of_a_later_step(version: str, delivery: str) -> None:
-    assert "are those of a later step, and no error" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_all_tensors_are_those_of_the_save(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_tensors_are_those_of_a_later_step, test_all_tensors_are_those_of_the_save = proof(
+    __file__, "are those of a later step, and no error"
+)
 
 
 # Further cases

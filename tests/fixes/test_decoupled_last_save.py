@@ -4,19 +4,9 @@ import os
 from pathlib import Path
 
 from trainers.lazy import dt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("decoupled_last_save")
-
-
-@without_fix(RELEASES)
-def test_latest_names_the_save_before_the_last(version: str, delivery: str) -> None:
-    assert "`latest` names 'first'" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_latest_names_the_last_save(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_latest_names_the_save_before_the_last, test_latest_names_the_last_save = proof(__file__, "`latest` names 'first'")
 
 
 # What the ranks run

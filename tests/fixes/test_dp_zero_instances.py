@@ -4,19 +4,11 @@ from functools import partial
 from pathlib import Path
 
 from trainers.lazy import mt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("dp_zero_instances")
-
-
-@without_fix(RELEASES)
-def test_the_save_or_the_load_fails(version: str, delivery: str) -> None:
-    assert "TypeError: 'NoneType' object is not subscriptable" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_save_or_the_load_fails, test_a_resume_goes_on_bit_for_bit = proof(
+    __file__, "TypeError: 'NoneType' object is not subscriptable"
+)
 
 
 # What the ranks run

@@ -6,19 +6,11 @@ from typing import Any
 import torch
 
 from trainers.lazy import mt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("empty_group_step")
-
-
-@without_fix(RELEASES)
-def test_the_group_starts_again_at_another_step(version: str, delivery: str) -> None:
-    assert "the groups go on at the steps" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_each_group_goes_on_at_its_step(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_group_starts_again_at_another_step, test_each_group_goes_on_at_its_step = proof(
+    __file__, "the groups go on at the steps"
+)
 
 
 # What the ranks run

@@ -4,19 +4,11 @@ import os
 from pathlib import Path
 
 from trainers.lazy import dt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("fast_writer_load")
-
-
-@without_fix(RELEASES)
-def test_the_load_of_its_own_files_fails(version: str, delivery: str) -> None:
-    assert "UnpicklingError: Weights only load failed" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_load_of_its_own_files_fails, test_a_resume_goes_on_bit_for_bit = proof(
+    __file__, "UnpicklingError: Weights only load failed"
+)
 
 
 # What the ranks run

@@ -6,19 +6,11 @@ from typing import Any
 
 import torch
 
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("fused_adam_masters")
-
-
-@without_fix(RELEASES)
-def test_the_first_step_after_a_resume_moves_weights_by_more_than_a_step(version: str, delivery: str) -> None:
-    assert "the first step after the resume moved a weight by" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_first_step_after_a_resume_moves_weights_by_more_than_a_step, test_a_resume_goes_on_bit_for_bit = proof(
+    __file__, "the first step after the resume moved a weight by"
+)
 
 
 # Further cases

@@ -7,19 +7,9 @@ import pytest
 import torch
 
 from trainers.lazy import dt
-from upstream import affected, called, newest_affected, shown, with_fix, without_fix
+from upstream import called, newest_affected, proof
 
-RELEASES = affected("hpz_secondary_weights")
-
-
-@without_fix(RELEASES)
-def test_the_next_loss_is_another_one(version: str, delivery: str) -> None:
-    assert "and no error" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_next_loss_is_another_one, test_a_resume_goes_on_bit_for_bit = proof(__file__, "and no error")
 
 
 # Further cases

@@ -11,20 +11,12 @@ import pytest
 
 from trainers.lazy import dt
 from trainers.ranks import RankError, free_port
-from upstream import affected, newest_affected, run, run_lines, shown, tree, with_fix, without_fix
+from upstream import newest_affected, proof, run, run_lines, tree
 from zero_checkpoints import PERMISSIVE
 
-RELEASES = affected("latest_after_all_ranks")
-
-
-@without_fix(RELEASES)
-def test_latest_names_a_checkpoint_that_a_killed_rank_has_not_written(version: str, delivery: str) -> None:
-    assert "`latest` names a checkpoint without the files of rank 1" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_latest_names_the_checkpoint_before_it(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_latest_names_a_checkpoint_that_a_killed_rank_has_not_written, test_latest_names_the_checkpoint_before_it = proof(
+    __file__, "`latest` names a checkpoint without the files of rank 1"
+)
 
 
 # Further cases

@@ -4,19 +4,11 @@ import os
 from pathlib import Path
 
 from trainers.lazy import dt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("latest_replaced")
-
-
-@without_fix(RELEASES)
-def test_latest_is_emptied_and_written_anew(version: str, delivery: str) -> None:
-    assert "a crash leaves it without a name" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_another_file_takes_the_name_at_once(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_latest_is_emptied_and_written_anew, test_another_file_takes_the_name_at_once = proof(
+    __file__, "a crash leaves it without a name"
+)
 
 
 # What the ranks run

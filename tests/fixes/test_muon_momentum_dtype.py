@@ -3,19 +3,11 @@
 from pathlib import Path
 
 from trainers.lazy import optimizers
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("muon_momentum_dtype")
-
-
-@without_fix(RELEASES)
-def test_the_first_step_after_a_resume_fails(version: str, delivery: str) -> None:
-    assert "RuntimeError: expected dtype float" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_first_step_after_a_resume_fails, test_a_resume_goes_on_bit_for_bit = proof(
+    __file__, "RuntimeError: expected dtype float"
+)
 
 
 # What the ranks run

@@ -3,19 +3,9 @@
 from pathlib import Path
 
 from trainers.lazy import dt, optimizers
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("muon_momentum_in_memory")
-
-
-@without_fix(RELEASES)
-def test_a_resume_goes_on_from_another_state(version: str, delivery: str) -> None:
-    assert "states differ" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_a_resume_goes_on_from_another_state, test_a_resume_goes_on_bit_for_bit = proof(__file__, "states differ")
 
 
 # What the ranks run

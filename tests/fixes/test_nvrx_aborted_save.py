@@ -6,19 +6,11 @@ from typing import Any
 
 from trainers.lazy import nvrx_saving
 from trainers.ranks import results
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("nvrx_aborted_save")
-
-
-@without_fix(RELEASES)
-def test_tensors_are_saved_under_the_names_of_others(version: str, delivery: str) -> None:
-    assert "are those of the other name, and no error" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_both_tensors_load_as_they_were_saved(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_tensors_are_saved_under_the_names_of_others, test_both_tensors_load_as_they_were_saved = proof(
+    __file__, "are those of the other name, and no error"
+)
 
 
 # What the ranks run

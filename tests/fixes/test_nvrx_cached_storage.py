@@ -4,19 +4,11 @@ from pathlib import Path
 
 from trainers.lazy import nvrx_saving
 from trainers.ranks import results
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("nvrx_cached_storage")
-
-
-@without_fix(RELEASES)
-def test_the_third_save_has_tensors_of_the_second(version: str, delivery: str) -> None:
-    assert "are those of the second, and no error" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_each_save_has_its_own_tensors(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_third_save_has_tensors_of_the_second, test_each_save_has_its_own_tensors = proof(
+    __file__, "are those of the second, and no error"
+)
 
 
 # What the ranks run

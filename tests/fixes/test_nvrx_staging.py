@@ -6,19 +6,11 @@ import pytest
 
 from trainers.lazy import nvrx_saving
 from trainers.ranks import results
-from upstream import affected, releases, run_json, shown, tree, with_fix, without_fix
+from upstream import proof, releases, run_json, tree
 
-RELEASES = affected("nvrx_staging")
-
-
-@without_fix(RELEASES)
-def test_tensors_are_those_of_a_later_step(version: str, delivery: str) -> None:
-    assert "tensors are those of a later step, and no error" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_all_tensors_are_those_of_the_save(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_tensors_are_those_of_a_later_step, test_all_tensors_are_those_of_the_save = proof(
+    __file__, "tensors are those of a later step, and no error"
+)
 
 
 # Further cases

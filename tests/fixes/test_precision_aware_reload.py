@@ -8,19 +8,11 @@ from explore.judged import RIGHT, Stack, outcome
 from explore.spaces import plainer
 from explore.test_explore import SMALL
 from trainers.lazy import mt
-from upstream import affected, newest_affected, shown, with_fix, without_fix
+from upstream import newest_affected, proof
 
-RELEASES = affected("precision_aware_reload")
-
-
-@without_fix(RELEASES)
-def test_the_next_step_undoes_the_load(version: str, delivery: str) -> None:
-    assert "weights are those from before the load, and no error" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_the_next_step_starts_from_the_loaded_weights(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_next_step_undoes_the_load, test_the_next_step_starts_from_the_loaded_weights = proof(
+    __file__, "weights are those from before the load, and no error"
+)
 
 
 # Further cases

@@ -6,19 +6,11 @@ from typing import Any
 import torch
 
 from trainers.ranks import free_port, results
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("remainder_rounding")
-
-
-@without_fix(RELEASES)
-def test_main_parameters_are_others_after_a_load(version: str, delivery: str) -> None:
-    assert "masters differ from the saved ones" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_main_parameters_are_the_saved_ones(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_main_parameters_are_others_after_a_load, test_main_parameters_are_the_saved_ones = proof(
+    __file__, "masters differ from the saved ones"
+)
 
 
 # Further cases

@@ -7,19 +7,11 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainers.lazy import mt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("rerun_constant_structure")
-
-
-@without_fix(RELEASES)
-def test_the_step_to_run_again_is_lost(version: str, delivery: str) -> None:
-    assert "Missing key in checkpoint state_dict: rerun_state_machine_state" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_the_step_to_run_again_is_known_after_a_load(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_step_to_run_again_is_lost, test_the_step_to_run_again_is_known_after_a_load = proof(
+    __file__, "Missing key in checkpoint state_dict: rerun_state_machine_state"
+)
 
 
 # What the ranks run

@@ -8,19 +8,11 @@ from explore.judged import RIGHT, SILENT, Stack, outcome
 from explore.spaces import plainer
 from explore.test_explore import SMALL
 from trainers.lazy import mt
-from upstream import affected, newest_affected, shown, with_fix, without_fix
+from upstream import newest_affected, proof
 
-RELEASES = affected("scheduler_steps")
-
-
-@without_fix(RELEASES)
-def test_the_schedule_goes_on_at_another_step(version: str, delivery: str) -> None:
-    assert "the schedule goes on at step 14, and no error" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_the_schedule_goes_on_at_the_step_of_the_checkpoint(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_schedule_goes_on_at_another_step, test_the_schedule_goes_on_at_the_step_of_the_checkpoint = proof(
+    __file__, "the schedule goes on at step 14, and no error"
+)
 
 
 # Further cases

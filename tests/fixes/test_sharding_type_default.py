@@ -6,19 +6,11 @@ import pytest
 
 from test_reshardable_padding_save import run
 from trainers.lazy import mt
-from upstream import affected, newest_affected, shown, with_fix, without_fix
+from upstream import newest_affected, proof
 
-RELEASES = affected("sharding_type_default")
-
-
-@without_fix(RELEASES)
-def test_the_save_fails(version: str, delivery: str) -> None:
-    assert "CheckpointingException: ShardedTensor.flattened_range" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_a_resume_goes_on_bit_for_bit(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_save_fails, test_a_resume_goes_on_bit_for_bit = proof(
+    __file__, "CheckpointingException: ShardedTensor.flattened_range"
+)
 
 
 # Further cases

@@ -3,19 +3,11 @@
 from pathlib import Path
 
 from trainers.lazy import dt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("universal_group_count")
-
-
-@without_fix(RELEASES)
-def test_it_is_loaded_without_an_error_or_with_another_one(version: str, delivery: str) -> None:
-    assert "2 param groups loaded into" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_an_error_names_both_numbers(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_it_is_loaded_without_an_error_or_with_another_one, test_an_error_names_both_numbers = proof(
+    __file__, "2 param groups loaded into"
+)
 
 
 # What the ranks run

@@ -3,19 +3,11 @@
 from pathlib import Path
 
 from trainers.lazy import dt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("zero3_module_only")
-
-
-@without_fix(RELEASES)
-def test_the_next_step_would_start_from_other_weights(version: str, delivery: str) -> None:
-    assert "masters not the weights; no error" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_weights_and_main_parameters_are_those_of_the_checkpoint(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_next_step_would_start_from_other_weights, test_weights_and_main_parameters_are_those_of_the_checkpoint = proof(
+    __file__, "masters not the weights; no error"
+)
 
 
 # What the ranks run

@@ -3,19 +3,11 @@
 from pathlib import Path
 
 from trainers.lazy import dt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("zero3_universal_save")
-
-
-@without_fix(RELEASES)
-def test_what_is_saved_again_does_not_resume(version: str, delivery: str) -> None:
-    assert "AssertionError: no model states of this rank in the checkpoint" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_what_is_saved_again_resumes_bit_for_bit(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_what_is_saved_again_does_not_resume, test_what_is_saved_again_resumes_bit_for_bit = proof(
+    __file__, "AssertionError: no model states of this rank in the checkpoint"
+)
 
 
 # What the ranks run

@@ -6,19 +6,11 @@ from typing import Any
 import torch
 
 from trainers.lazy import dt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("zero3_universal_sizes")
-
-
-@without_fix(RELEASES)
-def test_main_parameters_of_all_others_are_wrong(version: str, delivery: str) -> None:
-    assert "masters of parameters whose size is the same differ, and no error" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_it_is_refused_with_the_name_and_the_sizes(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_main_parameters_of_all_others_are_wrong, test_it_is_refused_with_the_name_and_the_sizes = proof(
+    __file__, "masters of parameters whose size is the same differ, and no error"
+)
 
 
 # What the ranks run

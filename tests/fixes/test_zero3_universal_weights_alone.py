@@ -4,19 +4,12 @@ from pathlib import Path
 
 from test_zero3_universal_sizes import larger
 from trainers.lazy import dt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import affected, proof, shown, with_fix
 
 RELEASES = affected("zero3_universal_weights_alone")
-
-
-@without_fix(RELEASES)
-def test_weights_or_more_than_the_weights_are_not_as_asked_for(version: str, delivery: str) -> None:
-    assert "no error" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_the_weights_are_loaded_and_nothing_else(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_weights_or_more_than_the_weights_are_not_as_asked_for, test_the_weights_are_loaded_and_nothing_else = proof(
+    __file__, "no error"
+)
 
 
 @with_fix(RELEASES)

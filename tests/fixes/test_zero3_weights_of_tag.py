@@ -3,19 +3,11 @@
 from pathlib import Path
 
 from trainers.lazy import dt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("zero3_weights_of_tag")
-
-
-@without_fix(RELEASES)
-def test_the_weights_are_those_of_the_latest_checkpoint(version: str, delivery: str) -> None:
-    assert "weights are not those saved" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_weights_and_main_parameters_are_those_of_the_checkpoint(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_weights_are_those_of_the_latest_checkpoint, test_weights_and_main_parameters_are_those_of_the_checkpoint = (
+    proof(__file__, "weights are not those saved")
+)
 
 
 # What the ranks run
