@@ -56,3 +56,12 @@ def test_tensors_are_sent_once_as_long_as_they_stay(tmp_path):
     tensor.add_(1)
 
     assert sent_to_the_worker(tensor, tmp_path) is None
+
+
+def test_tensors_of_another_storage_are_sent_again(tmp_path):
+    first, second = (torch.zeros(4).as_subclass(OnDevice) for _ in range(2))
+    sent_to_the_worker(first, tmp_path)
+
+    _, (sent,) = sent_to_the_worker(second, tmp_path)
+
+    assert sent.data_ptr() == second.data_ptr()
