@@ -12,12 +12,9 @@ from ckpt_patches.engine.source import Source
 from trainers.lazy import dt
 from upstream import (
     DELIVERIES,
-    ZERO,
     affected,
     called,
-    newest,
     newest_affected,
-    run,
     run_json,
     shown,
     tree,
@@ -44,22 +41,6 @@ def test_no_checkpoint_of_its_own_is_read(version: str, delivery: str) -> None:
 @with_fix(RELEASES)
 def test_its_own_checkpoints_are_resumed_converted_and_merged_bit_for_bit(version: str, delivery: str) -> None:
     assert shown(__file__, version, delivery) == ""
-
-
-@pytest.mark.parametrize(
-    ("saved", "reader"), [("in place", NEWEST), ("in place", newest("deepspeed")), ("hook", NEWEST)]
-)
-def test_the_script_in_the_folder(saved: str, reader: str, tmp_path: Path) -> None:
-    """DeepSpeed copies its file on disk there: patched in place it works with upstream's package; the hook's is not."""
-    called(__file__, "save", version=NEWEST, delivery=saved, folder=tmp_path)
-    root, delivery = tree("deepspeed", reader), "none" if saved == "in place" else saved
-    script, out = tmp_path / "zero_to_fp32.py", tmp_path / "out"
-    done = run(script, tmp_path, out, tree=root, delivery=delivery, imports=ZERO, check=False)
-    if saved == "hook":
-        assert "GLOBAL deepspeed." in done.stderr
-        return
-    found, truth = torch.load(out / "pytorch_model.bin"), torch.load(tmp_path / "truth.pt")
-    assert all(found[name].equal(states["fp32"]) for name, states in truth.items())
 
 
 # Files with other classes
