@@ -80,22 +80,18 @@ def _read_expert_ranks(
     """The optimizer of each expert-parallel rank; and that there is a file of each of these, and of each expert."""
     ranks = {int(own[1]): own[0] for own in map(OF_A_RANK.fullmatch, folder.names) if own}
     read = {rank: files[name] for rank, name in ranks.items() if name in files and _is_dict(files[name])}
-    held = [model.value, *(file.value for file in read.values())]
-    groups = [
-        group
-        for value in held
-        for own, _ in torch_optimizers.within(value.get("optimizer"))
-        for group in groups_of(own)
+    optimizers = [value.get("optimizer") for value in (model.value, *(file.value for file in read.values()))]
+    names = [
+        str(g.get("name")) for held in optimizers for own, _ in torch_optimizers.within(held) for g in groups_of(own)
     ]
-    sizes = [int(own[1]) for group in groups if (own := EXPERT_GROUP.fullmatch(str(group.get("name"))))]
+    sizes = [int(own[1]) for own in map(EXPERT_GROUP.fullmatch, names) if own]
     expected = [("expert-parallel ", {*ranks}, max(sizes, default=1))]
     there = [(int(own[1]), int(own[2])) for own in map(EXPERT.fullmatch, folder.names) if own]
     counts = model.value.get("num_experts")
     for layer, count in enumerate(counts if isinstance(counts, list) else ()):
         expected.append((f"experts' layer {layer}, ", {own for of, own in there if of == layer}, count_of(count) or 1))
     for kind, numbers, count in expected:
-        absent = zero_inventory.absent_ranks(numbers, count, "its file of experts", kind)
-        found.findings += absent
+        found.findings += zero_inventory.absent_ranks(numbers, count, "its file of experts", kind)
     for rank, file in read.items():
         value = {**model.value, **file.value}
         _read_optimizers(found, file, value, f"expert-parallel rank {rank}", experts)

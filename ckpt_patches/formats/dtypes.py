@@ -1,48 +1,21 @@
 """The dtypes that torch can save, by torch's names: item sizes and storage classes.
 
 A newer dtype is unknown: its tensors can be listed, but not divided into elements.
+https://pytorch.org/docs/stable/tensor_attributes.html#torch-dtype
 """
 
 from ckpt_patches.errors import UserError
 
-# Bytes per element. https://pytorch.org/docs/stable/tensor_attributes.html#torch-dtype
-ITEM_SIZE = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1,  # an element is two numbers
-    "complex128": 16,
-    "complex64": 8,
-    "complex32": 4,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "bool": 1,
-    "bits16": 2,
-    "bits8": 1,
-    "bits4x2": 1,
-    "bits2x4": 1,
-    "bits1x8": 1,
-    "qint32": 4,
-    "qint8": 1,
-    "quint8": 1,
-    "quint4x2": 1,
-    "quint2x4": 1,
+_BY_SIZE = {  # names by bytes per element; an element of float4_e2m1fn_x2 is two numbers
+    16: "complex128",
+    8: "float64 complex64 int64 uint64",
+    4: "float32 complex32 int32 uint32 qint32",
+    2: "float16 bfloat16 int16 uint16 bits16",
+    1: "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 int8 uint8 bool "
+    "bits8 bits4x2 bits2x4 bits1x8 qint8 quint8 quint4x2 quint2x4",
 }
+ITEM_SIZE = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
 FLOATS = ("float32", "bfloat16", "float16")  # which Adam's states and trained weights mostly are
-# Elements per byte of packed dtypes. Their storages count bytes.
-PACKED = {"quint4x2": 2, "quint2x4": 4}
 
 # torch's storage classes and their dtypes. Other dtypes have untyped storages.
 STORAGES = {
@@ -72,7 +45,7 @@ class UnknownDtypeError(UserError):
 
 
 def item_size(dtype: str) -> int:
-    """Bytes per element; for a packed dtype, the bytes that elements share.
+    """Bytes per element.
 
     Raises:
         UnknownDtypeError: the dtype is not known.
@@ -80,12 +53,3 @@ def item_size(dtype: str) -> int:
     if dtype not in ITEM_SIZE:
         raise UnknownDtypeError(f"expected a type of elements that is known here, found torch.{dtype}")
     return ITEM_SIZE[dtype]
-
-
-def nbytes(dtype: str, numel: int) -> int:
-    """Bytes of `numel` consecutive elements.
-
-    Raises:
-        UnknownDtypeError: the dtype is not known.
-    """
-    return -(-numel * item_size(dtype) // PACKED.get(dtype, 1))

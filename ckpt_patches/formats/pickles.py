@@ -17,9 +17,9 @@ import io
 import pickle
 import pickletools
 import re
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, ClassVar
@@ -173,26 +173,22 @@ class Size(tuple[int, ...]):
         raise UnpicklingError("a state for an object that has none")
 
 
-_STUBS: "weakref.WeakValueDictionary[str, Global]" = weakref.WeakValueDictionary()
-
-
+@lru_cache(MOST_GLOBALS)
 def stub(module: str, name: str) -> Any:
-    """The stub for a class or function of this name. The same name always has the same stub, while one is in use."""
-    full = f"{module}.{name}"
-    found = _STUBS.get(full)
-    if found is None:
-        found = _STUBS[full] = Global(name, (Instance,), {"__slots__": (), "__module__": module})
-    return found
+    """The stub for a class or function of this name."""
+    return Global(name, (Instance,), {"__slots__": (), "__module__": module})
 
 
 class Function:
     """A function or class of ours that a file may call. Its attributes cannot be set, so that no file can change it."""
 
-    __slots__ = ("_run",)
+    __slots__ = ("_run", "name")
     _run: Callable[..., Any]
+    name: str  # with its module
 
-    def __init__(self, run: Callable[..., Any]) -> None:
+    def __init__(self, name: str, run: Callable[..., Any]) -> None:
         object.__setattr__(self, "_run", run)
+        object.__setattr__(self, "name", name)
 
     def __call__(self, *args: Any) -> Any:
         return self._run(*args)
@@ -203,22 +199,12 @@ class Function:
     __setstate__ = __setattr__
 
 
-_MODULES = ("builtins", "__builtin__")
-# The classes and functions that are no stubs, and the methods of the unpickler that stand for them.
-BUILTIN = {
-    "_codecs.encode": "_bytes",
-    "__builtin__.bytes": "_bytes",
-    "collections.OrderedDict": "_ordered",
-    **{f"{module}.set": "_set" for module in _MODULES},
-    **{f"{module}.frozenset": "_frozenset" for module in _MODULES},
-}
-
-
-ITEMS = frozenset({str, int, float, bool, bytes, type(None), Global})
+# What is no stub in any file. Sets and bytes are calls, and so stubs, in the protocol that torch writes.
+KEPT = {"torch.Size": Size, "collections.OrderedDict": Function("collections.OrderedDict", lambda: Ordered())}
 
 
 class Unpickler(pickle.Unpickler):
-    """Unpickles with stubs in place of all classes but those in `kept`.
+    """Unpickles with stubs in place of all classes but those in `kept` and `KEPT`.
 
     Raises:
         UnpicklingError: by `load`, as all that a damaged pickle can raise.
@@ -236,7 +222,6 @@ class Unpickler(pickle.Unpickler):
             raise NotReadError(f"{path}: {error}") from None
         super().__init__(io.BytesIO(data_to_read), encoding="utf-8")
         self.path = path
-        self._left = len(data)  # elements that can be copied: each is in the pickle once, if it is not built to grow
         self._globals: dict[str, Any] = {}
         # The larger tuples' elements at all depths, by id; the values keep the ids in use.
         self._tuples: dict[int, tuple[int, Any]] = {}
@@ -255,9 +240,7 @@ class Unpickler(pickle.Unpickler):
     def _global(self, module: str, name: str) -> Any:
         """What stands for a class or function."""
         full = f"{module}.{name}"
-        if full in self.kept or full == "torch.Size":
-            return self.kept.get(full, Size)
-        return Function(getattr(self, BUILTIN[full])) if full in BUILTIN else stub(module, name)
+        return self.kept.get(full) or KEPT.get(full) or stub(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
         """What a file keeps outside of its pickle; or a tuple that `vetted` has passed, in another one."""
@@ -278,34 +261,6 @@ class Unpickler(pickle.Unpickler):
 
     def storage(self, pid: Any) -> Any:
         raise UnpicklingError("a storage where none can be")
-
-    def _copied(self, value: Any) -> Any:
-        """A value whose elements are copied. The memo can name it any number of times, but each copy takes memory."""
-        self._left -= len(value)
-        if self._left < 0:
-            raise UnpicklingError("more copies of elements than a pickle of its length can have")
-        return value
-
-    def _bytes(self, text: str = "", encoding: str = "latin1") -> bytes:
-        """Bytes in protocol 2: _codecs.encode(text, "latin1"), or bytes() if empty."""
-        if type(text) is not str or type(encoding) is not str or encoding != "latin1":
-            raise UnpicklingError("expected bytes as latin1")
-        return str(self._copied(text)).encode("latin1")
-
-    def _items(self, values: Any) -> Any:
-        """The items of a set. Two equal sets of sets of … would be compared 2^n times."""
-        if not {*map(type, values)} <= ITEMS:
-            raise NotReadError(f"{self.path}: expected strings and numbers in a set, found others")
-        return self._copied(values)
-
-    def _set(self, values: Any = ()) -> set[Any]:
-        return set(self._items(values))
-
-    def _frozenset(self, values: Any = ()) -> frozenset[Any]:
-        return frozenset(self._items(values))
-
-    def _ordered(self) -> Ordered:
-        return Ordered()
 
 
 # Types of values that hold no others, or none that a file can choose.

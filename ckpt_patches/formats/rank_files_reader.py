@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
     size: tuple[int, ...]  # of the complete tensor
     tensors: tuple[TensorHeader, ...]
-    # What identifies the elements of each; replicas are at one place. Of a ShardedTensor: offsets and sizes.
+    # What identifies the elements of each; replicas are at one place. Of a ShardedTensor: its offsets.
     places: tuple[tuple[Any, ...], ...] = ()
     cut: Any = None  # a DTensor's placements, by mesh dimension; True for a ShardedTensor; None if it is not cut
 
@@ -53,28 +53,23 @@ def part_of(value: Any) -> Part | None:
     size = _sizes(value.args[2]) if isinstance(value, Instance) and len(value.args) > 2 else None
     if size is None:
         return None
-    kind = getattr(value.args[0], "__name__", "")
+    kind, fields = getattr(value.args[0], "__name__", ""), _fields(value)
     if kind == "DTensor":
-        fields = _fields(value)
-        spec = _fields(fields.get("_spec"))
-        local, at = fields.get("_local_tensor"), _sizes(_fields(spec.get("mesh")).get("_coordinate_on_dim"))
-        placements = spec.get("placements")
+        spec, local = _fields(fields.get("_spec")), fields.get("_local_tensor")
+        at, placements = _sizes(_fields(spec.get("mesh")).get("_coordinate_on_dim")), spec.get("placements")
         if not isinstance(local, TensorHeader) or not isinstance(placements, (tuple, list)) or not at:
             return None
         cut = tuple((type(own).__name__, shown(_fields(own).get("dim"))) for own in placements)
         if len(cut) != len(at) or len(local.shape) != len(size):
             return None
-        place = tuple(at for at, (kind, _) in zip(at, cut, strict=True) if kind != "Replicate")
-        return Part(size, (local,), (place,), cut)
-    if kind != "ShardedTensor" or not isinstance(value.state, tuple) or len(value.state) < 2:
+        return Part(size, (local,), (tuple(n for n, own in zip(at, cut, strict=True) if own[0] != "Replicate"),), cut)
+    if kind != "ShardedTensor" or not isinstance(value.state, tuple) or not isinstance(value.state[0], list):
         return None
-    shards = list(map(_fields, value.state[0])) if isinstance(value.state[0], list) else [{}]
+    shards = list(map(_fields, value.state[0]))
     tensors = tuple(own for shard in shards if isinstance(own := shard.get("tensor"), TensorHeader))
-    boxes = []
-    for shard in shards:
-        box = tuple(_sizes(_fields(shard.get("metadata")).get(f"shard_{what}")) for what in ("offsets", "sizes"))
-        boxes += [box] if all(own is not None and len(own) == len(size) for own in box) else []
-    return Part(size, tensors, tuple(boxes), True) if len(shards) == len(tensors) == len(boxes) else None
+    places = tuple(_sizes(_fields(shard.get("metadata")).get("shard_offsets")) or () for shard in shards)
+    is_known = len(shards) == len(tensors) and all(len(place) == len(size) for place in places)
+    return Part(size, tensors, places, True) if is_known else None
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -90,26 +85,21 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
     return tuple(value) if are_sizes else None
 
 
-def untiled(parts: Mapping[int, Part]) -> Iterator[str]:
-    """Yield why the ranks' parts of a tensor do not hold each of its elements once."""
-    sizes = {part.size for part in parts.values()}
-    if all(part.cut is None for part in parts.values()):
-        return
-    if len(sizes) > 1 or len({part.cut for part in parts.values()}) > 1:
-        yield f"ranks state different shapes or placements: {' and '.join(map(str, sorted(sizes)))}"
-        return
-    held, counts, size = dict[Any, int](), Counter[Any](), sizes.pop()
-    for rank, part in parts.items():
-        for place, tensor in zip(part.places, part.tensors, strict=True):
-            if part.cut is True and tensor.shape != place[1]:
-                yield f"rank {rank} holds {tensor.shape} at {place[0]}, for which {place[1]} is stated"
-            if tensor.numel:
-                counts[place] += 1
-                held[place] = tensor.numel
-    if len({*counts.values()}) > 1:
-        yield f"ranks hold its {len(held)} parts unequally often"
-    elif sum(held.values()) != math.prod(size):
-        yield f"ranks hold {sum(held.values())} elements, its shape {size} has {math.prod(size)}"
+def untiled(parts: Mapping[int, Part]) -> str:
+    """Why the ranks' parts of a tensor do not hold each of its elements once; empty if they do."""
+    kinds = {(part.size, part.cut) for part in parts.values()}
+    if all(cut is None for _, cut in kinds):
+        return ""
+    if len(kinds) > 1:
+        sizes = " and ".join(map(str, sorted({size for size, _ in kinds})))
+        return f"ranks state different shapes or placements: {sizes}"
+    every = [own for part in parts.values() for own in zip(part.places, part.tensors, strict=True) if own[1].numel]
+    held, size = {place: tensor.numel for place, tensor in every}, kinds.pop()[0]
+    if len({*Counter(place for place, _ in every).values()}) > 1:
+        return f"ranks hold its {len(held)} parts unequally often"
+    if sum(held.values()) != math.prod(size):
+        return f"ranks hold {sum(held.values())} elements, its shape {size} has {math.prod(size)}"
+    return ""
 
 
 def is_rank_files(path: Path) -> bool:
@@ -131,7 +121,7 @@ def read(path: Path) -> Checkpoint:
     for parts in (weights, states):
         for name, of_ranks in _by_name(parts).items():
             if len(of_ranks) == count:
-                found.findings += [Finding(damages.FRAGMENTS, name, why) for why in untiled(of_ranks)]
+                found.findings += [Finding(damages.FRAGMENTS, name, why)] if (why := untiled(of_ranks)) else []
     found.findings += _without_states(files[OPTIMIZER], weights, states, count)
     found.format = FORMAT if files[OPTIMIZER] else WEIGHTS_ALONE
     return found
@@ -151,11 +141,17 @@ def _read_files(found: Checkpoint) -> tuple[int, Files]:
     names = sorted(path.name for path in found.path.iterdir())
     every = {name: own for name in names if (own := _named(name))}
     counts = Counter(count for _, count, _ in every.values())
-    stated = _world_size(found) if CONFIG in names else None
-    usual = max(counts, key=lambda count: (counts[count], count))
-    count = stated if stated is not None and stated in counts else usual
-    if stated not in (None, count):
-        found.add(damages.CONTRADICTION, CONFIG, f"it states {stated} ranks, and the names of the files {count}")
+    count = max(counts, key=lambda count: (counts[count], count))
+    stated = read_json(found.path, CONFIG) if CONFIG in names else {}
+    if isinstance(stated, Finding):
+        found.findings.append(stated)
+    elif CONFIG in names:
+        size = stated.get("world_size")
+        if type(size) is int and size in counts:
+            count = size
+        else:
+            detail = f"it states {shown(size)} ranks, and the names of the files {count}"
+            found.add(damages.CONTRADICTION, CONFIG, detail)
     files: Files = {kind: {} for kind in KINDS}
     there: dict[str, set[int]] = defaultdict(set)
     for name, (kind, of, rank) in every.items():
@@ -167,18 +163,14 @@ def _read_files(found: Checkpoint) -> tuple[int, Files]:
         if file is None:
             continue
         written_as = f"{file.root}.pt"  # torch.save names the folder of the records after the file
-        if _named(written_as) not in (None, (kind, of, rank)):
-            found.add(damages.FOREIGN_FILE, name, f"it was written as {written_as}")
-        elif rank >= count:
-            found.add(damages.FOREIGN_FILE, name, f"of {count} ranks")
-        elif not isinstance(file.value, dict):
-            detail = f"expected a dict, found {shown(type(file.value).__name__)}"
-            found.add(damages.CONTRADICTION, name, detail)
-        if isinstance(file.value, dict) and rank < count:
+        if _named(written_as) not in (None, (kind, of, rank)) or rank >= count:
+            found.add(damages.FOREIGN_FILE, name, f"of {count} ranks, written as {written_as}")
+        if not isinstance(file.value, dict):
+            found.add(damages.CONTRADICTION, name, f"expected a dict, found {shown(type(file.value).__name__)}")
+        elif rank < count:
             files[kind][rank] = file
-    for kind in KINDS:
-        absent = zero_inventory.absent_ranks(there[kind], count, KINDS[kind]) if kind in (*there, MODEL) else ()
-        found.findings += absent
+    for kind in (kind for kind in KINDS if kind in there or kind == MODEL):
+        found.findings += zero_inventory.absent_ranks(there[kind], count, KINDS[kind])
     return count, files
 
 
@@ -186,19 +178,6 @@ def _named(name: str) -> tuple[str, int, int] | None:
     """The kind, the number of ranks and the rank in the name of a rank's file; None for other names."""
     own = NAME.fullmatch(name)
     return (own[1], int(own[2]), int(own[3])) if own else None
-
-
-def _world_size(found: Checkpoint) -> int | None:
-    """The number of ranks in verl's configuration; None, and a finding, if it is invalid."""
-    value = read_json(found.path, CONFIG)
-    if isinstance(value, Finding):
-        found.findings.append(value)
-        return None
-    size = value.get("world_size")
-    if type(size) is int and size > 0:
-        return size
-    found.add(damages.BAD_METADATA, CONFIG, "it states no number of ranks")
-    return None
 
 
 def _unlike(kind: str, files: Mapping[int, TorchFile]) -> Iterator[Finding]:
@@ -260,18 +239,16 @@ def _read_optimizer(found: Checkpoint, file: TorchFile, rank: int, states: Parts
 def _unlike_steps(files: Mapping[int, TorchFile], steps: Mapping[int, Mapping[Any, Any]]) -> Iterator[Finding]:
     """Ranks that are not at the newest step, or have a parameter at another step than another rank."""
     newest = last_step(step for own in steps.values() for step in own.values())
-    first: dict[Any, tuple[float, int]] = {}
+    first: dict[Any, float] = {}
     for rank, own in steps.items():
-        name, highest = files[rank].path.name, last_step(own.values())
-        if highest not in (None, newest):
-            yield Finding(damages.MIXED_STEPS, name, f"step {highest}, others are at {newest}")
-            continue
-        counted = {number: step for number, step in own.items() if settings.is_step(step)}
-        unlike = [number for number, step in counted.items() if first.setdefault(number, (step, rank))[0] != step]
-        if unlike:
-            step, where = first[unlike[0]]
-            detail = f"parameter {shown(unlike[0])} is at step {counted[unlike[0]]:g}, and at {step:g} on rank {where}"
-            yield Finding(damages.MIXED_STEPS, name, detail)
+        highest = last_step(own.values())
+        what = f"step {highest}, others are at {newest}" if highest not in (None, newest) else ""
+        for number, step in own.items() if not what else ():
+            if settings.is_step(step) and first.setdefault(number, step) != step:
+                what = f"parameter {shown(number)} is at step {step:g}, and at {first[number]:g} on another rank"
+                break
+        if what:
+            yield Finding(damages.MIXED_STEPS, files[rank].path.name, what)
 
 
 def _without_states(files: Mapping[int, TorchFile], weights: Parts, states: Parts, count: int) -> Iterator[Finding]:

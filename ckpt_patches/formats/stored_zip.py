@@ -28,7 +28,7 @@ END_64 = struct.Struct("<4sQ2H2L4Q")
 ELSEWHERE, MANY = 0xFFFFFFFF, 0xFFFF  # placeholders for larger numbers
 # An extra field has parts: kind, length, and that many bytes. The kind EXTRA_64 has 64-bit numbers.
 PART, EXTRA_64 = struct.Struct("<2H"), 1
-PART_64 = struct.Struct("<2H2Q")
+PART_64, ENTRY_64 = struct.Struct("<2H2Q"), struct.Struct("<2H3Q")  # of a record's header, of an entry
 PADDING = int.from_bytes(b"FB", "little")  # torch's kind for parts that only pad the field
 HEADER_AT_ONCE = 512  # bytes to read for a record's header, name and extra field
 AT_ONCE = 4096  # bytes to read at the begin and at the end of a file: all headers of a small file
@@ -236,73 +236,45 @@ class File(Protocol):
     def tell(self) -> int: ...
 
 
-class SparseFile(File, Protocol):
-    """A file with parts that other code writes."""
-
-    def skip(self, nbytes: int) -> object: ...
-
-
 class Writer:
-    """Writes an archive: record by record, and then its directory."""
+    """Writes an archive: record by record, and then its directory. All sizes and positions have 64 bits."""
 
     def __init__(self, file: File) -> None:
         self._file = file
         self._directory: list[bytes] = []
 
     def add(self, name: bytes, data: Iterable[Any]) -> None:
-        """Write a record, in pieces. Its checksum follows the data, as torch writes it."""
-        position = self._begin(name)
+        """Write a record, in pieces."""
+        position = self.begin(name)
         checksum = written = 0
         for piece in data:
             checksum = crc32(piece, checksum)
             written += len(piece)
             self._file.write(piece)
-        self._end(name, position, written, checksum)
+        self.end(name, position, written, checksum)
 
-    def leave_room(self, file: SparseFile, name: bytes, nbytes: int, checksum: int) -> int:
-        """Add a record with data that other code writes into `file`, the archive's. Returns the data's offset."""
-        position, offset = self._begin(name), file.tell()
-        file.skip(nbytes)
-        self._end(name, position, nbytes, checksum)
-        return offset
-
-    def _begin(self, name: bytes) -> int:
-        """Write a record's header, and return its position. Sizes have 64 bits: they follow the data."""
+    def begin(self, name: bytes) -> int:
+        """Write a record's header, and return its position. The data follows, at the next multiple of the alignment."""
         position = self._file.tell()
         extra = PART_64.pack(EXTRA_64, 16, 0, 0)
-        extra += _padding(position + LOCAL.size + len(name) + len(extra))
+        padding = -(position + LOCAL.size + len(name) + len(extra) + PART.size) % ALIGNMENT
+        extra += PART.pack(PADDING, padding) + bytes(padding)
         numbers = (VERSION_64, CHECKSUM_BEHIND, STORED, 0, FIRST_OF_1980, 0, ELSEWHERE, ELSEWHERE)
         self._file.write(b"".join((LOCAL.pack(b"PK\3\4", *numbers, len(name), len(extra)), name, extra)))
         return position
 
-    def _end(self, name: bytes, position: int, nbytes: int, checksum: int) -> None:
-        """Write the descriptor after a record's data."""
+    def end(self, name: bytes, position: int, nbytes: int, checksum: int) -> None:
+        """Write the checksum and sizes behind a record's data, as torch does."""
         self._file.write(BEHIND_64.pack(b"PK\7\x08", checksum, nbytes, nbytes))
-        self._directory.append(_entry(name, position, nbytes, checksum))
+        extra = ENTRY_64.pack(EXTRA_64, 24, nbytes, nbytes, position)
+        kind = (VERSION_64, VERSION_64, CHECKSUM_BEHIND, STORED, 0, FIRST_OF_1980)
+        lengths = (len(name), len(extra), 0)
+        entry = ENTRY.pack(b"PK\1\2", *kind, checksum, ELSEWHERE, ELSEWHERE, *lengths, 0, 0, 0, ELSEWHERE)
+        self._directory.append(b"".join((entry, name, extra)))
 
     def finish(self) -> None:
         """Write the directory."""
         position, data, count = self._file.tell(), b"".join(self._directory), len(self._directory)
-        end = position + len(data)
-        if max(position, len(data)) >= ELSEWHERE or count >= MANY:
-            numbers = (END_64.size - 12, VERSION_64, VERSION_64, 0, 0, count, count, len(data), position)
-            data += END_64.pack(b"PK\6\6", *numbers) + LOCATOR.pack(b"PK\6\7", 0, end, 1)
-        few, nbytes, at = min(count, MANY), min(end - position, ELSEWHERE), min(position, ELSEWHERE)
-        self._file.write(data + END.pack(b"PK\5\6", 0, 0, few, few, nbytes, at, 0))
-
-
-def _entry(name: bytes, position: int, nbytes: int, checksum: int) -> bytes:
-    """A record's entry in the directory."""
-    large = [number for number in (nbytes, nbytes, position) if number >= ELSEWHERE]
-    extra = PART.pack(EXTRA_64, 8 * len(large)) + struct.pack(f"<{len(large)}Q", *large) if large else b""
-    size = min(nbytes, ELSEWHERE)
-    kind = (VERSION_64, VERSION_64, CHECKSUM_BEHIND, STORED, 0, FIRST_OF_1980)
-    lengths = (len(name), len(extra), 0)
-    entry = ENTRY.pack(b"PK\1\2", *kind, checksum, size, size, *lengths, 0, 0, 0, min(position, ELSEWHERE))
-    return b"".join((entry, name, extra))
-
-
-def _padding(position: int) -> bytes:
-    """An extra field that moves the data to the next multiple of the alignment."""
-    length = -(position + PART.size) % ALIGNMENT
-    return PART.pack(PADDING, length) + bytes(length)
+        numbers = (END_64.size - 12, VERSION_64, VERSION_64, 0, 0, count, count, len(data), position)
+        end = END_64.pack(b"PK\6\6", *numbers) + LOCATOR.pack(b"PK\6\7", 0, position + len(data), 1)
+        self._file.write(data + end + END.pack(b"PK\5\6", 0, 0, MANY, MANY, ELSEWHERE, ELSEWHERE, 0))

@@ -9,13 +9,13 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages, torch_file
 from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Held, Record, Stream
 from ckpt_patches.formats.damages import Finding
-from ckpt_patches.formats.dtypes import ITEM_SIZE, PACKED, UnknownDtypeError
+from ckpt_patches.formats.dtypes import ITEM_SIZE, UnknownDtypeError
 from ckpt_patches.formats.paths import LinkOutsideError, path_within
 from ckpt_patches.formats.ranged import open_regular, read_metadata
 
 OF_TORCH, OF_TORCH_OR_ANOTHER = (".pt", ".pth"), (".bin", ".pkl")  # suffixes
-# Found in the class names of quantized tensors (codes with scales), such as Transformer Engine's.
-QUANTIZED = ("Float8", "FP8", "FP4")
+# Found in the names of quantized tensors (codes with scales), Transformer Engine's and torch's.
+QUANTIZED = ("Float8", "FP8", "FP4", "_rebuild_qtensor")
 
 
 def read(path: Path, found: Checkpoint, damage: damages.FindingKind = damages.BAD_FILE) -> Any:
@@ -114,11 +114,9 @@ def weight(found: Checkpoint, path: Path, name: str, value: Any, shape: tuple[in
 
 def is_read(found: Checkpoint, array: str, dtype: str) -> bool:
     """Whether the elements of this dtype can be read; adds a finding if not."""
-    if dtype in ITEM_SIZE and dtype not in PACKED:
-        return True
-    what = "several of which share a byte" if dtype in PACKED else "a type that is not known here"
-    found.add(damages.NOT_READ, array, f"elements of torch.{dtype}, {what}")
-    return False
+    if dtype not in ITEM_SIZE:
+        found.add(damages.NOT_READ, array, f"elements of torch.{dtype}, a type that is not known here")
+    return dtype in ITEM_SIZE
 
 
 def groups_of(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -29,12 +29,14 @@ from ckpt_patches.formats.pickles import NotReadError as NotReadError
 from ckpt_patches.formats.ranged import open_regular
 from ckpt_patches.runtime.shown import printable, shown
 
-QUANTIZED = "torch._utils._rebuild_qtensor"
 # First bytes of a file in torch's format before 1.6: a pickle of torch's magic number.
 BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 # Classes in ZeRO and Megatron checkpoints that only carry data. A listed class may be read; it is never imported.
 LISTED = {
+    "_codecs.encode",  # of bytes
+    "__builtin__.bytes",
+    *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset")),
     "_io.BytesIO",  # modules' `_extra_state`
     "argparse.Namespace",
     "collections.defaultdict",
@@ -53,6 +55,7 @@ LISTED = {
     "numpy.ndarray",
     *(f"numpy.{module}.multiarray.{name}" for module in ("core", "_core") for name in ("_reconstruct", "scalar")),
     "torch.Tensor",
+    "torch._utils._rebuild_qtensor",
     "torch.device",
     "torch.nn.parameter.Parameter",
     *(f"torch.{dtype}" for dtype in ITEM_SIZE),
@@ -73,7 +76,7 @@ class StorageHeader(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.numel * ITEM_SIZE[self.dtype]  # also for packed dtypes
+        return self.numel * ITEM_SIZE[self.dtype]
 
 
 class TensorHeader(NamedTuple):
@@ -85,7 +88,7 @@ class TensorHeader(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool = False
-    wrapping: tuple[Any, ...] = ()  # how a subclass or parameter is rebuilt from it: (function, further arguments)
+    made: Instance | None = None  # how torch rebuilds it, if it is a parameter, or of a subclass of torch.Tensor
 
     @property
     def numel(self) -> int:
@@ -103,11 +106,11 @@ class TensorHeader(NamedTuple):
     @property
     def offset(self) -> int:
         """The offset of the first element, in bytes from the start of the file."""
-        return self.storage.offset + dtypes.nbytes(self.dtype, self.start)
+        return self.storage.offset + self.start * self.item_size
 
     @property
     def nbytes(self) -> int:
-        return dtypes.nbytes(self.dtype, self.numel)
+        return self.numel * self.item_size
 
     @property
     def is_contiguous(self) -> bool:
@@ -119,21 +122,20 @@ class TensorHeader(NamedTuple):
         return True
 
 
-class WrappedHeader(TensorHeader):
-    """One with a wrapping, which can hold other values; the check of a value's depth tells them apart by their type."""
+class MadeHeader(TensorHeader):
+    """One that torch rebuilds with other values, which the check of a value's depth must look into."""
 
     __slots__ = ()
-    __hash__ = object.__hash__  # that of a tuple includes the wrapping, which can hold this tensor's like again
 
 
 class TorchFile(NamedTuple):
     """The result of `read`."""
 
     path: Path
-    size: int  # bytes
+    size: int  # bytes, up to the end of what torch.save wrote
     value: Any  # dicts, lists, numbers and strings as they are; headers for tensors, stubs for classes
     storages: tuple[stored_zip.Stored, ...]  # all that are not empty, with the checksums that the file states
-    root: str = ""  # the records' folder: the stem of the name that torch.save wrote to, or "archive"
+    root: str  # the records' folder: the stem of the name that torch.save wrote to, or "archive"
 
     @property
     def checksums(self) -> dict[int, int]:
@@ -161,9 +163,7 @@ def read(path: str | Path, *, trust: bool = False) -> TorchFile:
     """
     path = path if isinstance(path, Path) else Path(path)  # avoids a copy: there are thousands of files
     with _as_bad_file(path), _opened(path) as descriptor:
-        size = os.fstat(descriptor).st_size
-        archive = _Archive(descriptor, path, (0, size))
-        return TorchFile(path, size, _Unpickler(archive, trust).load(), archive.storages, archive.root)
+        return _read(descriptor, path, (0, os.fstat(descriptor).st_size), trust)
 
 
 def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile:
@@ -175,8 +175,12 @@ def read_within(descriptor: int, path: Path, span: tuple[int, int]) -> TorchFile
         size = os.fstat(descriptor).st_size
         if sum(span) > size or min(span) < 0:
             raise BadFileError(f"{path} has {size} bytes, expected {span[1]} from {span[0]} on")
-        archive = _Archive(descriptor, path, span)
-        return TorchFile(path, size, _Unpickler(archive, trust=True).load(), archive.storages)
+        return _read(descriptor, path, span, trust=True)
+
+
+def _read(descriptor: int, path: Path, span: tuple[int, int], trust: bool) -> TorchFile:
+    archive = _Archive(descriptor, path, span)
+    return TorchFile(path, sum(span), _Unpickler(archive, trust).load(), archive.storages, archive.root)
 
 
 def instance(value: Any, name: str) -> bool:
@@ -232,7 +236,8 @@ def parts_of(value: Any, name: str = "") -> "Iterator[tuple[str, TensorHeader | 
         name, value = left.pop()
         if isinstance(value, TensorHeader):
             yield name, value
-            left += [(f"{name}.{index}", inner) for index, inner in enumerate(value.wrapping)]
+            made = value.made.args if value.made else ()
+            left += [(f"{name}.{n}", inner) for n, inner in enumerate(made) if type(inner) is not TensorHeader]
             continue
         if id(value) in seen or not isinstance(value, HOLDS):
             continue
@@ -277,15 +282,9 @@ def _tensor_of_type(
     return _checked(TensorHeader(storage, dtype.__name__, start, tuple(shape), tuple(stride), requires_grad))
 
 
-def _quantized(storage: Any, start: int, shape: Any, stride: Any, scales: Any, requires_grad: bool, *rest: Any) -> Any:
-    """torch._utils._rebuild_qtensor"""
-    wrapping = (QUANTIZED, (scales, requires_grad, *rest))
-    return _checked(WrappedHeader(storage, storage.dtype, start, tuple(shape), tuple(stride), requires_grad, wrapping))
-
-
 def _parameter(tensor: TensorHeader, *rest: Any) -> TensorHeader:
     """torch._utils._rebuild_parameter"""
-    return WrappedHeader(*tensor[:-1], ("torch._utils._rebuild_parameter", rest))
+    return MadeHeader(*tensor[:-1], stub("torch._utils", "_rebuild_parameter")(tensor, *rest))
 
 
 def _subclass(make: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
@@ -293,7 +292,7 @@ def _subclass(make: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
     tensor = make(*args)
     if not isinstance(tensor, TensorHeader):  # a tensor of other tensors, such as DTensor, is an object with a state
         return _with_state(tensor, state)
-    return WrappedHeader(*tensor[:-1], ("torch._tensor._rebuild_from_type_v2", (kind, state), tensor.wrapping))
+    return MadeHeader(*tensor[:-1], stub("torch._tensor", "_rebuild_from_type_v2")(make, kind, args, state))
 
 
 def _with_state(made: Any, state: Any) -> Any:
@@ -315,17 +314,19 @@ def _checked(tensor: TensorHeader) -> TensorHeader:
         raise pickle.UnpicklingError(f"a tensor of {len(shape)} dimensions with {len(stride)} strides")
     last = tensor.start + sum(map(operator.mul, shape, stride)) - sum(stride)
     same = tensor.dtype == storage.dtype and last < storage.numel
-    if not same and tensor.numel and tensor.is_known and dtypes.nbytes(tensor.dtype, last + 1) > storage.nbytes:
+    if not same and tensor.numel and tensor.is_known and (last + 1) * tensor.item_size > storage.nbytes:
         raise pickle.UnpicklingError(f"a tensor of {last + 1} elements in a storage of {storage.nbytes} bytes")
     return tensor
 
 
 _FUNCTIONS = {
-    "torch._utils._rebuild_tensor_v2": Function(_tensor),
-    "torch._utils._rebuild_tensor_v3": Function(_tensor_of_type),
-    QUANTIZED: Function(_quantized),
-    "torch._utils._rebuild_parameter": Function(_parameter),
-    "torch._tensor._rebuild_from_type_v2": Function(_subclass),
+    name: Function(name, run)
+    for name, run in {
+        "torch._utils._rebuild_tensor_v2": _tensor,
+        "torch._utils._rebuild_tensor_v3": _tensor_of_type,
+        "torch._utils._rebuild_parameter": _parameter,
+        "torch._tensor._rebuild_from_type_v2": _subclass,
+    }.items()
 }
 _ATOMS = pickles.ATOMS | {StorageHeader, TensorHeader}
 ATTRIBUTE = ("builtins.getattr", "__builtin__.getattr")
@@ -349,8 +350,8 @@ class _Unpickler(pickles.Unpickler):
     def _global(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full in ATTRIBUTE and self.trust:
-            return Function(self._attribute)
-        if self.trust or full in LISTED or full in _FUNCTIONS or full in pickles.BUILTIN or full == "torch.Size":
+            return Function(full, self._attribute)
+        if self.trust or full in LISTED or full in _FUNCTIONS or full in pickles.KEPT:
             return super()._global(module, name)
         raise UnlistedClassError(
             f"{self.path} holds {full}, which is not on the list of classes that checkpoints are known to "

@@ -11,15 +11,7 @@ from typing import Any
 
 from ckpt_patches.formats import damages, settings, tensor_streams
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, Checkpoint, Shard
-from ckpt_patches.formats.damages import (
-    CONTRADICTION,
-    FOREIGN_FILE,
-    MISSING_STATE,
-    MISSING_WEIGHT,
-    RARE,
-    UNUSUAL,
-    Finding,
-)
+from ckpt_patches.formats.damages import CONTRADICTION, FOREIGN_FILE, MISSING_STATE, RARE, UNUSUAL, Finding
 from ckpt_patches.formats.torch_file import Instance, TensorHeader, TorchFile
 from ckpt_patches.runtime.shown import shown
 
@@ -99,30 +91,25 @@ def _states(optimizer: Optimizer) -> Iterator[Finding]:
     Its kind: the groups of the same optimizer and the same number of dimensions. Adafactor, Shampoo and others have
     different states for matrices and vectors.
     """
-    where, without = optimizer.where, []
+    groups, where = optimizer.groups, optimizer.where
     parameters = [(group, number) for group, number in optimizer.parameters if isinstance(number, (int, str))]
-    kinds: dict[Any, tuple[frozenset[Any], int | None]] = {}
-    named: dict[tuple[frozenset[Any], int | None], set[str]] = {}
-    of_group: dict[int, set[str]] = {}
-    for group, number in parameters:
-        if state := optimizer.states.get(number):
-            own = {str(name) for name, value in state.items() if value is not None}
-            kinds[number] = _flags(optimizer.groups[group]), _dimensions(optimizer, number, state)
-            named.setdefault(kinds[number], set()).update(own)
-            of_group.setdefault(group, set()).update(own)
-        else:
-            without.append(number)
-    has_betas = any("betas" in group for group in optimizer.groups)
-    for group, names in of_group.items():
+    held = {n: {str(name) for name in own if own[name] is not None} for n, own in optimizer.states.items() if own}
+    kinds = {n: (_flags(groups[group]), _dimensions(optimizer, n)) for group, n in parameters if n in held}
+    named: dict[Any, set[str]] = {}
+    for number, kind in kinds.items():
+        named.setdefault(kind, set()).update(held[number])
+    has_betas = any("betas" in group for group in groups)
+    for index, group in enumerate(groups):
         # Transformers' Adafactor has its own settings.
-        is_of_adam = has_betas or {*optimizer.groups[group]} >= settings.TORCHS_ADAM - {"betas"}
-        if is_of_adam and "betas" not in optimizer.groups[group] and names >= {*MOMENTS}:
-            yield Finding(CONTRADICTION, where, f"group {group} has no betas, and moments of Adam")
-    for group, number in parameters:
+        is_of_adam = "betas" not in group and (has_betas or {*group} >= settings.TORCHS_ADAM - {"betas"})
+        if is_of_adam and {*MOMENTS} <= {name for of, n in parameters if of == index for name in held.get(n, ())}:
+            yield Finding(CONTRADICTION, where, f"group {index} has no betas, and moments of Adam")
+    for index, number in parameters:
         if number in kinds:
             # What is nested is the optimizer's own, and a matrix has more factors than a vector.
             names = {name for name in named[kinds[number]] if "." not in name and not OF_A_DIMENSION.fullmatch(name)}
-            yield from _of_parameter(optimizer, number, names | _by_settings(optimizer.groups[group]))
+            yield from _of_parameter(optimizer, number, (names | _by_settings(groups[index])) - held[number])
+    without = [number for _, number in parameters if number not in kinds]
     if without and kinds:
         detail = f"{len(without)} parameters have no state, such as {shown(without[0])}: frozen or unused ones"
         yield Finding(RARE, where, detail)
@@ -130,10 +117,10 @@ def _states(optimizer: Optimizer) -> Iterator[Finding]:
         yield Finding(CONTRADICTION, where, f"a state of {shown(number)}, which no param group names")
 
 
-def _of_parameter(optimizer: Optimizer, number: Any, expected: set[str]) -> Iterator[Finding]:
+def _of_parameter(optimizer: Optimizer, number: Any, absent: set[str]) -> Iterator[Finding]:
     """Check the states of a parameter that has some."""
     where, state = optimizer.where, optimizer.states[number]
-    for name in sorted(expected - {str(name) for name, value in state.items() if value is not None}):
+    for name in sorted(absent):
         yield Finding(MISSING_STATE, where, f"parameter {shown(number)} has no {shown(name)}")
     tensors = {str(name): value for name, value in state.items() if isinstance(value, TensorHeader) and value.shape}
     if len({tensor.shape for name, tensor in tensors.items() if name in OF_ELEMENTS}) > 1:
@@ -144,10 +131,11 @@ def _of_parameter(optimizer: Optimizer, number: Any, expected: set[str]) -> Iter
         yield Finding(FOREIGN_FILE, where, f"two states of parameter {shown(number)} are the same, bit for bit")
 
 
-def _dimensions(optimizer: Optimizer, number: Any, state: Mapping[Any, Any]) -> int | None:
+def _dimensions(optimizer: Optimizer, number: Any) -> int | None:
     """The dimensions of a parameter, by its weight or else its states; None if it has none but its step."""
     if number in optimizer.dimensions:
         return optimizer.dimensions[number]
+    state = optimizer.states[number]
     if any(str(name).endswith(OF_MATRICES) for name in state):
         return 2
     if numbers := [int(own[1]) for own in map(OF_A_DIMENSION.fullmatch, map(str, state)) if own]:
@@ -184,7 +172,7 @@ def _masters(optimizer: Optimizer) -> Iterator[Finding]:
     own, weights = ([one.shape for one in of if isinstance(one, TensorHeader)] for of in (masters, optimizer.weights))
     is_flat = any(len(shape) > 1 for shape in weights) and not any(len(shape) > 1 for shape in own)
     if weights and not is_flat:
-        yield from _unmatched(MISSING_WEIGHT, where, "main parameters", own, weights)
+        yield from _unmatched(damages.MISSING_WEIGHT, where, "main parameters", own, weights)
 
 
 def without_weights(

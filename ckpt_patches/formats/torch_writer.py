@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckpt_patches.formats.dtypes import STORAGES
-from ckpt_patches.formats.pickles import Global, Instance, Ordered, Size, stub
+from ckpt_patches.formats.pickles import Function, Global, Instance, Ordered, Size, stub
 from ckpt_patches.formats.stored_zip import File, Writer
-from ckpt_patches.formats.torch_file import QUANTIZED, StorageHeader, TensorHeader
+from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 
 PROTOCOL = 2  # torch's
 STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
@@ -26,18 +26,22 @@ def torch_file(file: File, name: str, value: Any) -> Iterator["Records"]:
 
     `name` is the records' folder: torch uses the file's name without its suffix.
     """
-    archive = _begun(file, name, pickled(value))
-    yield Records(archive, name)
-    archive.finish()
+    records = Records(file, name, pickled(value))
+    yield records
+    records.archive.finish()
 
 
-def _begun(file: File, name: str, data: bytes) -> Writer:
-    """An archive with all records except the storages."""
-    archive = Writer(file)
-    archive.add(f"{name}/data.pkl".encode(), [data])
-    archive.add(f"{name}/byteorder".encode(), [b"little"])
-    archive.add(f"{name}/version".encode(), [b"3\n"])
-    return archive
+class Records:
+    """The storages of a torch file that is being written."""
+
+    def __init__(self, file: File, name: str, data: bytes) -> None:
+        self.archive, self._name = Writer(file), name
+        for own, content in (("data.pkl", data), ("byteorder", b"little"), ("version", b"3\n")):
+            self.archive.add(f"{name}/{own}".encode(), [content])
+
+    def add_storage(self, key: str, nbytes: int, data: Iterable[Any]) -> None:
+        """Add a storage's bytes, in pieces."""
+        self.archive.add(f"{self._name}/data/{key}".encode(), data)
 
 
 class Outline:
@@ -66,22 +70,14 @@ def outline(name: str, data: bytes, storages: Iterable[tuple[str, int, int]]) ->
     No position depends on the checksums.
     """
     found = Outline()
-    archive = _begun(found, name, data)
+    archive = Records(found, name, data).archive
     for key, nbytes, checksum in storages:
-        found.places[key] = archive.leave_room(found, f"{name}/data/{key}".encode(), nbytes, checksum)
+        position = archive.begin(record := f"{name}/data/{key}".encode())
+        found.places[key] = found.nbytes
+        found.skip(nbytes)
+        archive.end(record, position, nbytes, checksum)
     archive.finish()
     return found
-
-
-class Records:
-    """The storages of a torch file that is being written."""
-
-    def __init__(self, archive: Writer, name: str) -> None:
-        self._archive, self._name = archive, name
-
-    def add_storage(self, key: str, nbytes: int, data: Iterable[Any]) -> None:
-        """Add a storage's bytes, in pieces."""
-        self._archive.add(f"{self._name}/data/{key}".encode(), data)
 
 
 def pickled(value: Any) -> bytes:
@@ -101,50 +97,31 @@ class _Pickler(pickle._Pickler):  # in Python: the C version refuses names that 
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, TensorHeader):
-            return _made(value)
+            return _reduced(value.made) if value.made else _view(value)
         if isinstance(value, Instance):
             return _reduced(value)
         if isinstance(value, Size):
             return stub("torch", "Size"), (tuple(value),)
         if isinstance(value, Ordered):
             return OrderedDict, (), getattr(value, "attributes", None), None, iter(value.items())
-        return NotImplemented
+        return value.name if isinstance(value, Function) else NotImplemented
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        if isinstance(obj, Global):
-            self.write(pickle.GLOBAL + f"{obj.__module__}\n{obj.__name__}\n".encode())  # type: ignore[attr-defined]
+        if isinstance(obj, (Function, Global)):
+            own = obj.name.rsplit(".", 1) if isinstance(obj, Function) else (obj.__module__, obj.__name__)
+            self.write(pickle.GLOBAL + "{}\n{}\n".format(*own).encode())  # type: ignore[attr-defined]
             self.memoize(obj)  # type: ignore[attr-defined]
         else:
             super().save_global(obj, name)  # type: ignore[misc]
 
 
-def _made(tensor: TensorHeader) -> tuple[Any, tuple[Any, ...]]:
+def _view(tensor: TensorHeader) -> tuple[Any, tuple[Any, ...]]:
     """torch's function that rebuilds a tensor, and its arguments."""
-    if not tensor.wrapping:
-        view: tuple[Any, ...] = (
-            tensor.storage,
-            tensor.start,
-            tensor.shape,
-            tensor.stride,
-            tensor.requires_grad,
-            OrderedDict(),
-        )
-        if tensor.dtype == tensor.storage.dtype:
-            return stub("torch._utils", "_rebuild_tensor_v2"), view
-        return stub("torch._utils", "_rebuild_tensor_v3"), (*view, stub("torch", tensor.dtype))
-    function, rest, *inner = tensor.wrapping
-    if function == QUANTIZED:
-        return _global(function), (tensor.storage, tensor.start, tensor.shape, tensor.stride, *rest)
-    made = _global(function)
-    if not inner:
-        return made, (tensor._replace(wrapping=()), *rest)
-    kind, state = rest
-    make, args = _made(tensor._replace(wrapping=inner[0]))
-    return made, (make, kind, args, state)
-
-
-def _global(name: str) -> Any:
-    return stub(*name.rsplit(".", 1))
+    storage, dtype, start, shape, stride, requires_grad, _ = tensor
+    view = (storage, start, shape, stride, requires_grad, OrderedDict[str, Any]())
+    if dtype == storage.dtype:
+        return stub("torch._utils", "_rebuild_tensor_v2"), view
+    return stub("torch._utils", "_rebuild_tensor_v3"), (*view, stub("torch", dtype))
 
 
 def _reduced(instance: Instance) -> tuple[Any, ...]:

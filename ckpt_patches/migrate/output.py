@@ -12,7 +12,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist_writer
 from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.checksum import crc32
-from ckpt_patches.formats.dtypes import UNTYPED, nbytes
+from ckpt_patches.formats.dtypes import UNTYPED, item_size
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.torch_dist import COMMON, Offsets, Tensor
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader, storages_in
@@ -65,7 +65,7 @@ def of_tensor(new: Tensor, offsets: Offsets, shape: tuple[int, ...], extents: tu
 @functools.lru_cache(maxsize=4096)
 def _pickled(dtype: str, shape: tuple[int, ...]) -> bytes:
     numel, is_typed = math.prod(shape), dtype in STORAGE_OF
-    storage = StorageHeader("0", dtype if is_typed else UNTYPED, numel if is_typed else nbytes(dtype, numel), 0)
+    storage = StorageHeader("0", dtype if is_typed else UNTYPED, numel if is_typed else numel * item_size(dtype), 0)
     stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     return pickled(TensorHeader(storage, dtype, 0, shape, stride))
 

@@ -1,7 +1,6 @@
 """The reader of torch files needs no torch and no tensor data, and runs nothing of a file."""
 
 import argparse
-import gc
 import io
 import os
 import pickle
@@ -21,7 +20,14 @@ import torch
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import pickles, stored_zip, torch_dist, torch_file, zero_folder
 from ckpt_patches.formats.dtypes import ITEM_SIZE, UnknownDtypeError
-from ckpt_patches.formats.torch_file import BadFileError, Instance, NotReadError, TensorHeader, UnlistedClassError
+from ckpt_patches.formats.torch_file import (
+    BadFileError,
+    Instance,
+    NotReadError,
+    StorageHeader,
+    TensorHeader,
+    UnlistedClassError,
+)
 from crafted_files import with_other_name
 from upstream import all_releases
 
@@ -36,7 +42,7 @@ def saved(value: Any, path: Path) -> Any:
     return torch_file.read(path).value
 
 
-def data(path: Path, tensor: TensorHeader) -> bytes:
+def data(path: Path, tensor: TensorHeader | StorageHeader) -> bytes:
     with open(path, "rb") as file:
         file.seek(tensor.offset)
         return file.read(tensor.nbytes)
@@ -83,18 +89,23 @@ def test_every_type_of_elements_that_torch_can_save_is_known_by_its_size(name: s
         tensor = torch.quantize_per_tensor(torch.arange(7.0), 0.5, 1, dtype)
     else:
         tensor = torch.arange(7 * dtype.itemsize, dtype=torch.uint8).view(dtype)
-    header = saved(tensor, path)
-    assert (f"torch.{header.dtype}", header.numel, header.is_known) == (name, 7, True)
     stored = bytes(tensor.untyped_storage().tolist())
+    header = saved(tensor, path)
+    if name.startswith("torch.q"):
+        storage = header.args[0]
+        assert (f"torch.{storage.dtype}", storage.nbytes, data(path, storage)) == (name, len(stored), stored)
+        return
+    assert (f"torch.{header.dtype}", header.numel, header.is_known) == (name, 7, True)
     assert data(path, header) == stored[: header.nbytes]
     assert header.nbytes == len(stored)
 
 
 def test_a_quantized_tensor_keeps_its_scales(path: Path) -> None:
     scales, zeros = torch.tensor([0.5, 0.25], dtype=torch.float64), torch.tensor([0, 1])
-    header = saved(torch.quantize_per_channel(BASE.view(2, 12), scales, zeros, 0, torch.qint8), path)
-    function, ((how, found, *_), *_) = header.wrapping
-    assert (function, how.__name__) == ("torch._utils._rebuild_qtensor", "per_channel_affine")
+    found = saved(torch.quantize_per_channel(BASE.view(2, 12), scales, zeros, 0, torch.qint8), path)
+    assert torch_file.instance(found, "_rebuild_qtensor")
+    how, found, *_ = found.args[4]
+    assert how.__name__ == "per_channel_affine"
     assert data(path, found) == scales.numpy().tobytes()
 
 
@@ -115,7 +126,7 @@ def test_a_header_says_where_the_data_is(name: str, path: Path) -> None:
     header = saved({"tensor": tensor}, path)["tensor"]
     assert (header.shape, header.stride) == (tuple(tensor.shape), tensor.stride())
     assert (f"torch.{header.dtype}", header.numel) == (str(tensor.dtype), tensor.numel())
-    assert bool(header.wrapping) == isinstance(tensor, torch.nn.Parameter)
+    assert bool(header.made) == isinstance(tensor, torch.nn.Parameter)
     assert header.is_contiguous
     raw = tensor.detach().contiguous().flatten().view(torch.uint8) if tensor.dim() else tensor[None].view(torch.uint8)
     assert data(path, header) == raw.numpy().tobytes()
@@ -132,20 +143,18 @@ def test_a_tensor_with_attributes(path: Path) -> None:
     tensor = BASE.clone()
     tensor.ds_id = "0_6"
     header = saved(tensor, path)
-    function, (kind, state), inner = header.wrapping
-    assert (function, kind.__name__, state, inner) == (
-        "torch._tensor._rebuild_from_type_v2",
-        "Tensor",
-        {"ds_id": "0_6"},
-        (),
-    )
+    _, kind, _, state = header.made.args
+    assert torch_file.instance(header.made, "_rebuild_from_type_v2")
+    assert (header.shape, kind.__name__, state) == ((24,), "Tensor", {"ds_id": "0_6"})
 
 
 def test_plain_values_come_out_as_they_are(path: Path) -> None:
-    value = {"list": [1, 2.5, None, True], "tuple": (1, "a"), 3: b"bytes", "set": {1, 2}, "big": 2**70}
+    value = {"list": [1, 2.5, None, True], "tuple": (1, "a"), 3: "b", "big": 2**70}
     found = saved(OrderedDict(value), path)
     assert found == value
     assert isinstance(found, OrderedDict)
+    found = saved([b"bytes", {1, 2}], path)
+    assert [own.args for own in found] == [("bytes", "latin1"), ([1, 2],)]
 
 
 def test_classes_come_out_as_stubs(path: Path) -> None:
@@ -362,6 +371,7 @@ SLOW = {
     "a key of keys": key(b"N\x85\x85\x85"),
 }  # fmt: skip
 BOMBS = {**GROWING, **SLOW}
+KEPT = ("bytes", "a frozenset of a list", "a set of a list", "a frozenset of a tuple")  # calls that are not made
 MEMORY = """
 import resource, sys, time
 from ckpt_patches.formats import pickles, stored_zip, torch_dist, torch_file, zero_folder
@@ -370,6 +380,7 @@ resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
 try:
     torch_file.read(sys.argv[1], trust=True)
+    print(sys.argv[1])
 except UserError as error:
     print(error)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.process_time() - begin)
@@ -378,11 +389,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.process_
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_pickle_cannot_ask_for_more_than_its_length(name: str, path: Path) -> None:
-    """Each is refused in less than a second of one processor, and with less than 200 MB."""
+    """Each is refused, or kept as calls, in less than a second of one processor, and with less than 200 MB."""
     with_pickle(path, b"\x80\x04" + BOMBS[name] + b".")
     done = subprocess.run([sys.executable, "-c", MEMORY, path], capture_output=True, text=True, check=True, timeout=60)
     message, used = done.stdout.splitlines()
     assert message.startswith(str(path))
+    assert (message == str(path)) == (name in KEPT)
     assert len(message) < 1000
     grown, seconds = map(float, used.split())
     assert grown < 200 << 10  # KiB
@@ -396,7 +408,7 @@ def test_every_pickle_of_python_is_read_as_it_is(protocol: int, tmp_path: Path) 
     value: list[Any] = [
         {
             "a": [1, 2.5, 2**70, -1, 300, 70000, None, True],
-            "b": (b"x" * 300, "y" * 300, {3}, *([frozenset({4})] if protocol < 4 else [])),
+            "b": (b"x" * 300 if protocol > 2 else "", "y" * 300, {3} if protocol > 3 else None),
         },
         [big, shared, shared, {shared[1]: 1}, {(1, 2): 3}],
         [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ((1, 2),), ((1,), (2, 3)), "x" * 63, "x" * 64, "x" * 256],
@@ -476,10 +488,11 @@ def test_shapes_of_parameters_that_are_none(shapes: Any, path: Path) -> None:
         zero_folder.of_model(torch_file.read(path))
 
 
-def test_stubs_are_dropped() -> None:
-    pickles.Unpickler(b"".join(b"ca\nof_test_%d\n" % n for n in range(900)) + b".", Path("x")).load()
-    gc.collect()
-    assert not [name for name in pickles._STUBS if "of_test_" in name]
+def test_stubs_are_few() -> None:
+    for part in range(2):
+        names = b"".join(b"ca\nof_test_%d\n" % n for n in range(900 * part, 900 * part + 900))
+        pickles.Unpickler(names + b".", Path("x")).load()
+    assert pickles.stub.cache_info().currsize <= pickles.MOST_GLOBALS
 
 
 def save_tensor(path: Path) -> Path:
