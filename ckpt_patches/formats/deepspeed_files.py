@@ -11,7 +11,7 @@ from typing import Any
 from ckpt_patches.formats import damages, tensor_streams, torch_optimizers, zero, zero_inventory
 from ckpt_patches.formats.checkpoint import Checkpoint, first_beta, last_step
 from ckpt_patches.formats.damages import Finding
-from ckpt_patches.formats.tensor_streams import groups_of
+from ckpt_patches.formats.tensor_streams import groups_of, states_of
 from ckpt_patches.formats.torch_file import TorchFile, tensors_in
 from ckpt_patches.formats.zero_inventory import ModelFacts, count_of, taken_steps
 
@@ -31,18 +31,24 @@ def is_without_zero(path: Path) -> bool:
 def read(path: Path) -> Checkpoint:
     """The structure of a checkpoint, with findings for the problems of its files."""
     found, folder = Checkpoint(path, "deepspeed without zero"), zero.look(path)
-    files = {
-        name: file
-        for name in folder.names
-        if name.endswith(".pt") and (file := tensor_streams.read_file(path / name, found)) is not None
-    }
-    experts = [one for name, file in files.items() if EXPERT.fullmatch(name) for _, one in tensors_in(file.value)]
+    read = {name: tensor_streams.read_file(path / name, found) for name in folder.names if name.endswith(".pt")}
+    files = {name: file for name, file in read.items() if file is not None and isinstance(file.value, dict)}
+    experts = [one for name in files if EXPERT.fullmatch(name) for _, one in tensors_in(files[name].value)]
     named = {model_rank: name for (_, model_rank), name in folder.models.items()}
-    models = {rank: files[name] for rank, name in sorted(named.items()) if name in files and _is_dict(files[name])}
+    models = {rank: files[name] for rank, name in sorted(named.items()) if name in files}
     facts = [ModelFacts(file.path.name, file.value) for file in models.values()]
     steps: list[Any] = []
-    for rank, file in models.items():
-        steps += _read_rank(found, file, f"mp_rank_{rank:02d}" if len(named) > 1 else "", experts)
+    for (rank, file), model in zip(models.items(), facts, strict=True):
+        label = f"mp_rank_{rank:02d}" if len(named) > 1 else ""
+        if stage := stage_of(file.value.get("ds_config")):
+            detail = f"a save of ZeRO stage {stage} has a file of optimizer states for each rank, and none is there"
+            found.add(damages.INCOMPLETE_SAVE, file.path.name, detail, shard=label)
+            continue
+        if isinstance(names := file.value.get("buffer_names"), list):
+            found.buffers |= {f"module.{own}" for own in names}
+        found.findings += damages.labelled(zero_inventory.absent_keys(model), label)
+        if not experts or file.value.get("optimizer") is not None:  # up to 0.19 the experts' files alone have states
+            steps += _read_optimizers(found, file, file.value, label, experts)
     if facts and experts:
         _read_expert_ranks(found, folder, facts[0], files, experts)
     count = max((c for own in facts if (c := count_of(own.value.get("mp_world_size")))), default=1)
@@ -54,32 +60,12 @@ def read(path: Path) -> Checkpoint:
     return found
 
 
-def _is_dict(file: TorchFile) -> bool:
-    return isinstance(file.value, dict)
-
-
-def _read_rank(found: Checkpoint, file: TorchFile, label: str, experts: list[Any]) -> list[Any]:
-    """One model-parallel rank; the steps that its file states."""
-    name, value = file.path.name, file.value
-    stage = stage_of(value.get("ds_config"))
-    if stage:
-        detail = f"a save of ZeRO stage {stage} has a file of optimizer states for each rank, and none is there"
-        found.add(damages.INCOMPLETE_SAVE, name, detail, shard=label)
-        return []
-    if isinstance(names := value.get("buffer_names"), list):
-        found.buffers |= {f"module.{own}" for own in names}
-    found.findings += damages.labelled(zero_inventory.absent_keys(ModelFacts(name, value)), label)
-    if experts and value.get("optimizer") is None:  # up to 0.19 the states are in the files of experts alone
-        return []
-    return _read_optimizers(found, file, value, label, experts)
-
-
 def _read_expert_ranks(
     found: Checkpoint, folder: zero.Folder, model: ModelFacts, files: dict[str, TorchFile], experts: list[Any]
 ) -> None:
     """The optimizer of each expert-parallel rank; and that there is a file of each of these, and of each expert."""
     ranks = {int(own[1]): own[0] for own in map(OF_A_RANK.fullmatch, folder.names) if own}
-    read = {rank: files[name] for rank, name in ranks.items() if name in files and _is_dict(files[name])}
+    read = {rank: files[name] for rank, name in ranks.items() if name in files}
     optimizers = [value.get("optimizer") for value in (model.value, *(file.value for file in read.values()))]
     names = [
         str(g.get("name")) for held in optimizers for own, _ in torch_optimizers.within(held) for g in groups_of(own)
@@ -103,10 +89,9 @@ def _read_optimizers(
     """The optimizers of a file, which may have a chain of them; the steps that it states."""
     optimizers, taken = list(torch_optimizers.within(value.get("optimizer"))), taken_steps(value)
     groups = [group for optimizer, _ in optimizers for group in groups_of(optimizer)]
-    has_states = any(state for optimizer, _ in optimizers for state in tensor_streams.states_of(optimizer).values())
+    has_states = any(state for optimizer, _ in optimizers for state in states_of(optimizer).values())
     if taken and not has_states and (not groups or any(map(_keeps_states, groups))):
-        detail = f"{taken} steps were taken, and no state of an optimizer is in the file"
-        found.add(damages.MISSING_STATE, file.path.name, detail, shard=label)
+        found.add(damages.MISSING_STATE, file.path.name, f"no state of an optimizer, after {taken} steps", label)
     found.findings += damages.labelled(_of_the_wrapper(file.path, value), label)
     module, steps = value.get("module"), list[Any]()
     weights = [*module.values(), *experts] if isinstance(module, dict) else []

@@ -36,7 +36,8 @@ OF_A_RANK = re.compile(r"iter_(\d{7,15})_(\d{1,7})_local\.pt")  # a file of a lo
 OWN = re.compile(r"(?!rng_state|optimizer|scheduler|scaler).+\.(pt|pth)")
 PARAMETER = re.compile(r"(.*[._])?(weight|bias|lora_\w+)")  # in the name of what is no buffer
 NORM = re.compile(r".*(norm|ln_|\bln)[^.]*\.weight", re.IGNORECASE)
-INDEX_SUFFIX, OF_TORCHS = ".index.json", ".bin"  # an index can list files of torch.save, too
+INDEX_SUFFIX = ".index.json"
+FILE = re.compile(r"[^/\0]+\.(safetensors|bin)")  # that an index can list
 LEAST = 64  # bytes: fewer zeros can end a tensor that nothing was lost of
 Files = dict[str, dict[str, Tensor]]  # tensors by file and name
 
@@ -75,11 +76,9 @@ def read(path: Path) -> Checkpoint:
     torchs = {name: file for name in names if (file := _read_torch(found, name)) is not None}
     weights: dict[str, Any] = {n: dict(tensors_in(file.value)) for n, file in torchs.items() if WEIGHTS.fullmatch(n)}
     weights |= files
-    for name, tensors in weights.items():
-        found.findings += _without_elements(name, tensors)
+    found.findings += [one for name, tensors in weights.items() for one in _without_elements(name, tensors)]
     indexed = {name: _index(found, name) for name in names if INDEX.fullmatch(name)}
-    for name, listed in indexed.items():
-        found.findings += _of_index(name, listed, weights, names)
+    found.findings += [one for name, listed in indexed.items() for one in _of_index(name, listed, weights, names)]
     found.findings += _of_numbers(names, {file for listed in indexed.values() for file in listed.values()})
     steps = _read_optimizers(found, torchs, weights)
     set_step(found, steps, path.name)
@@ -199,8 +198,7 @@ def _without_elements(file: str, tensors: Mapping[str, Tensor | TensorHeader]) -
     if not any(math.prod(tensor.shape) for tensor in tensors.values()):
         yield Finding(damages.MISSING_WEIGHT, file, f"{len(tensors)} tensors, and no element of a weight")
     elif named := list(filter(PARAMETER.fullmatch, empty)):
-        detail = f"{len(empty)} of {len(tensors)} weights have the shape (0,), such as {shown(named[0])}"
-        yield Finding(damages.MISSING_WEIGHT, file, detail)
+        yield Finding(damages.MISSING_WEIGHT, file, f"{len(empty)} weights have the shape (0,), as {shown(named[0])}")
 
 
 def _zeros(file: str, tensors: Mapping[str, Tensor], begin: int) -> Iterator[Finding]:
@@ -224,14 +222,11 @@ def _index(found: Checkpoint, name: str) -> dict[str, str]:
         found.findings.append(content)
         return {}
     listed = content.get("weight_map")
-    if isinstance(listed, dict) and listed and all(map(_is_file_name, listed.values())):
-        return listed
+    files = [*listed.values()] if isinstance(listed, dict) else []
+    if files and all(isinstance(own, str) and FILE.fullmatch(own) for own in files):
+        return dict(listed)
     found.add(damages.BAD_METADATA, name, "it has no weight_map of tensors to files beside it")
     return {}
-
-
-def _is_file_name(value: Any) -> bool:
-    return isinstance(value, str) and value.endswith((SUFFIX, OF_TORCHS)) and "/" not in value and "\0" not in value
 
 
 def _of_index(index: str, listed: Mapping[str, str], files: Files, names: list[str]) -> Iterator[Finding]:
@@ -242,13 +237,11 @@ def _of_index(index: str, listed: Mapping[str, str], files: Files, names: list[s
     places = {name: file for file in files for name in files[file]}
     for name, file in listed.items():
         if file in files and name not in files[file]:
-            there = f", it is in {places[name]}" if name in places else ""
-            kind = damages.CONTRADICTION if there else damages.MISSING_WEIGHT
-            yield Finding(kind, name, f"{index} has it in {file}{there}")
+            kind = damages.CONTRADICTION if name in places else damages.MISSING_WEIGHT
+            yield Finding(kind, name, f"{index} has it in {file}, it is in {places.get(name, 'no file')}")
     unlisted = [name for file in sorted(own & files.keys()) for name in files[file] if name not in listed]
     if unlisted:
-        detail = f"{len(unlisted)} tensors are in its files and not in the index, such as {shown(unlisted[0])}"
-        yield Finding(damages.UNUSUAL, index, detail)
+        yield Finding(damages.UNUSUAL, index, f"{len(unlisted)} tensors are not in it, such as {shown(unlisted[0])}")
     if listed and index.removesuffix(INDEX_SUFFIX) in names:
         yield Finding(damages.UNUSUAL, index, "a file of all weights and an index are there: a load takes one of them")
 
@@ -259,7 +252,6 @@ def _of_numbers(names: list[str], listed: set[str]) -> Iterator[Finding]:
     for (prefix, count, suffix), there in sorted(Counter((own[1], own[3], own[4]) for own in numbered).items()):
         files = {f"{prefix}-{number:05d}-of-{count}{suffix}" for number in range(1, min(int(count), 99_999) + 1)}
         if not files & listed:
-            detail = f"no index lists them, and they are {there} of {int(count)}"
-            yield Finding(damages.UNUSUAL, f"{prefix}-*-of-{count}{suffix}", detail)
+            yield Finding(damages.UNUSUAL, f"{prefix}-*-of-{count}{suffix}", f"{there} files that no index lists")
         elif unlisted := sorted((files & {*names}) - listed):
             yield Finding(damages.UNUSUAL, unlisted[0], "a file that the index does not list")

@@ -280,8 +280,7 @@ def _without_states(files: Mapping[int, TorchFile], weights: Parts, states: Part
         for name, own in by_name.items():
             elements = sum(map(_elements, own.values()))
             if name.endswith(torch_optimizers.OF_ELEMENTS) and elements not in sizes:
-                detail = f"ranks hold {elements} elements, and no weight of the model has as many"
-                yield Finding(damages.MISSING_STATE, name, detail)
+                yield Finding(damages.MISSING_STATE, name, f"of {elements} elements, as no weight of the model has")
 
 
 def _elements(part: Part) -> int:

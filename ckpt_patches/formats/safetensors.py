@@ -25,13 +25,9 @@ SUFFIX = ".safetensors"
 METADATA = "__metadata__"
 LONGEST_HEADER = 100_000_000  # bytes; the library's limit
 BLOCK = 1 << 20  # bytes
+_SIZES = {"F": ("float", (2, 4, 8)), "I": ("int", (1, 2, 4, 8)), "U": ("uint", (1, 2, 4, 8))}
 DTYPES = {
-    **{f"F{8 * size}": f"float{8 * size}" for size in (2, 4, 8)},
-    **{
-        f"{letter}{8 * size}": f"{word}{8 * size}"
-        for letter, word in (("I", "int"), ("U", "uint"))
-        for size in (1, 2, 4, 8)
-    },
+    **{f"{letter}{8 * size}": f"{word}{8 * size}" for letter, (word, sizes) in _SIZES.items() for size in sizes},
     "BF16": "bfloat16",
     "BOOL": "bool",
     "C64": "complex64",
@@ -74,7 +70,13 @@ def read(path: Path) -> dict[str, Tensor]:
 
 def _checked(data: bytes, begin: int, size: int) -> dict[str, Tensor]:
     """The tensors that a header lists, with all numbers checked. Their bytes begin at `begin`."""
-    found = {name: _tensor(name, value, begin) for name, value in _entries(data) if name != METADATA}
+    try:
+        header = json.loads(data, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise BadFileError(f"its header is no JSON ({type(error).__name__})") from None
+    if not isinstance(header, dict):
+        raise BadFileError("its header is no JSON object")
+    found = {name: _tensor(name, value, begin) for name, value in header.items() if name != METADATA}
     ordered = sorted((tensor.offset, tensor.offset + tensor.nbytes) for tensor in found.values())
     for (_, before), (after, _) in pairwise([(begin, begin), *ordered, (size, size)]):
         if before > after:
@@ -85,30 +87,19 @@ def _checked(data: bytes, begin: int, size: int) -> dict[str, Tensor]:
     return found
 
 
-def _entries(data: bytes) -> list[tuple[str, Any]]:
-    """The names and values of the header's object. Duplicate names are refused."""
-    try:
-        found = json.loads(data, object_pairs_hook=_Pairs)
-    except (ValueError, RecursionError) as error:
-        raise BadFileError(f"its header is no JSON ({type(error).__name__})") from None
-    if not isinstance(found, _Pairs):
-        raise BadFileError("its header is no JSON object")
-    if len(dict(found)) < len(found):
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
         raise BadFileError("a name is twice in its header")
-    return list(found)
-
-
-class _Pairs(list[tuple[str, Any]]):
-    """A JSON object that keeps duplicate names."""
+    return found
 
 
 def _tensor(name: str, value: Any, begin: int) -> Tensor:
-    fields = dict(value) if isinstance(value, _Pairs) else {}
+    fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise BadFileError(f"{shown(name)} has no type, shape and offsets")
-    torchs, nbytes = DTYPES.get(dtype, dtype), offsets[1] - offsets[0]
-    numel = math.prod(shape)
+    torchs, nbytes, numel = DTYPES.get(dtype, dtype), offsets[1] - offsets[0], math.prod(shape)
     if nbytes < 0 or (torchs in ITEM_SIZE and nbytes != numel * ITEM_SIZE[torchs]):
         raise BadFileError(f"{shown(name)} has {nbytes} bytes for {numel} elements of {dtype:.50}")
     return Tensor(torchs, tuple(shape), begin + offsets[0], nbytes)

@@ -111,8 +111,9 @@ def _states(optimizer: Optimizer) -> Iterator[Finding]:
             yield from _of_parameter(optimizer, number, (names | _by_settings(groups[index])) - held[number])
     without = [number for _, number in parameters if number not in kinds]
     if without and kinds:
-        detail = f"{len(without)} parameters have no state, such as {shown(without[0])}: frozen or unused ones"
-        yield Finding(RARE, where, detail)
+        yield Finding(
+            RARE, where, f"{len(without)} parameters, frozen or unused, have no state: {shown(without[0])}, …"
+        )
     for number in sorted(optimizer.states.keys() - {number for _, number in parameters}, key=str)[:5]:
         yield Finding(CONTRADICTION, where, f"a state of {shown(number)}, which no param group names")
 
@@ -158,17 +159,15 @@ def _by_settings(group: Mapping[str, Any]) -> set[str]:
 
 def _masters(optimizer: Optimizer) -> Iterator[Finding]:
     """Check that each parameter has a main parameter of its states' shape, and the model a weight for each."""
-    where, masters = optimizer.where, optimizer.masters
-    if len(masters) != len(optimizer.parameters):
-        detail = f"{len(masters)} main parameters, {len(optimizer.parameters)} in the param groups"
-        yield Finding(MISSING_STATE, where, detail)
+    where, masters, parameters = optimizer.where, optimizer.masters, optimizer.parameters
+    if len(masters) != len(parameters):
+        yield Finding(MISSING_STATE, where, f"{len(masters)} main parameters of {len(parameters)} parameters")
         return
-    for (_, number), master in zip(optimizer.parameters, masters, strict=True):
-        state = optimizer.states.get(number) if isinstance(number, (int, str)) else None
-        shapes = {value.shape for value in (state or {}).values() if isinstance(value, TensorHeader) and value.shape}
+    for (_, number), master in zip(parameters, masters, strict=True):
+        state = optimizer.states.get(number, {}) if isinstance(number, (int, str)) else {}
+        shapes = {value.shape for value in state.values() if isinstance(value, TensorHeader) and value.shape}
         if isinstance(master, TensorHeader) and shapes and master.shape not in shapes:
-            detail = f"the main parameter {shown(number)} has another shape than its states"
-            yield Finding(CONTRADICTION, where, detail)
+            yield Finding(CONTRADICTION, where, f"the main parameter {shown(number)} has another shape than its states")
     own, weights = ([one.shape for one in of if isinstance(one, TensorHeader)] for of in (masters, optimizer.weights))
     is_flat = any(len(shape) > 1 for shape in weights) and not any(len(shape) > 1 for shape in own)
     if weights and not is_flat:
@@ -206,8 +205,8 @@ def _steps(optimizer: Optimizer) -> Iterator[Finding]:
         yield Finding(RARE, optimizer.where, f"parameters are at different steps: {found}")
     # DeepSpeed can take one more step at the start, with zero gradients, to allocate the states.
     elif steps and optimizer.taken is not None and int(steps[0]) not in (optimizer.taken, optimizer.taken + 1):
-        detail = f"the engine has counted {optimizer.taken} steps, the optimizer {steps[0]:g}"
-        yield Finding(UNUSUAL, optimizer.where, detail)
+        what = f"the engine has counted {optimizer.taken} steps, the optimizer {steps[0]:g}"
+        yield Finding(UNUSUAL, optimizer.where, what)
 
 
 def within(value: Any, depth: int = 0) -> Iterator[tuple[dict[str, Any], list[Any]]]:

@@ -53,23 +53,25 @@ def findings(
         groups: the optimizer's param groups; empty if not known.
     """
     yield from _missing(path, names)
-    has_random_state = any(map(RANDOM_STATE.fullmatch, names))
-    is_named = FOLDER.fullmatch(path.name) is not None
+    has_random_state, named = any(map(RANDOM_STATE.fullmatch, names)), FOLDER.fullmatch(path.name)
     has_training = has_random_state or SCHEDULER in names or "optimizer.pt" in names
-    is_trainers = STATE in names or is_named or ARGUMENTS in names or (has_random_state and SCHEDULER in names)
-    if not is_trainers or not (has_training or STATE in names or (is_named and ARGUMENTS in names)):
+    is_trainers = STATE in names or named or ARGUMENTS in names or (has_random_state and SCHEDULER in names)
+    if not is_trainers or not (has_training or STATE in names or (named and ARGUMENTS in names)):
         return
+    if has_training:
+        yield from _absent(names)
     if STATE not in names:  # scripts without a Trainer have some of its names, and no random state
         kind = damages.INCOMPLETE_SAVE if has_random_state else damages.UNUSUAL
         yield Finding(kind, STATE, "Trainer writes it last, and it is missing: the save has not finished")
-    if has_training:
-        yield from _absent(names)
-    state = _state(path) if STATE in names else None
-    if isinstance(state, Finding):
-        yield state
+    content = read_json(path, STATE) if STATE in names else {"global_step": None}
+    if isinstance(content, Finding):
+        yield content
+        return
+    state = content.get("global_step")
+    if STATE in names and not (type(state) is int and settings.is_step(state)):
+        yield Finding(damages.BAD_METADATA, STATE, f"expected the number of steps, found {shown(state)}")
         return
     inner = [int(own[1]) for own in map(OF_DEEPSPEED.fullmatch, names) if own]
-    named = FOLDER.fullmatch(path.name)
     if state is not None and named and int(named[1]) != state:
         yield Finding(damages.MIXED_STEPS, STATE, f"step {state}, and the folder is named {path.name}")
     if state is not None and inner and state not in inner:  # some releases count a last, smaller batch differently
@@ -95,8 +97,7 @@ def _missing(path: Path, names: Collection[str]) -> Iterator[Finding]:
                 detail = f"missing, and {stem}_{max(numbers)}.{suffix} is there"
                 yield Finding(kind, f"{stem}_{before + 1}.{suffix}{last}", detail)
     if there.get(("rng_state", "pth")) == {0} and "rng_state.pth" not in names and ranks < 2:
-        detail = "missing: a run on one rank has rng_state.pth, and rng_state_0.pth is there"
-        yield Finding(damages.UNUSUAL, "rng_state_1.pth", detail)
+        yield Finding(damages.UNUSUAL, "rng_state_1.pth", "missing: one rank alone has rng_state.pth")
     if ("scheduler", "bin") in there and not any(map(WITH_OPTIMIZER.fullmatch, names)):
         yield Finding(damages.MISSING_STATE, "optimizer", "scheduler.bin is there, and no file of an optimizer")
 
@@ -114,25 +115,12 @@ def _ranks_below(path: Path, names: Iterable[str]) -> int:
 def _absent(names: Collection[str]) -> Iterator[Finding]:
     """What is missing of a save that is not of the model alone."""
     if not any(map(WITH_OPTIMIZER.fullmatch, names)):
-        detail = "other files of the training are there, and no file or folder of an optimizer"
-        yield Finding(damages.MISSING_STATE, "optimizer", detail)
+        yield Finding(damages.MISSING_STATE, "optimizer", "no file or folder of an optimizer, and others are there")
         return
     if SCHEDULER not in names and not any(map(OF_DEEPSPEED.fullmatch, names)):  # which can have its own scheduler
-        detail = "the file is missing: without it Trainer loads no optimizer, and begins a new one"
-        yield Finding(damages.MISSING_STATE, SCHEDULER, detail)
+        yield Finding(damages.MISSING_STATE, SCHEDULER, "missing: without it Trainer begins a new optimizer")
     if not any(map(RANDOM_STATE.fullmatch, names)):
         yield Finding(damages.UNUSUAL, "rng_state.pth", "no random state of any rank is there")
-
-
-def _state(path: Path) -> int | Finding:
-    """The step that a Trainer's state states; a finding if it states none."""
-    content = read_json(path, STATE)
-    if isinstance(content, Finding):
-        return content
-    step = content.get("global_step")
-    if type(step) is int and settings.is_step(step):
-        return step
-    return Finding(damages.BAD_METADATA, STATE, f"expected the number of steps, found {shown(step)}")
 
 
 def _value(path: Path, name: str) -> Any:
@@ -164,8 +152,7 @@ def _of_steps(path: Path, state: int | None, steps: Iterable[Any], groups: list[
     for rate, group in zip(rates if isinstance(rates, list) else [], groups, strict=False):
         own = group.get("lr")
         if isinstance(rate, float) and isinstance(own, float) and not math.isclose(rate, own, rel_tol=1e-6):
-            detail = f"the scheduler has set a learning rate of {rate:g}, and the optimizer's is {own:g}"
-            yield Finding(damages.UNUSUAL, SCHEDULER, detail)
+            yield Finding(damages.UNUSUAL, SCHEDULER, f"a learning rate of {rate:g}, the optimizer's is {own:g}")
             return
 
 
