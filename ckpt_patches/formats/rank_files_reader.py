@@ -63,9 +63,10 @@ def part_of(value: Any) -> Part | None:
         if len(cut) != len(at) or len(local.shape) != len(size):
             return None
         return Part(size, (local,), (tuple(n for n, own in zip(at, cut, strict=True) if own[0] != "Replicate"),), cut)
-    if kind != "ShardedTensor" or not isinstance(value.state, tuple) or not isinstance(value.state[0], list):
+    held = value.state[0] if isinstance(value.state, tuple) and value.state else None
+    if kind != "ShardedTensor" or not isinstance(held, list):
         return None
-    shards = list(map(_fields, value.state[0]))
+    shards = list(map(_fields, held))
     tensors = tuple(own for shard in shards if isinstance(own := shard.get("tensor"), TensorHeader))
     places = tuple(_sizes(_fields(shard.get("metadata")).get("shard_offsets")) or () for shard in shards)
     is_known = len(shards) == len(tensors) and all(len(place) == len(size) for place in places)
