@@ -30,6 +30,7 @@ KINDS = {
 NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
 CONFIG = "fsdp_config.json"
 MOST_KEYS = 5  # contradictions reported per file
+BOX = ("offsets", "sizes")  # of a ShardedTensor's part
 
 
 class Part(NamedTuple):
@@ -37,7 +38,7 @@ class Part(NamedTuple):
 
     size: tuple[int, ...]  # of the complete tensor
     tensors: tuple[TensorHeader, ...]
-    # What identifies the elements of each; replicas are at one place. Of a ShardedTensor: its offsets.
+    # What identifies the elements of each; replicas are at one place. Of a ShardedTensor: offsets and sizes.
     places: tuple[tuple[Any, ...], ...] = ()
     cut: Any = None  # a DTensor's placements, by mesh dimension; True for a ShardedTensor; None if it is not cut
 
@@ -68,8 +69,9 @@ def part_of(value: Any) -> Part | None:
         return None
     shards = list(map(_fields, held))
     tensors = tuple(own for shard in shards if isinstance(own := shard.get("tensor"), TensorHeader))
-    places = tuple(_sizes(_fields(shard.get("metadata")).get("shard_offsets")) or () for shard in shards)
-    is_known = len(shards) == len(tensors) and all(len(place) == len(size) for place in places)
+    boxes = [[_sizes(_fields(shard.get("metadata")).get(f"shard_{of}")) for of in BOX] for shard in shards]
+    places = tuple(tuple(own for own in box if own is not None and len(own) == len(size)) for box in boxes)
+    is_known = len(shards) == len(tensors) and all(len(place) == len(BOX) for place in places)
     return Part(size, tensors, places, True) if is_known else None
 
 
@@ -95,7 +97,9 @@ def untiled(parts: Mapping[int, Part]) -> str:
         sizes = " and ".join(map(str, sorted({size for size, _ in kinds})))
         return f"ranks state different shapes or placements: {sizes}"
     every = [own for part in parts.values() for own in zip(part.places, part.tensors, strict=True) if own[1].numel]
-    held, size = {place: tensor.numel for place, tensor in every}, kinds.pop()[0]
+    held, (size, cut) = {place: tensor.numel for place, tensor in every}, kinds.pop()
+    if cut is True and any(tensor.shape != place[1] for place, tensor in every):
+        return "a rank's part has another shape than the one that is stated for it"
     if len({*Counter(place for place, _ in every).values()}) > 1:
         return f"ranks hold its {len(held)} parts unequally often"
     if sum(held.values()) != math.prod(size):
