@@ -222,9 +222,8 @@ def _index(found: Checkpoint, name: str) -> dict[str, str]:
         found.findings.append(content)
         return {}
     listed = content.get("weight_map")
-    files = [*listed.values()] if isinstance(listed, dict) else []
-    if files and all(isinstance(own, str) and FILE.fullmatch(own) for own in files):
-        return dict(listed)
+    if isinstance(listed, dict) and listed and all(isinstance(o, str) and FILE.fullmatch(o) for o in listed.values()):
+        return listed
     found.add(damages.BAD_METADATA, name, "it has no weight_map of tensors to files beside it")
     return {}
 

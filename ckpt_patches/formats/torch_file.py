@@ -14,7 +14,7 @@ import operator
 import os
 import pickle
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -319,15 +319,13 @@ def _checked(tensor: TensorHeader) -> TensorHeader:
     return tensor
 
 
-_FUNCTIONS = {
-    name: Function(name, run)
-    for name, run in {
-        "torch._utils._rebuild_tensor_v2": _tensor,
-        "torch._utils._rebuild_tensor_v3": _tensor_of_type,
-        "torch._utils._rebuild_parameter": _parameter,
-        "torch._tensor._rebuild_from_type_v2": _subclass,
-    }.items()
+_REBUILD: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_type,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _subclass,
 }
+_FUNCTIONS = {name: Function(name, run) for name, run in _REBUILD.items()}
 _ATOMS = pickles.ATOMS | {StorageHeader, TensorHeader}
 ATTRIBUTE = ("builtins.getattr", "__builtin__.getattr")
 

@@ -118,7 +118,8 @@ class _Pickler(pickle._Pickler):  # in Python: the C version refuses names that 
 def _view(tensor: TensorHeader) -> tuple[Any, tuple[Any, ...]]:
     """torch's function that rebuilds a tensor, and its arguments."""
     storage, dtype, start, shape, stride, requires_grad, _ = tensor
-    view = (storage, start, shape, stride, requires_grad, OrderedDict[str, Any]())
+    hooks: OrderedDict[str, Any] = OrderedDict()
+    view = (storage, start, shape, stride, requires_grad, hooks)
     if dtype == storage.dtype:
         return stub("torch._utils", "_rebuild_tensor_v2"), view
     return stub("torch._utils", "_rebuild_tensor_v3"), (*view, stub("torch", dtype))
