@@ -24,9 +24,8 @@ PACKAGES = {
     "torch_patches": "torch_patches",
 }
 # Files outside of the packages, and the folder that they are installed in; `ckpt-patches explain` finds the pages.
-FOLDERS = ("fixes", "guides", "reference")
-PAGES = [page for folder in FOLDERS for page in Path("docs", folder).glob("*.md") if page.stem != "symptoms"]
-ADDED = {PTH: ".", **dict.fromkeys(map(str, sorted(PAGES)), "ckpt_patches/pages")}
+PAGES = [page for folder in ("fixes", "guides", "reference") for page in sorted(Path("docs", folder).glob("*.md"))]
+ADDED = {PTH: ".", **{str(page): "ckpt_patches/pages" for page in PAGES if page.stem != "symptoms"}}
 # A folder in the checkout with links to the packages, by import name; an editable install puts it on sys.path.
 EDITABLE = Path.cwd() / ".editable"
 

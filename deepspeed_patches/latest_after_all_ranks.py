@@ -5,10 +5,13 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.p
 
 import ast
 
-from ckpt_patches.engine.agreement import insert_agreement
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
-from ckpt_patches.engine.source import Function, NoMatch, Source
+from ckpt_patches.engine.source import Function, NoMatch, NotNeeded, Source
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import torch
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -39,19 +42,73 @@ def wait_for_all_ranks(source: Source) -> None:
         source.insert_before(statement_that_names(source, function), WAIT)
 
 
+def _announce_barrier() -> "torch.distributed.Store | None":
+    """Announce in the store of the process group that this rank has the barrier before `latest` is written."""
+    try:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        store.set(f"ckpt_patches/latest_after_all_ranks.1/{torch.distributed.get_rank()}", "it is there")
+        return store
+    except Exception:
+        return None  # no group yet, or one without a store: nothing is checked
+
+
+def _check_all_ranks_have_barrier() -> None:
+    """Raise RuntimeError on all ranks with this barrier if one lacks it: they would wait for it forever.
+
+    Checks once. Rank 0 looks for all announcements, the others for its result, so a rank sends few messages.
+    """
+    from datetime import timedelta
+
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    checked = _check_all_ranks_have_barrier.__dict__.setdefault("checked", set())
+    if ranks < 2 or ranks in checked or torch.distributed.get_backend() == "fake":
+        return
+    store = _announce_barrier()
+    if store is None:
+        return
+    key = "ckpt_patches/latest_after_all_ranks.1"
+    announced, result = [f"{key}/{rank}" for rank in range(ranks)], f"{key}/all {ranks}"
+    found = "not all ranks have it"
+    try:
+        if torch.distributed.get_rank() == 0:
+            store.wait(announced, timedelta(seconds=30))
+            store.set(result, "have it")
+        else:
+            store.wait([result], timedelta(seconds=40))
+        there = [True]
+    except RuntimeError:  # without rank 0, or if it was late, each rank looks for itself
+        there = [store.check([one]) for one in announced] if hasattr(store, "check") else []  # torch before 2.3
+    if there and all(there):
+        checked.add(ranks)
+        return
+    if there:
+        found = f"{sum(there)} of {ranks} ranks have it, rank {there.index(False)} has not"
+    raise RuntimeError(
+        f"latest_after_all_ranks: {found}. Ranks with and without this fix wait for each other forever: expected it "
+        "on all or on none. Install the same training-checkpoint-patches on all ranks, with the same CKPT_PATCHES "
+        "and CKPT_PATCHES_SKIP"
+    )
+
+
+ANNOUNCE, CHECK = "_announce_barrier()", "_check_all_ranks_have_barrier()"
+
+
 @fix.edit(ENGINE, independent=True, ours_alone=True)
 def agree_first(source: Source) -> None:
-    """A rank without this barrier would wait in another one."""
+    """A rank without this barrier (another image or skip list) would wait in another one. Not in a patch for upstream:
+    there, all ranks run the same code.
+    """
     saves = functions(source)
-    insert_agreement(
-        source,
-        f"{fix.name}.1",
-        by_upstream=all(waits(source, function) for function in saves),
-        announce=source.function("DeepSpeedEngine.__init__").body[-1],
-        check=saves,
-        patience=30,
-        before="DeepSpeedEngine",
-    )
+    has_own = source.has(ANNOUNCE) or any(source.has(CHECK, function) for function in saves)
+    if not has_own and all(waits(source, function) for function in saves):
+        raise NotNeeded
+    added = (_announce_barrier, _check_all_ranks_have_barrier)
+    source.skip_if(ANNOUNCE, *((CHECK, function) for function in saves), *added)
+    source.insert_after(source.function("DeepSpeedEngine.__init__").body[-1], ANNOUNCE)
+    for function in saves:
+        source.insert_at_start(function, CHECK)
+    for brought in added:
+        source.insert_function_before("DeepSpeedEngine", brought)
 
 
 def functions(source: Source) -> list[Function]:

@@ -113,7 +113,7 @@ def import_and_call(source: Source) -> None:
     calls = plain_loads(source)
     if not calls:
         return
-    imports = [statement for statement in source.import_statements() if isinstance(statement, ast.ImportFrom)]
+    imports = [statement for statement in source.all_of(ast.ImportFrom, having="import") if not statement.col_offset]
     source.insert_after(imports[-1], f"from {ENGINE} import {load_checkpoint_file.__name__}")
     replace(source, calls)
 

@@ -151,7 +151,7 @@ def convert_the_states_of_the_optimizer(source: Source) -> None:
     parts = ((ALL_GROUPS, extract), (flat_state, extract), (flat_state_3, extract_3))
     source.skip_if(*parts, (FRAGMENTS, merge), (FRAGMENTS, merge_3), _flat_states, _states_of_fragments)
     step = source.branch('"step" in state_groups[param_group_id]', within=extract)
-    source.replace_from_to(source.one("flat_state = dict(...)", within=extract), step, FLAT_STATE)
+    source.replace(source.one("flat_state = dict(...)", within=extract), FLAT_STATE, last=step)
     source.replace(source.one("param_groups_cnt = len(state_groups)", within=extract), ALL_GROUPS)
     of_sub_group = source.one("flat_state = dict(...)", within=extract_3)
     source.one(STATE_3, within=of_sub_group)

@@ -50,7 +50,8 @@ def accept_the_argument(source: Source) -> None:
     source.skip_if(
         name in [argument.arg for argument in get.args.args], name in [keyword.arg for keyword in read.keywords]
     )
-    source.add_parameter(get, "strip_tensor_paddings: bool = True")
+    last = [*get.args.args, *get.args.defaults][-1]
+    source.insert_at(last, ", strip_tensor_paddings: bool = True", end=True)
     source.add_keyword(read, "strip_tensor_paddings", "strip_tensor_paddings")
 
 

@@ -50,7 +50,7 @@ def _clone_always(source: Source, clone: Function) -> None:
     if text not in (alone, flagged):
         raise NoMatch(f"expected `{alone}` at the end of {clone.name}, found `{text}`")
     cloned = "return ten.clone()" if text == alone else "return ten.clone(), False"
-    source.replace_from_to(is_view, returned, cloned, about="clone if they are views")
+    source.replace(is_view, cloned, last=returned, about="clone if they are views")
 
 
 @fix.edit("nvidia_resiliency_ext.checkpointing.utils", independent=True)

@@ -57,7 +57,9 @@ def own_staged_tensors(source: Source) -> None:
     source.insert_function_before("BlockingAsyncStager", _own_tensors)
     if not source.imports("torch"):
         of_torch = [
-            node for node in source.all_of(ast.ImportFrom) if str(node.module).startswith("torch.")
+            node
+            for node in source.all_of(ast.ImportFrom, having="torch")
+            if str(node.module).startswith("torch.")
         ]
         source.insert_before(min(of_torch, key=lambda node: node.lineno), "import torch")
 

@@ -135,20 +135,16 @@ def run_diff(options: argparse.Namespace) -> int:
 
 def _split(options: argparse.Namespace) -> int:
     """Write a numbered series for `git am`; for several packages, one series each."""
-    from ckpt_patches.engine.format_patch import author_of, files_of
-    from ckpt_patches.engine.series import plan_series
+    from ckpt_patches.engine.format_patch import plan_series
 
     selected = select(options.fixes, options.tree)
     results: list[FixResult] = []
     for tree in selected:
         series = plan_series(tree.root, tree.package, tree.names)
-        for result in series.results:
-            if result.unreadable:
-                raise UserError(result.reason)
         results += series.results
         folder = options.split if len(selected) == 1 else options.split / DISTRIBUTIONS[tree.package]
-        if series.patches:
-            _write_patches(folder, files_of(series, author_of(tree.root)))
+        if series.files:
+            _write_patches(folder, series.files)
     return _tell(results, _in_place(selected))
 
 

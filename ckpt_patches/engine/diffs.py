@@ -20,10 +20,13 @@ def tree_diff(plan: TreePlan, *, with_test: bool = False) -> bytes:
     return b"".join(parts)
 
 
-def file_diff(root: str, file: FilePlan) -> bytes:
-    """The diff of one edited file. It keeps CRLF and a missing final newline, as `git apply` needs."""
+def file_diff(root: str, file: FilePlan, before: FilePlan | None = None) -> bytes:
+    """The diff of one edited file, from its original or from an earlier plan.
+
+    It keeps CRLF and a missing final newline, as `git apply` needs.
+    """
     path = Path(os.path.relpath(file.path, root)).as_posix()
-    return unified_diff(f"a/{path}", f"b/{path}", file.original, file.patched)
+    return unified_diff(f"a/{path}", f"b/{path}", before.patched if before else file.original, file.patched)
 
 
 def upstream_test(name: str) -> tuple[str, bytes]:
@@ -39,19 +42,13 @@ def new_file_diff(path: str, text: bytes) -> bytes:
     )
 
 
-def unified_diff(before_name: str, after_name: str, before: bytes, after: bytes, context: int = 3) -> bytes:
-    """A unified diff of two texts with `context` lines of context; empty if they are equal."""
-    lines = difflib.diff_bytes(
-        difflib.unified_diff,
-        lines_of(before),
-        lines_of(after),
-        before_name.encode(),
-        after_name.encode(),
-        n=context,
-    )
+def unified_diff(before_name: str, after_name: str, before: bytes, after: bytes) -> bytes:
+    """A unified diff of two texts; empty if they are equal."""
+    names = before_name.encode(), after_name.encode()
+    lines = difflib.diff_bytes(difflib.unified_diff, _lines_of(before), _lines_of(after), *names)
     return b"".join(line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n" for line in lines)
 
 
-def lines_of(data: bytes) -> list[bytes]:
+def _lines_of(data: bytes) -> list[bytes]:
     """Split at LF only, as git does: a CR stays in its line."""
     return re.findall(rb"[^\n]*\n|[^\n]+", data)

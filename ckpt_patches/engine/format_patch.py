@@ -1,4 +1,4 @@
-"""A fix in the format of `git format-patch`: a commit with its test, and the message from the fix's page.
+"""Fixes in the format of `git format-patch`: a numbered series of commits, each with its test and its page's message.
 
 A fix that the newest release does not need is a patch for older trees alone: it has no test, and its message is the
 first line of its file.
@@ -8,14 +8,16 @@ import os
 import re
 import subprocess
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Iterable
 from email.header import Header
 from email.utils import formatdate
 from pathlib import Path
+from typing import NamedTuple
 
+from ckpt_patches.engine.diffs import file_diff, new_file_diff, upstream_test
 from ckpt_patches.engine.fix import Fix, load, sentence
+from ckpt_patches.engine.plan import FilePlan, FixResult, Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, PACKAGES, TORCH
-from ckpt_patches.engine.series import Patch, Series
 from ckpt_patches.errors import UserError
 
 WIDTH = 72  # characters per line of a commit message
@@ -32,27 +34,72 @@ REPOSITORIES = {  # whose issues a patch closes
     TORCH: "pytorch/pytorch",
 }
 NO_COMMIT = "0" * 40  # a placeholder commit hash
+MIME = "MIME-Version: 1.0\nContent-Type: text/plain; charset=UTF-8\nContent-Transfer-Encoding: 8bit"
 
 
-@dataclass(frozen=True)
-class Author:
-    """The author of the commits."""
-
-    name: str
-    address: str
-    seconds: int  # since 1970
-
-
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A commit message for upstream reviewers."""
 
     subject: str
     body: str
 
 
-def author_of(root: str) -> Author:
-    """The author that git has configured for commits in a tree.
+class Series(NamedTuple):
+    """The patches of one upstream package, and the outcome of every requested fix and its dependencies."""
+
+    files: dict[str, bytes]  # by name, numbered for `git am`: each applies on top of those before it
+    results: list[FixResult]
+
+
+def plan_series(root: str, package: str, names: Iterable[str]) -> Series:
+    """The patches of these fixes and their dependencies against a tree.
+
+    Raises:
+        UserError: git names no author, a file of the tree is unreadable, or a page has no message.
+    """
+    wanted = _with_dependencies(names)
+    results: dict[str, FixResult] = {}
+    changes: dict[str, bytes] = {}
+    before: dict[str, FilePlan] = {}
+    for name in (name for name in fixes_for(package) if name in wanted):
+        plan = plan_tree(root, package, [*changes, name], for_upstream=True)
+        plan.check_readable()
+        results[name] = plan.results[-1]
+        unmet = [other for other in load(name).depends_on if results[other].outcome is Outcome.NO_MATCH]
+        if unmet and results[name].outcome is Outcome.APPLIES:
+            reason = f"it depends on {unmet[0]}, which does not match: {results[unmet[0]].reason}"
+            results[name] = FixResult(name, Outcome.NO_MATCH, reason)
+        if results[name].outcome is Outcome.APPLIES:
+            own = [file for file in plan.files.values() if name in file.fixes]
+            changes[name] = b"".join(file_diff(root, file, before.get(file.module)) for file in own)
+            before = plan.files
+    messages = {name: message_of(name, change) for name, change in changes.items()}
+    head = _head(root) if changes else ""
+    files = {}
+    for number, (name, message) in enumerate(messages.items(), start=1):
+        needs = [messages[other].subject for other in load(name).depends_on if other in messages]
+        facts = [*(_wrapped(f"Depends on: {subject}") for subject in needs), *trailers(load(name))]
+        subject = f"Subject: [PATCH {number}/{len(messages)}] {message.subject}"
+        text = "\n".join([head, subject, MIME, "", message.body, "", *facts, "---", ""])
+        test = new_file_diff(*upstream_test(name)) if load(name).test else b""
+        files[f"{number:04}-{name}.patch"] = text.encode() + changes[name] + test
+    return Series(files, list(results.values()))
+
+
+def _with_dependencies(names: Iterable[str]) -> set[str]:
+    """These fixes and all their dependencies."""
+    found: set[str] = set()
+    pending = list(names)
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found.add(name)
+            pending += load(name).depends_on
+    return found
+
+
+def _head(root: str) -> str:
+    """The first lines of a patch, with the author that git has configured for commits in a tree.
 
     Raises:
         UserError: git has no author, or is not installed.
@@ -65,42 +112,8 @@ def author_of(root: str) -> Author:
     if found is None:
         said = f"{done.stdout}{done.stderr}".strip().splitlines()[-1:]
         raise UserError(f"git names no author for the patches ({''.join(said)}): set git's user.name and user.email")
-    return Author(found[1], found[2], int(found[3]))
-
-
-def files_of(series: Series, author: Author) -> dict[str, bytes]:
-    """The patches of a series by file name, numbered in order for `git am`."""
-    messages = {patch.name: _message(patch) for patch in series.patches}
-    count = len(series.patches)
-    return {
-        f"{number:04}-{patch.name}.patch": _file(patch, messages, author, f"{number}/{count}")
-        for number, patch in enumerate(series.patches, start=1)
-    }
-
-
-def _file(patch: Patch, messages: dict[str, Message], author: Author, place: str) -> bytes:
-    """One patch; `place` is its number in the series."""
-    message = messages[patch.name]
-    needs = [_wrapped(f"Depends on: {messages[other].subject}") for other in patch.depends_on]
-    facts = "\n".join([*needs, *trailers(load(patch.name))])
-    head = [
-        f"From {NO_COMMIT} Mon Sep 17 00:00:00 2001",
-        f"From: {Header(author.name).encode()} <{author.address}>",
-        f"Date: {formatdate(author.seconds)}",
-        f"Subject: [PATCH {place}] {message.subject}",
-        "MIME-Version: 1.0",
-        "Content-Type: text/plain; charset=UTF-8",
-        "Content-Transfer-Encoding: 8bit",
-    ]
-    text = "\n".join([*head, "", message.body, "", facts, "---", ""])
-    return text.encode() + patch.change + patch.test
-
-
-def _message(patch: Patch) -> Message:
-    if load(patch.name).test:
-        return message_of(page(patch.name).read_text(encoding="utf-8"), patch)
-    line = sentence(patch.name)
-    return Message(textwrap.shorten(line.removesuffix("."), WIDTH, placeholder=" …"), _wrapped(line))
+    author = f"{Header(found[1]).encode()} <{found[2]}>"
+    return f"From {NO_COMMIT} Mon Sep 17 00:00:00 2001\nFrom: {author}\nDate: {formatdate(int(found[3]))}"
 
 
 def trailers(fix: Fix) -> list[str]:
@@ -121,7 +134,15 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def message_of(text: str, patch: Patch) -> Message:
+def message_of(name: str, change: bytes) -> Message:
+    """The message of a patch: of its page, if the newest release needs the fix, else the first line of its file."""
+    if load(name).test:
+        return message_in(page(name).read_text(encoding="utf-8"), name, change)
+    line = sentence(name)
+    return Message(textwrap.shorten(line.removesuffix("."), WIDTH, placeholder=" …"), _wrapped(line))
+
+
+def message_in(text: str, name: str, change: bytes) -> Message:
     """The message of a patch, from the section `## Change: SUBJECT` of the fix's page.
 
     A paragraph under the comment `<!-- if=WORD -->` is for patches that change a line with WORD in the package itself,
@@ -132,17 +153,15 @@ def message_of(text: str, patch: Patch) -> Message:
     """
     section = _SECTION.search(text)
     if section is None:
-        raise UserError(f"expected `## Change: …`, the subject of the commit, in the page of {patch.name}, found none")
-    changed = "\n".join(line for line in patch.change.decode().splitlines() if line.startswith(("+", "-")))
+        raise UserError(f"expected `## Change: …`, the subject of the commit, in the page of {name}, found none")
+    changed = "\n".join(line for line in change.decode().splitlines() if line.startswith(("+", "-")))
     body = []
     for paragraph in re.split(r"\n\s*\n", section[2].strip()):
         condition = CONDITION.match(paragraph)
         if condition is None or (condition[2] in changed) is (condition[1] == "if"):
             body.append(_plain(paragraph[condition.end() if condition else 0 :]))
     if not any(body):
-        raise UserError(
-            f"expected a paragraph for this patch below {section[1]!r} in the page of {patch.name}, found none"
-        )
+        raise UserError(f"expected a paragraph for this patch below {section[1]!r} in the page of {name}, found none")
     return Message(section[1], "\n\n".join(body))
 
 

@@ -3,8 +3,6 @@
 A tree is the folder that contains the package: site-packages, a `--target` folder or a checkout.
 """
 
-import bisect
-import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -73,7 +71,7 @@ class TreePlan(NamedTuple):
     root: str
     results: tuple[FixResult, ...]
     files: dict[str, FilePlan]  # by module
-    texts: dict[str, bytes]  # by module, the digest of every text that was read; empty if there is no file
+    texts: dict[str, int]  # by module, the hash of every text that was read; 0 if there is no file
 
     def named(self, outcome: Outcome) -> list[str]:
         return [result.name for result in self.results if result.outcome is outcome]
@@ -90,11 +88,6 @@ def module_path(root: str, module: str) -> str:
     path = os.path.join(root, *module.split("."))
     package = os.path.join(path, "__init__.py")
     return package if os.path.exists(package) else path + ".py"
-
-
-def text_digest(data: bytes) -> bytes:
-    """A digest for comparing texts, also between processes."""
-    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def tree_root(path: str, module: str) -> str | None:
@@ -186,7 +179,7 @@ def plan_tree(
     if defect:
         results = _one_by_one(names, tree)
         files, _ = _compile(tree)
-    texts = {module: text_digest(source.data) if source else b"" for module, source in tree.sources.items()}
+    texts = {module: hash(source.data) if source else 0 for module, source in tree.sources.items()}
     return TreePlan(package, root, tuple(results), files, texts)
 
 
@@ -200,46 +193,26 @@ def _compile(tree: _Tree) -> tuple[dict[str, FilePlan], str]:
         except (SyntaxError, ValueError) as error:
             source.parse_whole()
             return {}, f"{source.path}: the edited source does not compile: {error}"
-        defined = list(_defined(code))
-        if lost := source.used.difference(name for name, _ in defined):
+        if lost := source.used.difference(_defined(code)):
             source.parse_whole()
             return {}, f"{source.path}: the edited source does not define {', '.join(sorted(lost))}"
         fixes = tuple(dict.fromkeys(edit.fix for edit in source.edits))
-        files[module] = FilePlan(
-            module, source.path, source.data, patched, code, fixes, _edited(source, patched, defined)
-        )
+        functions: dict[str, tuple[str, ...]] = {}
+        for edit in sorted((edit for edit in source.edits if edit.function), key=lambda edit: edit.start):
+            functions[edit.function] = tuple(dict.fromkeys((*functions.get(edit.function, ()), edit.fix)))
+        files[module] = FilePlan(module, source.path, source.data, patched, code, fixes, functions)
     return files, ""
 
 
-def _defined(code: CodeType, owner: str = "") -> Iterator[tuple[str, CodeType]]:
-    """The functions, classes and methods (`Class.name`) of a module, without what Python names itself."""
+def _defined(code: CodeType, owner: str = "") -> Iterator[str]:
+    """The names of the functions, classes and methods (`Class.name`) of a module."""
     for inner in code.co_consts:
         if isinstance(inner, CodeType) and inner.co_name.startswith(_GENERIC):  # def name[T](): its code is within
-            name = owner + inner.co_name.removeprefix(_GENERIC).rstrip(">")
-            yield from ((own, its) for own, its in _defined(inner, owner) if own == name or own.startswith(f"{name}."))
-        elif isinstance(inner, CodeType) and not inner.co_name.startswith(("<", "__annotate")):
-            yield owner + inner.co_name, inner
+            yield from _defined(inner, owner)
+        elif isinstance(inner, CodeType):
+            yield owner + inner.co_name
             if not owner and not inner.co_flags & CO_OPTIMIZED:  # a class
                 yield from _defined(inner, f"{inner.co_name}.")
-
-
-def _edited(source: Source, patched: bytes, defined: Iterable[tuple[str, CodeType]]) -> dict[str, tuple[str, ...]]:
-    """By the functions and methods that are edited or added, the fixes."""
-    functions = [(code.co_firstlineno, name, code) for name, code in defined if code.co_flags & CO_OPTIMIZED]
-    functions.sort(key=lambda function: function[0])
-    found: dict[str, dict[str, None]] = {}
-    for start, fix in source.places():
-        line = patched.count(b"\n", 0, start) + 1
-        at = bisect.bisect_right(functions, line, key=lambda function: function[0]) - 1
-        if at >= 0 and _reaches(functions[at][2], line):
-            found.setdefault(functions[at][1], {})[fix] = None
-    return {name: tuple(fixes) for name, fixes in found.items()}
-
-
-def _reaches(code: CodeType, line: int) -> bool:
-    """Whether a function has code on a line or after it."""
-    inner = (_reaches(const, line) for const in code.co_consts if isinstance(const, CodeType))
-    return any((own or 0) >= line for _, _, own in code.co_lines()) or any(inner)
 
 
 def _one_by_one(names: Sequence[str], tree: _Tree) -> list[FixResult]:

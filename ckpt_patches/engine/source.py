@@ -4,8 +4,8 @@ Everything outside an edit stays byte-identical: line endings, quotes, comments,
 as Python (`source.one('zarr.create(...)', within=function)`) and compared as syntax, so quotes, spacing and line breaks
 of a release do not matter.
 
-Each process of a job pays for this, so only the functions that may have an anchor are parsed: an outline of the file,
-from the beginnings of its lines, has their places. Where the outline and the parser disagree, the whole file is parsed.
+Each process of a job pays for this, so only the functions that may have an anchor are parsed: the beginnings of lines
+give an outline of the file. Where the outline and the parser disagree, the outline is that of the parser.
 """
 
 import ast
@@ -30,14 +30,12 @@ Ranges = tuple[tuple[str, str], ...]  # the first and the last release of each r
 # Of a fix's code: a pattern, a pattern and the node that it is in, an inserted function, or whether it is there.
 Part = str | tuple[str, ast.AST] | Callable[..., Any] | bool
 NodeT = TypeVar("NodeT", bound=ast.AST)
-# The beginning of a statement of a module or class: indentation, decorator, keyword and name.
+# The beginning of a function or class, or a method: indentation, decorator, keyword and name; or of another statement.
 _BEGIN = re.compile(
-    rb"\n( {4}|\t|)(?:(@)|(?:async +)?(def|class) +(\w+)|(?!else\b|elif\b|except\b|finally\b)[^\s#)\]}])"
+    rb"\n(?:( {4}|)(?:(@)|(?:async +)?(def|class) +(\w+))|(?!else\b|elif\b|except\b|finally\b)[^\s#)\]}])"
 )
-_STRING = re.compile(r"""[bfru]*("[^"]*"|'[^']*')""", re.IGNORECASE)
-_WORD = re.compile(r"(?<!\w)[^\W\d]\w*")
-_IN_WORD = frozenset(b"_0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-_OTHER_INDENT = re.compile(rb"\n(?: {1,3}| *\t+ +)(?:async +)?(?:def|class) ")
+_OTHER_INDENT = re.compile(rb"\n {1,3}(?:async|def|class) ")
+_STRING_OR_WORD = re.compile(r"""[bBfFrRuU]*(?:"[^"]*"|'[^']*')|(?<!\w)([^\W\d]\w*)""")
 
 
 class NoMatch(Exception):
@@ -74,17 +72,18 @@ class TextEdit(NamedTuple):
     stop: int
     text: bytes
     fix: str
+    function: str  # that is edited or added, also `Class.name`; empty if it is none
 
 
-class _Block:
-    """The bytes of one statement of a module or class, with its decorators, up to the next statement."""
+class _Chunk:
+    """The text of a statement at the margin, up to the next one; of a class up to its first method: a chunk, too."""
 
-    def __init__(self, start: int, name: str | None = None, nodes: list[ast.stmt] | None = None) -> None:
+    def __init__(self, start: int, name: str | None, *, is_member: bool = False) -> None:
         self.start = start
         self.stop = start
-        self.name = name  # of a function or class; None as long as only decorators were read
-        self.members: list[_Block] | None = None  # of a class
-        self.nodes = nodes  # parsed
+        self.name = name  # of a function or class, or `Class.method`; None as long as only decorators were read
+        self.is_member = is_member
+        self.nodes: list[ast.stmt] | None = None  # parsed
 
 
 def _same(pattern: Any, node: Any) -> bool:
@@ -113,13 +112,13 @@ def _is_wildcard(pattern: Any) -> bool:
 
 def _walk(root: ast.AST, kind: type[NodeT], lines: Sequence[int] | None) -> list[NodeT]:
     """The nodes of a kind, with `lines` only those on any of these lines, which are in order."""
-    nodes = [root]
+    nodes: list[Any] = [root]
     for node in nodes:  # the list grows meanwhile
-        for value in [getattr(node, field, None) for field in node._fields]:  # no attributes of other packages
-            if isinstance(value, list):
-                nodes += [n for n in value if isinstance(n, ast.AST) and (lines is None or _is_on(n, lines))]
-            elif isinstance(value, ast.AST) and (lines is None or _is_on(value, lines)):
-                nodes.append(value)
+        for field in node._fields:  # no attributes of other packages
+            value = getattr(node, field, None)
+            for inner in value if isinstance(value, list) else (value,):
+                if isinstance(inner, ast.AST) and inner._fields and (lines is None or _is_on(inner, lines)):
+                    nodes.append(inner)
     return [node for node in nodes if isinstance(node, kind)]
 
 
@@ -148,7 +147,7 @@ def _parse_pattern(pattern: str) -> ast.AST:
 @functools.cache
 def _words(pattern: str) -> tuple[bytes, ...]:
     """The names and keywords of a pattern, without those in strings: what lacks one of them cannot be equal."""
-    return tuple(word.encode() for word in dict.fromkeys(_WORD.findall(_STRING.sub("", pattern))))
+    return tuple(word.encode() for word in dict.fromkeys(_STRING_OR_WORD.findall(pattern)) if word)
 
 
 class Source:
@@ -164,7 +163,7 @@ class Source:
         self.edits: list[TextEdit] = []
         self.fix = ""  # that requests edits now
         self.used: set[str] = set()  # functions and classes that were found by the text of their lines
-        self.is_exact = False  # whether the whole file is parsed
+        self.is_exact = False  # whether the outline is that of the parser
 
     def request(self, edit: "Callable[[Source], None]") -> None:
         """Request the edits of a function, or none if it raises."""
@@ -183,46 +182,16 @@ class Source:
     # The outline
 
     @functools.cached_property
-    def _blocks(self) -> list[_Block]:
-        """The statements of the module. Raises UnreadableSource if it is not UTF-8, or does not parse."""
+    def _chunks(self) -> list[_Chunk]:
+        """The statements of the module, and the methods. Raises UnreadableSource if it is not UTF-8, or no Python."""
         self._check_encoding()
-        if self.is_exact or self._has_other_layout():
-            return self._parsed_blocks()
-        blocks: list[_Block] = []
-        begin, (single, double) = self._lines[0], (quote in self.data for quote in (b"'''", b'"""'))
-        for found in _BEGIN.finditer(b"\n" + self.data[begin:]):
-            among, start = (
-                blocks if not found[1] else blocks[-1].members if blocks else None,
-                found.start(1) + begin - 1,
-            )
-            if among is None:  # not in a class
-                continue
-            last = among[-1] if among else None
-            if last and (
-                (double and self.data.count(b'"""', last.start, start) % 2)
-                or (single and self.data.count(b"'''", last.start, start) % 2)
-            ):  # in a string of several lines
-                continue
-            if last and last.name is None and not (found[2] or found[3]):  # a decorator of several lines
-                return self._parsed_blocks()
-            if last is None or last.name is not None:
-                among.append(last := _Block(start))
-            last.name = None if found[2] else (found[4] or b"").decode()
-            last.members = [] if found[3] == b"class" and not found[1] else None
-        if not blocks:  # comments alone, or no Python
-            return self._parsed_blocks()
-        self._set_stops(blocks, len(self.data))
-        return blocks
-
-    def _has_other_layout(self) -> bool:
-        """Whether there are form feeds, line ends that are a CR alone, or definitions at other indentations."""
-        has_cr = b"\r" in self.data and self.data.count(b"\r") != self.data.count(b"\r\n")
-        return b"\f" in self.data or has_cr or bool(_OTHER_INDENT.search(self.data))
-
-    def _set_stops(self, blocks: list[_Block], stop: int) -> None:
-        for block, following in itertools.zip_longest(blocks, blocks[1:]):
-            block.stop = following.start if following else stop
-            self._set_stops(block.members or [], block.stop)
+        chunks = None if self.is_exact or self._has_other_layout() else self._outline()
+        if chunks is None:
+            self.is_exact, chunks = True, self._parsed_outline()
+        for chunk, following in itertools.pairwise(chunks):
+            chunk.stop = following.start
+        chunks[-1].stop = len(self.data)
+        return chunks
 
     def _check_encoding(self) -> None:
         try:
@@ -233,64 +202,96 @@ class Source:
         if declared not in ("utf-8", "utf-8-sig"):
             raise UnreadableSource(f"expected UTF-8, found a file declared as {declared}")
 
+    def _has_other_layout(self) -> bool:
+        """Whether there are tabs, form feeds, line ends that are a CR alone, or definitions at other indentations."""
+        has_lone_cr = b"\r" in self.data and self.data.count(b"\r") != self.data.count(b"\r\n")
+        has_others = has_lone_cr or b"\n\t" in self.data or b"\f" in self.data
+        return has_others or bool(_OTHER_INDENT.search(self.data))
+
+    def _outline(self) -> list[_Chunk] | None:
+        """The chunks by the beginnings of lines; None if they do not show them."""
+        begin, owner, quotes = self._lines[0], "", [quote for quote in (b'"""', b"'''") if quote in self.data]
+        chunks = [_Chunk(begin, "")]
+        for found in _BEGIN.finditer(b"\n" + self.data[begin:]):
+            start, last, is_member = found.start() + begin, chunks[-1], bool(found[1])
+            if is_member and not owner:
+                continue
+            if any(self.data.count(quote, last.start, start) % 2 for quote in quotes):  # in a string of several lines
+                continue
+            if last.name is not None:
+                chunks.append(last := _Chunk(start, None, is_member=is_member))
+            elif is_member != last.is_member or not (found[2] or found[3]):  # a decorator of several lines
+                return None
+            name = (found[4] or b"").decode()
+            last.name = None if found[2] else f"{owner}.{name}" if is_member else name
+            if not is_member:
+                owner = name if found[3] == b"class" else ""
+        return chunks if chunks[-1].name is not None else None
+
     def parse_whole(self) -> None:
         """Forget the outline: from now on, it is that of the parser."""
         self.is_exact = True
         self.used.clear()
-        for known in ("_blocks", "_imported", "_names"):
+        for known in ("_chunks", "_named", "_imported", "_names"):
             self.__dict__.pop(known, None)
 
-    @functools.cached_property
-    def tree(self) -> ast.Module:
-        """The syntax tree of the whole file.
-
-        Raises:
-            UnreadableSource: the file is not UTF-8, or does not parse with this Python.
-        """
-        self._check_encoding()
+    def _parsed_outline(self) -> list[_Chunk]:
+        """The chunks by the syntax tree. Raises UnreadableSource if the file does not parse with this Python."""
         try:
-            return ast.parse(self.data, self.path)
+            tree = ast.parse(self.data, self.path)
         except (SyntaxError, ValueError) as error:
             line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
             raise UnreadableSource(f"it does not parse with this Python: {error.args[0]}{line}") from error
+        chunks, end = [_Chunk(self._lines[0], "")], 0
+        for statement in tree.body:
+            name = getattr(statement, "name", "")
+            if _first_line(statement) > end:
+                chunks.append(_Chunk(self._lines[_first_line(statement) - 1], name))
+            for member in statement.body if isinstance(statement, ast.ClassDef) else ():
+                if inner := getattr(member, "name", ""):
+                    start = self._lines[_first_line(member) - 1]
+                    chunks.append(_Chunk(start, f"{name}.{inner}", is_member=True))
+            end = statement.end_lineno or 0
+        return chunks
 
-    def _parsed_blocks(self) -> list[_Block]:
-        self.is_exact = True
-        blocks = list(map(self._parsed_block, self.tree.body))
-        self._set_stops(blocks, len(self.data))
-        return blocks
-
-    def _parsed_block(self, node: ast.stmt) -> _Block:
-        is_decorated = getattr(node, "decorator_list", None)
-        start = self._lines[_first_line(node) - 1] if is_decorated else self._span(node)[0]
-        block = _Block(start, getattr(node, "name", ""), [node])
-        if isinstance(node, ast.ClassDef):
-            block.members = list(map(self._parsed_block, node.body))
-        return block
-
-    def _nodes(self, block: _Block) -> list[ast.stmt]:
-        """The statements of a block, usually one. Raises _Inexact."""
-        if block.nodes is None:
-            line = bisect.bisect_right(self._lines, block.start) - 1
-            is_member = self.data[block.start : block.start + 1].isspace()
-            before = b"\n" * (line - 1) + b"if 1:\n" if is_member else b"\n" * line
-            try:
-                nodes = ast.parse(before + self.data[block.start : block.stop]).body
-            except (SyntaxError, ValueError):
-                raise _Inexact from None
-            if is_member:
-                nodes = nodes[0].body if len(nodes) == 1 else []  # type: ignore[attr-defined]
-            if len(nodes) != 1 and (block.name or not nodes):
+    def _nodes(self, chunk: _Chunk) -> list[ast.stmt]:
+        """The statements of a chunk; the first one is what it is named by. Raises _Inexact."""
+        if chunk.nodes is None:
+            following = self._chunk_at(chunk.stop)
+            is_class = following.is_member and not chunk.is_member
+            nodes = self._parsed(chunk, chunk.stop, self._indent_at(following.start) + "pass" if is_class else "")
+            if chunk.name and (not nodes or getattr(nodes[0], "name", "") != chunk.name.rpartition(".")[2]):
                 raise _Inexact
-            block.nodes = nodes
-        return block.nodes
+            chunk.nodes = nodes
+        return chunk.nodes
 
-    def _block_at(self, offset: int, *, is_member: bool = True) -> _Block:
-        """The statement of the module, or of a class, with a byte of the file."""
-        block = self._blocks[max(0, bisect.bisect_right(self._blocks, offset, key=lambda block: block.start) - 1)]
-        if is_member and block.members and offset >= block.members[0].start:
-            return block.members[bisect.bisect_right(block.members, offset, key=lambda block: block.start) - 1]
-        return block
+    def _parsed(self, chunk: _Chunk, stop: int, more: str = "") -> list[ast.stmt]:
+        line = bisect.bisect_right(self._lines, chunk.start) - 1
+        before = b"\n" * (line - 1) + b"if 1:\n" if chunk.is_member else b"\n" * line
+        try:
+            nodes = ast.parse(before + self.data[chunk.start : stop] + more.encode()).body
+        except (SyntaxError, ValueError):
+            raise _Inexact from None
+        return [*nodes[0].body, *nodes[1:]] if chunk.is_member and isinstance(nodes[0], ast.If) else nodes
+
+    def _chunk_at(self, offset: int) -> _Chunk:
+        """The chunk with a byte of the file."""
+        return self._chunks[max(0, bisect.bisect_right(self._chunks, offset, key=lambda chunk: chunk.start) - 1)]
+
+    @functools.cached_property
+    def _named(self) -> dict[str, list[_Chunk]]:
+        """The chunks of functions and classes, by name."""
+        named: dict[str, list[_Chunk]] = {}
+        for chunk in self._chunks:
+            named.setdefault(chunk.name or "", []).append(chunk)
+        return named
+
+    def _check_known(self, name: str) -> None:
+        """Raise _Inexact if the text has more, or fewer, definitions of this name than the outline."""
+        known = sum(len(chunks) for own, chunks in self._named.items() if own.rpartition(".")[2] == name)
+        begins = ("def %s(", "class %s(", "class %s:")
+        if not self.is_exact and known != sum(self.data.count((begin % name).encode()) for begin in begins):
+            raise _Inexact
 
     # Anchors
 
@@ -301,34 +302,21 @@ class Source:
             raise NoMatch(f"expected {name} to be a function, found a class")
         return found
 
-    def _definition(self, name: str) -> ast.stmt:
+    def _definition(self, name: str) -> Any:
         """The only function or class of that name, of the module, a class or a function. Raises NoMatch."""
-        blocks: list[_Block] | None = self._blocks
-        body: list[ast.stmt] = []
-        for part in name.split("."):
-            if blocks is not None:
-                named = [block for block in blocks if block.name == part]
-                self._check_known(part, len(named))
-                found = self._nodes(named[0]) if len(named) == 1 and named[0].members is None else []
-                count, blocks = len(named), named[0].members if len(named) == 1 else None
-            else:
-                found = [s for s in body if isinstance(s, ast.FunctionDef | ast.ClassDef) and s.name == part]
-                count = len(found)
-            if count != 1:
-                near = functools.partial(self._near, f"def {name.rpartition('.')[2]}(self):", None, [])
-                raise NoMatch(f"expected one definition of {name}, found {count}", near)
-            body = getattr(found[0], "body", []) if found else []
-        self.used.add(".".join(name.split(".")[:2]))
-        return found[0] if found else self._nodes(named[0])[0]
-
-    def _check_known(self, name: str, found: int) -> None:
-        """Raise _Inexact if the outline lacks a definition of a name that was not found once."""
-        if found == 1 or self.is_exact:
-            return
-        every = (each for block in self._blocks for each in (block, *(block.members or ())))
-        known, begins = sum(block.name == name for block in every), ("def %s(", "class %s(", "class %s:")
-        if known != sum(self.data.count((begin % name).encode()) for begin in begins):
-            raise _Inexact
+        parts = name.split(".")
+        chunks = self._named.get(".".join(parts[:2])) or self._named.get(parts[0], [])
+        found: list[Any] = [self._nodes(chunk)[0] for chunk in chunks]
+        inner = parts[1 + str(chunks[0].name).count(".") :] if chunks else []
+        for part in inner if len(chunks) == 1 else ():
+            members = (member for one in found for member in getattr(one, "body", []))
+            found = [one for one in members if getattr(one, "name", "") == part]
+        if len(found) != 1 or len(self._named.get(parts[0], [])) != 1:
+            self._check_known(parts[-1])
+            near = functools.partial(self._near, f"def {parts[-1]}(self):", None, [])
+            raise NoMatch(f"expected one definition of {name}, found {len(found)}", near)
+        self.used.add(".".join(parts[:2]))
+        return found[0]
 
     def function_of(self, name: str, *releases: tuple[str, str]) -> Function | None:
         """The function that these releases have; None in others that lack it.
@@ -340,10 +328,13 @@ class Source:
 
     def class_named(self, name: str) -> ast.ClassDef:
         """The only top-level class of that name. Raises NoMatch."""
-        named = [block for block in self._blocks if block.name == name and block.members is not None]
-        self._check_known(name, len(named))
+        named = self._named.get(name, [])
+        if len(named) != 1:
+            self._check_known(name)
         self.used.add(name)
-        return self._only([node for block in named for node in self._nodes(block)], f"class {name}")  # type: ignore
+        margin = [chunk.start for chunk in self._chunks if not chunk.is_member] + [len(self.data)]
+        nodes = [self._parsed(one, margin[bisect.bisect_right(margin, one.start)])[0] for one in named]
+        return self._only([node for node in nodes if isinstance(node, ast.ClassDef)], f"class {name}")
 
     def has_function(self, name: str) -> bool:
         """Whether that function or method is defined exactly once."""
@@ -355,7 +346,7 @@ class Source:
 
     def all(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
         """Every node equal to the pattern, in text order. `...` is any expression, `f(...)` any call of f."""
-        roots, lines = self._where(_words(pattern), within)
+        roots, lines = self._where(pattern, within)
         wanted = _parse_pattern(pattern) if roots else ast.Pass()
         found = [node for root in roots for node in _walk(root, type(wanted), lines) if _same(wanted, node)]
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
@@ -383,29 +374,28 @@ class Source:
 
     def all_of(self, kind: type[NodeT], within: ast.AST | None = None, *, having: str = "") -> list[NodeT]:
         """Every node of a kind, such as `ast.For`; with `having`, of those that can have this pattern in them."""
-        roots, lines = self._where(_words(having), within)
+        roots, lines = self._where(having, within)
         return [node for root in roots for node in _walk(root, kind, lines)]
 
-    def _where(self, words: Sequence[bytes], within: ast.AST | None) -> "tuple[Sequence[ast.AST], list[int] | None]":
-        """The nodes, and the lines in them, that may have all of these words; None for all lines."""
-        if not words:
-            return [within] if within else [node for block in self._blocks for node in self._nodes(block)], None
+    def _where(self, pattern: str, within: ast.AST | None) -> "tuple[Sequence[ast.AST], list[int] | None]":
+        """The nodes, and the lines in them, that may have all words of a pattern; None for all lines."""
         start, stop = self._span(within) if within else (0, len(self.data))
-        counts = {word: self.data.count(word, start, stop) for word in words if word in self.data}
-        if len(counts) < len(words):
-            return [], None
-        rarest = min(counts, key=counts.__getitem__)
-        places, at = list[int](), start - 1
-        for _ in range(counts[rarest]):
-            at = self.data.index(rarest, at + 1, stop)
-            end = at + len(rarest)
-            if _IN_WORD.isdisjoint(self.data[max(0, at - 1) : at] + self.data[end : end + 1]):
-                places.append(at)
+        rarest, least = b"", len(self.data)
+        for word in _words(pattern):
+            if (count := self.data.count(word, start, stop)) < least:
+                rarest, least = word, count
+            if not count:
+                return [], None
+        if not rarest:
+            return [within] if within else [node for chunk in self._chunks for node in self._nodes(chunk)], None
+        places = [self.data.index(rarest, start, stop)]
+        while len(places) < least:
+            places.append(self.data.index(rarest, places[-1] + len(rarest), stop))
         lines = [bisect.bisect_right(self._lines, place) for place in places]
         if within:
-            return [within] if lines else [], lines
-        blocks = dict.fromkeys(map(self._block_at, places if self._blocks else ()))
-        return [node for block in blocks for node in self._nodes(block)], lines
+            return [within], lines
+        chunks = dict.fromkeys(map(self._chunk_at, places))
+        return [node for chunk in chunks for node in self._nodes(chunk)], lines
 
     def some(self, pattern: str, within: ast.AST | None = None) -> list[Any]:
         """Every node equal to the pattern, at least one. Raises NoMatch."""
@@ -440,18 +430,14 @@ class Source:
         """Whether an import statement at module level, outside blocks and functions, binds that name."""
         return name in self._imported
 
-    def import_statements(self) -> list[ast.Import | ast.ImportFrom]:
-        """The import statements at module level."""
-        nodes = (node for block in self._imports() for node in self._nodes(block))
-        return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-
-    def _imports(self) -> list[_Block]:
-        return [block for block in self._blocks if self.data.startswith((b"import ", b"from "), block.start)]
+    def _imports(self) -> list[_Chunk]:
+        begins = ((chunk, self.data[chunk.start : chunk.start + 8].lstrip(b"\f")) for chunk in self._chunks)
+        return [chunk for chunk, begin in begins if begin.startswith((b"import ", b"from "))]
 
     @functools.cached_property
     def _imported(self) -> set[str]:
         """The names that the import statements bind."""
-        texts = (self.data[block.start : block.stop] for block in self._imports())
+        texts = (self.data[chunk.start : chunk.stop] for chunk in self._imports())
         try:
             return set(imported_names(ast.parse(b"".join(texts)).body))
         except SyntaxError:  # a statement that goes on at the beginning of a line
@@ -493,34 +479,30 @@ class Source:
 
     # Edits
 
-    def replace(self, node: ast.AST, text: str) -> None:
-        """Replace a node with `text` (one expression, or statements without indentation)."""
-        start, stop = self._span(node)
+    def replace(self, node: ast.AST, text: str, *, last: ast.AST | None = None, about: str = "") -> None:
+        """Replace a node, or the statements up to `last`, with an expression, or statements without indentation.
+
+        Also replaces the comments between the statements, and the comment above them if it contains the word `about`.
+        Raises NoMatch unless statements are on lines of their own.
+        """
+        start, stop = self._span(node)[0], self._span(last or node)[1]
         if isinstance(node, ast.stmt):
             self._check_begins_line(node)
-            self._end_of_line(node)
+            self._end_of_line(last or node)
+        if about:
+            start = self._comment_above(node, about)
         self._edit(start, stop, self._indented(text, self._indent(node)))
 
-    def replace_from_to(self, first: ast.stmt, last: ast.stmt, text: str, *, about: str = "") -> None:
-        """Replace the statements from `first` to `last` of one block with statements, written without indentation.
-
-        Also removes the comments between them, and the comment above them if it contains the word `about`. Raises
-        NoMatch unless the statements are on lines of their own.
-        """
-        self._check_begins_line(first)
-        self._end_of_line(last)
-        start = self._comment_above(first, about) if about else self._span(first)[0]
-        self._edit(start, self._span(last)[1], self._indented(text, self._indent(first)))
-
-    def _comment_above(self, statement: ast.stmt, word: str) -> int:
+    def _comment_above(self, statement: Any, word: str) -> int:
         """The offset of the comment above a statement if it contains this word; else the offset of the statement."""
-        lines = [self.data[low:high].strip() for low, high in itertools.pairwise(self._lines[: statement.lineno])]
-        while lines and not lines[-1]:
-            lines.pop()
-        comment = list(itertools.takewhile(lambda line: line.startswith(b"#"), reversed(lines)))
-        if not any(word.encode() in line for line in comment):
-            return self._span(statement)[0]
-        return self._lines[len(lines) - len(comment)] + len(self._indent(statement))
+        comment, above = self._span(statement)[0], statement.lineno - 1
+        for line in range(above - 1, -1, -1):
+            text = self.data[self._lines[line] : self._lines[line + 1]].strip()
+            if text.startswith(b"#"):
+                comment = self._lines[line] + len(self._indent(statement))
+            elif text or comment < self._lines[above]:
+                break
+        return comment if word.encode() in self.data[comment : self._lines[above]] else self._span(statement)[0]
 
     def remove(self, statement: ast.stmt) -> None:
         """Remove a statement, the line breaks before it and a comment on its line. A comment above it stays.
@@ -593,33 +575,30 @@ class Source:
 
     def insert_method_before(self, method: ast.stmt, function: Callable[..., Any]) -> None:
         """Insert the source text of a method in a fix's file before an upstream method."""
-        start = self._span(method)[0]
-        owner = self._block_at(start, is_member=False)
-        self._insert_definition(owner.members or [], self._block_at(start), function, blank_lines=1)
+        self._insert_definition(self._chunk_at(self._span(method)[0]), function)
 
     def insert_function_before(self, other: "ast.AST | str", function: Callable[..., Any]) -> None:
         """Insert the source text of a function in a fix's file before the function or class of a module that is, or
         has, another node, or has a name. Raises NoMatch."""
         if isinstance(other, str):
-            named = [block for block in self._blocks if block.name == other]
-            self._check_known(other, len(named))
+            named = self._named.get(other, [])
             if len(named) != 1:
+                self._check_known(other)
                 raise NoMatch(f"expected one definition of {other}, found {len(named)}")
             self.used.add(other)
+            self._insert_definition(named[0], function)
         else:
-            named = [self._block_at(self._span(other)[0], is_member=False)]
-        self._insert_definition(self._blocks, named[0], function, blank_lines=2)
+            before = self._chunks[: self._chunks.index(self._chunk_at(self._span(other)[0])) + 1]
+            self._insert_definition(next(chunk for chunk in reversed(before) if not chunk.is_member), function)
 
-    def _insert_definition(
-        self, among: Iterable[_Block], before: _Block, function: Callable[..., Any], blank_lines: int
-    ) -> None:
-        name = function.__name__
-        if any(block.name == name for block in among):  # perhaps of another version of the fix
-            raise NoMatch(f"expected no {name} yet, found one without what calls it in this fix")
-        line = bisect.bisect_right(self._lines, before.start)
-        indent = self._line_indent(line)
+    def _insert_definition(self, before: _Chunk, function: Callable[..., Any]) -> None:
+        owner = str(before.name).rpartition(".")[0]
+        name = f"{owner}.{function.__name__}" if owner else function.__name__
+        if name in self._named:  # perhaps of another version of the fix
+            raise NoMatch(f"expected no {function.__name__} yet, found one without what calls it in this fix")
+        indent = self._indent_at(before.start)
         text = indent + self._indented(self.definition(function, len(indent)), indent)
-        self._edit(self._lines[line - 1], self._lines[line - 1], text + self._newline * (1 + blank_lines))
+        self._edit(before.start, before.start, text + self._newline * (2 if owner else 3), name)
 
     def definition(self, function: Callable[..., Any], indent: int = 0) -> str:
         """The text of a function in a fix's file, unindented, in the form for this module at that indentation."""
@@ -639,14 +618,6 @@ class Source:
         indent = self._line_indent(last.lineno)
         self.insert_at(last, f",{self._newline}{indent}{self._indented(f'{name}={value}', indent)}", end=True)
 
-    def add_parameter(self, function: Function, text: str) -> None:
-        """Add a parameter (`name: type = default`) after the last one. Raises NoMatch unless all of them are plain."""
-        arguments = function.args
-        if not arguments.args or arguments.vararg or arguments.kwonlyargs or arguments.kwarg:
-            raise NoMatch(f"expected {function.name} to have plain parameters only")
-        last = [*arguments.args, *arguments.defaults]
-        self.insert_at(max(last, key=lambda node: self._span(node)[1]), f", {text}", end=True)
-
     def edited(self) -> bytes:
         """The text with all edits."""
         parts, position = [], 0
@@ -654,13 +625,6 @@ class Source:
             parts += [self.data[position : edit.start], edit.text]
             position = edit.stop
         return b"".join([*parts, self.data[position:]])
-
-    def places(self) -> Iterator[tuple[int, str]]:
-        """The offset of each edit's first character in the text with all edits, and its fix."""
-        longer = 0
-        for edit in sorted(self.edits, key=lambda e: (e.start, e.stop)):
-            yield edit.start + longer + len(edit.text) - len(edit.text.lstrip()), edit.fix
-            longer += len(edit.text) - (edit.stop - edit.start)
 
     # Positions
 
@@ -674,7 +638,11 @@ class Source:
         return self._lines[node.lineno - 1] + node.col_offset, self._lines[node.end_lineno - 1] + node.end_col_offset
 
     def _line_indent(self, lineno: int) -> str:
-        line = self.data[self._lines[lineno - 1] : self._lines[lineno]]
+        return self._indent_at(self._lines[lineno - 1])
+
+    def _indent_at(self, line_start: int) -> str:
+        stop = self.data.find(b"\n", line_start)
+        line = self.data[line_start : stop if stop >= 0 else None]
         return line[: len(line) - len(line.lstrip(b" \t"))].decode()
 
     def _indent(self, node: Any) -> str:
@@ -703,36 +671,40 @@ class Source:
 
     def _indented(self, text: str, indent: str) -> str:
         """Indent every line except the first, with the file's own indentation and line endings."""
-        first, *rest = textwrap.dedent(text).strip().splitlines()
+        if text[:1].isspace():
+            text = textwrap.dedent(text)
+        first, *rest = text.strip().splitlines()
         if indent.startswith("\t"):
             rest = [re.sub("^ +", lambda spaces: "\t" * (len(spaces[0]) // 4), line) for line in rest]
-        return self._newline.join([first, *(indent + line if line else "" for line in rest)])
+        return self._newline.join([first, *(indent + line if line.strip() else "" for line in rest)])
 
-    def _edit(self, start: int, stop: int, text: str) -> None:
+    def _edit(self, start: int, stop: int, text: str, function: str | None = None) -> None:
         for other in self.edits:
             if start < other.stop and other.start < stop:
                 ours, theirs = _short(text), _short(other.text.decode())
                 raise NoMatch(f"another fix edits the same place: `{theirs}` and `{ours}`")
-        self.edits.append(TextEdit(start, stop, text.encode(), self.fix))
+        name = self._function_at(start) if function is None else function
+        self.edits.append(TextEdit(start, stop, text.encode(), self.fix, name))
+
+    def _function_at(self, offset: int) -> str:
+        """The name of the function or method with a byte of the file; empty if there is none."""
+        chunk = self._chunk_at(offset)
+        for node in self._nodes(chunk)[:1] if chunk.name else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                return str(chunk.name) if offset <= self._lines[node.end_lineno or 0] else ""
+        return ""
 
 
-def _logic(function: ast.stmt) -> str:
+def _logic(function: Any) -> str:
     """A function's syntax, without its docstring."""
-    assert isinstance(function, ast.FunctionDef)
     documented = ast.get_docstring(function, clean=False) is not None
-    nodes: list[ast.AST] = [*function.decorator_list, function.args, *function.body[documented:]]
-    return "\n".join(map(ast.dump, nodes))
+    return "\n".join(map(ast.dump, [*function.decorator_list, function.args, *function.body[documented:]]))
 
 
 def _shown(part: Part) -> str:
     """A part of a fix in a message."""
-    if isinstance(part, bool):
-        return "another part"
-    if callable(part):
-        return f"`{part.__name__}`"
-    return (
-        f"`{_short(part)}`" if isinstance(part, str) else f"`{_short(part[0])}` in line {getattr(part[1], 'lineno', 1)}"
-    )
+    shown = part[0] if isinstance(part, tuple) else getattr(part, "__name__", part)
+    return f"`{_short(shown)}`" if isinstance(shown, str) else "another part"
 
 
 def _short(text: str) -> str:
@@ -756,10 +728,14 @@ def function_text(function: Callable[..., Any]) -> str:
     """
     lines = _lines_of(function.__code__.co_filename)
     first = function.__code__.co_firstlineno - 1
-    indent = _at(lines[first])
-    header = next(n for n in range(first, len(lines)) if lines[n].rstrip().endswith(":") and _at(lines[n]) == indent)
-    stop = next((n for n in range(header + 1, len(lines)) if lines[n].strip() and _at(lines[n]) <= indent), len(lines))
-    return textwrap.dedent("\n".join(lines[first:stop])).rstrip()
+    indent = len(lines[first]) - len(lines[first].lstrip())
+
+    def is_outside(line: str) -> bool:
+        return bool(line.strip()) and not line[: indent + 1].isspace()
+
+    header = next(n for n in range(first, len(lines)) if lines[n].rstrip().endswith(":") and is_outside(lines[n]))
+    stop = next((n for n in range(header + 1, len(lines)) if is_outside(lines[n])), len(lines))
+    return "\n".join(line[indent:] for line in lines[first:stop]).rstrip()
 
 
 def with_annotations(text: str, names: Collection[str]) -> str:
@@ -768,28 +744,20 @@ def with_annotations(text: str, names: Collection[str]) -> str:
     An annotation with a name that is not in `names` is omitted, as the import of the module would look up that name.
     """
 
-    def is_there(annotation: str) -> bool:
-        return all(name in names for name in re.findall(r"(?<![\w.])[^\W\d]\w*", annotation))
-
-    def parameter(found: re.Match[str]) -> str:
-        name, annotation, default = found.groups("")
-        return f"{name}: {annotation}{default}" if is_there(annotation) else f"{name}{default.strip()}"
-
-    def result(found: re.Match[str]) -> str:
-        return f" -> {found[1]}:" if is_there(found[1]) else ":"
-
-    def variable(found: re.Match[str]) -> str:
-        name, annotation = found.groups()
-        return f"{name}: {annotation} = " if is_there(annotation) else f"{name} = "
+    def bare(found: re.Match[str]) -> str:
+        before, annotation, default = found.groups("")
+        if all(name in names for name in re.findall(r"(?<![\w.])[^\W\d]\w*", annotation)):
+            return f"{before}{annotation}{default}"
+        return before.removesuffix(" -> ").removesuffix(": ") + default.strip()
 
     lines, in_header = text.split("\n"), False
     for number, line in enumerate(lines):
         in_header = in_header or line.lstrip().startswith("def ")
         if in_header:
-            line = re.sub(r' -> "([^"]+)":', result, re.sub(r'(\w+): "([^"]+)"( = )?', parameter, line))
+            line = re.sub(r'(\w: | -> )"([^"]+)"( = )?', bare, line)
             in_header = not line.endswith(":")
-        else:
-            line = re.sub(r'^(\s+[\w.]+): "([^"]+)" = ', variable, line)
+        elif '"' in line:
+            line = re.sub(r'^(\s+[\w.]+: )"([^"]+)"()(?= = )', bare, line)
         lines[number] = line
     return "\n".join(lines)
 
@@ -802,11 +770,6 @@ def joined_headers(text: str, columns: int) -> str:
         return line if len(line) <= columns else found[0]
 
     return re.sub(r"(?m)^( *def \w+\()\n +(.*[^,\n])\n *(\).*:)$", joined, text)
-
-
-def _at(line: str) -> int:
-    """The column at which a line's text begins."""
-    return len(line) - len(line.lstrip())
 
 
 @functools.cache

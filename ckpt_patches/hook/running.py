@@ -20,7 +20,7 @@ from typing import Any
 from ckpt_patches import ROOTS, PatchedLoader, StrictModeError, Switches, examine
 from ckpt_patches.engine.fix import load, targets
 from ckpt_patches.engine.installed import absolute, state_folder, version_in
-from ckpt_patches.engine.plan import FilePlan, Outcome, TreePlan, fixes_for, plan_tree, text_digest, tree_root
+from ckpt_patches.engine.plan import FilePlan, Outcome, TreePlan, fixes_for, plan_tree, tree_root
 from ckpt_patches.engine.registry import PART_OF, root_of
 from ckpt_patches.engine.releases import too_old
 from ckpt_patches.errors import UserError
@@ -32,7 +32,7 @@ TWO_LINES = 300  # characters of a reason
 Functions = Mapping[str, Sequence[str]]  # by function, the fixes that edit it
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Part:
     """What is edited in one module, and what that was when the module had run."""
 
@@ -60,7 +60,7 @@ class Part:
         return self.file.code
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Tree:
     """The plan for the modules of one of the `ROOTS` in a folder with upstream packages."""
 
@@ -176,10 +176,10 @@ def _planned(root: str, package: str, switches: Switches) -> Tree:
     return tree
 
 
-def _has_changed(path: str, digest: bytes) -> bool:
+def _has_changed(path: str, planned: int) -> bool:
     """Whether a file was written since its tree was planned. One that cannot be read for a moment was not."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
-        return text_digest(file.read()) != digest
+        return hash(file.read()) != planned
     return False
 
 

@@ -202,7 +202,7 @@ def pair_groups(source: Source) -> None:
         body = functions[0].body[1 if ast.get_docstring(functions[0]) else 0 :]
         if source.text(body[-1]) != "return final_groups":
             raise NoMatch(f"expected {filtered} to end with `return final_groups`")
-        source.replace_from_to(body[0], body[-1], FILTER)
+        source.replace(body[0], FILTER, last=body[-1])
     for function, saved in () if by_key else zip(functions, LOADS.values(), strict=True):
         groups = f"{saved}['param_groups']"
         text = f"""{groups} = self._saved_param_groups_in_order(
@@ -224,7 +224,7 @@ def pair_groups_of_distributed_optimizer(source: Source) -> None:
     if source.imports(KEYS):  # since 0.14
         first, last = matching_by_key(source, load)
         in_order = IN_ORDER.format(keys=f"\n    {KEYS},")
-        source.replace_from_to(first, last, f"{INNER}\n{in_order}", about=KEYS)
+        source.replace(first, f"{INNER}\n{in_order}", last=last, about=KEYS)
         return
     source.one(INNER, within=load)
     by_index = "{**group, 'params': list(inner_state_dict['param_groups'][idx]['params'])}"

@@ -162,10 +162,10 @@ def in_the_newest() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "version"), in_the_newest())
-def test_a_renamed_function_is_no_match_in_two_lines(
+def test_a_moved_file_or_a_renamed_function_is_no_match_in_two_lines(
     name: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each function and class of the release that the fix looks for by name."""
+    """Of each file of the release, and each function and class that the fix looks for by name."""
     copy = edits.copy_of(tree_for(name, version), name, tmp_path)
     fix, package = fixes.load(name), fixes.package_of(name)
     for edit in (edit for edit in fix.edits if is_of(edit, fix, version)):
@@ -179,10 +179,16 @@ def test_a_renamed_function_is_no_match_in_two_lines(
             brought = f"def {last}("
             if edit.module in made.files and brought in made.files[edit.module].patched.decode():
                 continue  # upstream has it in some releases, and the fix brings it to the others
-            assert result.outcome is Outcome.NO_MATCH, wanted
-            assert len(result.reason.replace(f"{copy}/", "")) <= 2 * 160, result.reason
-            assert "\n" not in result.reason
+            check_no_match(result, copy)
+        path.unlink()
+        check_no_match(edits.plan(copy, name)[0], copy)
         path.write_text(text)
+
+
+def check_no_match(result: plan.FixResult, root: Path) -> None:
+    assert result.outcome is Outcome.NO_MATCH, result
+    assert len(result.reason.replace(f"{root}/", "")) <= 2 * 160, result.reason
+    assert "\n" not in result.reason
 
 
 def looked_for(edit: fixes.Edit, in_source: Source, monkeypatch: pytest.MonkeyPatch) -> set[str]:

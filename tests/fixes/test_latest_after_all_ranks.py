@@ -80,17 +80,16 @@ def test_ranks_of_which_one_lacks_it_are_told_so(lacks: list[int], without: dict
 
 
 FAKE = """
-import torch.distributed as dist
+import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from ckpt_patches.engine.agreement import _announce_fix, _check_all_ranks_have_fix
-import ckpt_patches.engine.agreement as agreement, torch
-agreement.torch = torch
-_announce_fix("fix.1")
+from ckpt_patches.engine.fix import load
+fix = load("latest_after_all_ranks").edits[-1].function.__globals__
+fix["torch"] = torch
+fix["_announce_barrier"]()
 for store in (FakeStore(), dist.HashStore()):
     dist.init_process_group("fake", store=store, rank=0, world_size=8)
-    _announce_fix("fix.1")
-    _check_all_ranks_have_fix("fix.1", 1)
-    agreement._check_all_ranks_have_fix.checked.clear()
+    fix["_announce_barrier"]()
+    fix["_check_all_ranks_have_barrier"]()
     dist.destroy_process_group()
 """
 

@@ -1,25 +1,21 @@
 """The messages of patches for upstream, for a reviewer of one release."""
 
 import os
-import re
 from pathlib import Path
 
 import pytest
 
 from ckpt_patches.cli import command_line
 from ckpt_patches.engine.fix import load, sentence
-from ckpt_patches.engine.format_patch import Author, files_of, message_of, page, trailers
-from ckpt_patches.engine.registry import PACKAGES
-from ckpt_patches.engine.series import Patch, Series
+from ckpt_patches.engine.format_patch import Message, message_in, message_of, plan_series, trailers
+from ckpt_patches.engine.registry import CORE, PACKAGES
 from ckpt_patches.errors import UserError
 from registered import FIXES
 from upstream import newest, tree
 
-NOBODY = Author("Zoë Å", "zoe@example.org", 0)
 
-
-def patch(change: str = "", depends_on: tuple[str, ...] = ()) -> Patch:
-    return Patch("one", depends_on, change.encode(), b"")
+def message(text: str, change: str = "+ y") -> Message:
+    return message_in(text, "one", change.encode())
 
 
 def test_paragraphs_are_chosen_by_what_the_patch_changes() -> None:
@@ -27,45 +23,40 @@ def test_paragraphs_are_chosen_by_what_the_patch_changes() -> None:
         "# one\n\n## Change: Fix it\nAlways.\n\n<!-- if=added -->\n*Up to 1.0:* If.\n\n"
         "<!-- unless=added -->\nUnless.\n\n## Notes\nNo.\n"
     )
-    assert message_of(text, patch("+ added")).body == "Always.\n\nIf."
-    assert message_of(text, patch("- added")).body == "Always.\n\nIf."
-    assert message_of(text, patch("  added")).body == "Always.\n\nUnless."
-    assert message_of(text, patch()).subject == "Fix it"
+    assert message(text, "+ added") == message(text, "- added") == ("Fix it", "Always.\n\nIf.")
+    assert message(text, "  added").body == "Always.\n\nUnless."
 
 
 def test_a_message_has_lists_and_addresses_on_lines_of_their_own() -> None:
-    text = f"## Change: Fix it\nIt:\n\n- {'one ' * 20}\n- two\n\n<https://example.org/1>\n<https://example.org/2>\n"
-    body = f"It:\n\n- {'one ' * 16}one\n  one one one\n- two\n\nhttps://example.org/1\nhttps://example.org/2"
-    assert message_of(text, patch()).body == body
+    text = f"## Change: Fix it\n*To 1.0:* It *is* a * b:\n\n- {'one ' * 20}\n- two\n\n<https://example.org/1>\n"
+    body = f"It *is* a * b:\n\n- {'one ' * 16}one\n  one one one\n- two\n\nhttps://example.org/1"
+    assert message(text).body == body
 
 
-@pytest.mark.parametrize("text", ["# one\n", "# one\n\n## Change\nIt.\n"])
-def test_a_page_without_a_message_is_an_error(text: str) -> None:
-    with pytest.raises(UserError, match="## Change: …"):
-        message_of(text, patch("+ y"))
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# one\n", "## Change: …"),
+        ("# one\n\n## Change\nIt.\n", "## Change: …"),
+        ("## Change: Fix it\n\n## Notes\nNo.\n", "a paragraph for this patch below 'Fix it'"),
+        ("## Change: Fix it\n<!-- if=x -->\nFor others.\n", "a paragraph for this patch below 'Fix it'"),
+    ],
+)
+def test_a_page_without_a_message_for_the_patch_is_an_error(text: str, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        message(text)
 
 
-@pytest.mark.parametrize("text", ["\n", "<!-- if=x -->\nFor others.\n"])
-def test_a_page_without_a_paragraph_for_the_patch_is_an_error(text: str) -> None:
-    with pytest.raises(UserError, match="a paragraph for this patch below 'Fix it'"):
-        message_of(f"# one\n\n## Change: Fix it\n{text}\n## Notes\nNo.\n", patch("+ y"))
-
-
-def test_words_in_italics_within_a_paragraph_stay() -> None:
-    assert message_of("## Change: Fix it\n*To 1.0:* It is *very* wrong, a * b * c.\n", patch()).body == (
-        "It is *very* wrong, a * b * c."
-    )
-
-
-def test_dependencies_are_named_by_their_subjects() -> None:
+def test_dependencies_come_first_and_are_named_by_their_subjects(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("NAME", "Zoë Å"), ("EMAIL", "zoe@example.org")):
+        monkeypatch.setenv(f"GIT_AUTHOR_{name}", value)
     name, other = "hybrid_offload_resume", "torch_adam_step"
     assert other in load(name).depends_on
-    series = Series((Patch(other, (), b"", b""), Patch(name, (other,), b"", b"")), ())
-    files = files_of(series, NOBODY)
+    files = plan_series(str(tree("megatron-core", newest("megatron-core"))), CORE, [name]).files
     assert list(files) == [f"0001-{other}.patch", f"0002-{name}.patch"]
-    subject = message_of(page(other).read_text(), series.patches[0]).subject
-    assert f"\n\nDepends on: {subject}\nAffected: megatron-core " in files[f"0002-{name}.patch"].decode()
-    assert b"Subject: [PATCH 2/2] " in files[f"0002-{name}.patch"]
+    subject, last = message_of(other, b"").subject, files[f"0002-{name}.patch"].decode()
+    assert f"\n\nDepends on: {subject}\nAffected: megatron-core " in last
+    assert "Subject: [PATCH 2/2] " in last
 
 
 @pytest.mark.parametrize("name", FIXES)
@@ -81,20 +72,10 @@ def test_a_message_ends_with_the_releases_a_test_and_every_link(name: str) -> No
 
 @pytest.mark.parametrize("name", [name for name in FIXES if not load(name).test])
 def test_what_the_newest_release_does_not_need_is_a_patch_with_the_sentence_of_the_fix(name: str) -> None:
-    (data,) = files_of(Series((Patch(name, (), b"diff", b""),), ()), NOBODY).values()
-    head, _, body = data.decode().partition("\n\n")
-    (subject,) = re.findall(r"^Subject: \[PATCH 1/1\] (.+)$", head, re.MULTILINE)
-    assert len(subject) <= 72
-    message, _, change = body.partition("\n---\n")
-    assert " ".join(message.partition("\n\nAffected: ")[0].split()) == sentence(name)
-    assert "Fails without" not in message
-    assert change == "diff"
-
-
-@pytest.mark.parametrize("name", FIXES)
-def test_a_fix_comes_after_those_that_it_depends_on(name: str) -> None:
-    order = list(FIXES)
-    assert all(order.index(other) < order.index(name) for other in load(name).depends_on)
+    found = message_of(name, b"diff")
+    assert len(found.subject) <= 72
+    assert " ".join(found.body.split()) == sentence(name)
+    assert not any("Fails without" in line for line in trailers(load(name)))
 
 
 def test_a_folder_with_another_series_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,11 @@ import pytest
 from ckpt_patches.engine import fix as fixes
 from ckpt_patches.engine import registry
 from ckpt_patches.engine.diffs import upstream_test
-from ckpt_patches.engine.fix import load
+from ckpt_patches.engine.fix import load, package_of
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import plan_tree
 from ckpt_patches.engine.registry import APEX, DEEPSPEED
+from registered import FIXES
 from upstream import CORE_ALONE, ZERO, newest, run_pytest, tree
 
 pytestmark = pytest.mark.slow
@@ -36,32 +36,38 @@ NEWEST = [(distribution, newest(distribution)) for distribution in (DISTRIBUTION
 
 
 @pytest.mark.parametrize(("distribution", "version"), NEWEST)
-def test_each_patch_alone_and_all_as_a_series(distribution: str, version: str, tmp_path: Path) -> None:
-    """Each test fails before its patch and passes after it, with only the patch's dependencies applied as well."""
-    clean = checkout_of(distribution, version, tmp_path / "clean")
-    patches = split(clean, tmp_path / "patches")
+def test_each_patch_of_the_series(distribution: str, version: str, tmp_path: Path) -> None:
+    """Each test fails before its patch and passes after it, and at the end of the series."""
+    checkout = checkout_of(distribution, version, tmp_path / "clean")
+    patches = split(checkout, tmp_path / "patches")
     assert {name: found for name, patch in patches.items() if (found := foreign_lines(patch))} == {}
     before: dict[str, set[str]] = {}
     after: dict[str, set[str]] = {}
-    for name in patches:
-        needed = dependencies(patches, name)
-        base = copy_of(clean, tmp_path / name / "before")
-        am(base, [patches[other] for other in needed])
-        with_it = copy_of(base, tmp_path / name / "after")
-        am(with_it, [patches[name]])
-        after |= outcomes(with_it, [name])
+    for name, patch in patches.items():
         path, text = upstream_test(name)
-        (base / path).parent.mkdir(parents=True, exist_ok=True)
-        (base / path).write_bytes(text)
-        before |= outcomes(base, [name], "--exitfirst")  # a failing rank may leave other ranks waiting
-    am(clean, list(patches.values()))
-    together = outcomes(clean, list(patches))
-
+        (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / path).write_bytes(text)
+        before |= outcomes(checkout, [name], "--exitfirst")  # a failing rank may leave other ranks waiting
+        (checkout / path).unlink()
+        am(checkout, [patch])
+        after |= outcomes(checkout, [name])
     assert {name: "FAILED" in found and "ERROR" not in found for name, found in before.items()} == dict.fromkeys(
         patches, True
     )
-    assert after == together == {name: {"PASSED"} for name in patches}
-    assert_planned(clean, distribution, version, patches)
+    assert after == outcomes(checkout, list(patches)) == {name: {"PASSED"} for name in patches}
+    assert_planned(checkout, distribution, version, patches)
+
+
+@pytest.mark.parametrize("distribution", ["megatron-core", "deepspeed", "nvidia-resiliency-ext"])
+def test_one_patch_with_what_it_depends_on(distribution: str, tmp_path: Path) -> None:
+    """What is sent alone, by `diff --split DIR FIX`, applies to a clean tree."""
+    clean = checkout_of(distribution, newest(distribution), tmp_path / "clean")
+    base = git(clean, "rev-parse", "HEAD")
+    for name in (name for name in FIXES if load(name).test and package_of(name) == PACKAGES[distribution]):
+        patches = split(clean, tmp_path / name, name)
+        assert list(patches)[-1] == name
+        am(clean, list(patches.values()))
+        git(clean, "reset", "--quiet", "--hard", base)
 
 
 @pytest.mark.parametrize(("distribution", "version"), [("megatron-core", "0.14.0"), ("deepspeed", "0.16.9")])
@@ -103,42 +109,11 @@ def checkout_of(distribution: str, version: str, folder: Path) -> Path:
     return checkout
 
 
-def copy_of(checkout: Path, folder: Path) -> Path:
-    return shutil.copytree(checkout, folder / checkout.name, symlinks=True)
-
-
-def split(checkout: Path, folder: Path) -> dict[str, Path]:
+def split(checkout: Path, folder: Path, *names: str) -> dict[str, Path]:
     """The patches that `ckpt-patches diff --split` writes, by fix and in their order."""
-    command = [sys.executable, "-m", "ckpt_patches", "diff", "--split", str(folder), "--tree", str(checkout)]
+    command = [sys.executable, "-m", "ckpt_patches", "diff", *names, "--split", str(folder), "--tree", str(checkout)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **IDENTITY})
     return {re.sub(r"^\d{4}-", "", path.stem): path for path in sorted(folder.iterdir())}
-
-
-def dependencies(patches: Mapping[str, Path], name: str) -> list[str]:
-    """The direct and indirect dependencies that a patch states, in the order of the series."""
-    subjects = {message_of(path)[0]: other for other, path in patches.items()}
-    found: set[str] = set()
-    pending = [name]
-    while pending:
-        needed = [subjects[subject] for subject in depends_on(message_of(patches[pending.pop()])[1])]
-        pending += [other for other in needed if other not in found]
-        found.update(needed)
-    return [other for other in patches if other in found]
-
-
-def message_of(patch: Path) -> tuple[str, str]:
-    """The subject and the body that git reads from a patch."""
-    with tempfile.TemporaryDirectory() as folder:
-        body = Path(folder, "body")
-        command = ["git", "mailinfo", str(body), os.devnull]
-        head = subprocess.run(command, check=True, stdin=patch.open("rb"), capture_output=True, text=True).stdout
-        (subject,) = re.findall(r"^Subject: (.*)$", head, re.MULTILINE)
-        return subject, body.read_text()
-
-
-def depends_on(body: str) -> list[str]:
-    """The subjects after `Depends on:`, each wrapped with an indentation."""
-    return [" ".join(found.split()) for found in re.findall(r"^Depends on: (.*(?:\n  .*)*)$", body, re.MULTILINE)]
 
 
 def am(checkout: Path, patches: Sequence[Path]) -> None:

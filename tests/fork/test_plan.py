@@ -197,8 +197,8 @@ def test_half_an_edit_of_another_release_is_left_out(tree: Path, monkeypatch: py
 def bad(text: str, name: str = "bad") -> Fix:
     """A fix for both modules; its edit of the second module is bad."""
     fix = Fix(name, releases=WITH_BUG)
-    fix.edit(FIRST)(lambda source: source.insert_after(source.tree.body[-1], "other = 1"))
-    fix.edit(SECOND)(lambda source: source.insert_after(source.tree.body[-1], text))
+    fix.edit(FIRST)(lambda source: source.insert_after(source.one("value = ..."), "other = 1"))
+    fix.edit(SECOND)(lambda source: source.insert_after(source.one("value = ..."), text))
     return fix
 
 
