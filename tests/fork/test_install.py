@@ -182,16 +182,18 @@ def test_the_fixes_of_a_wheel_are_those_of_the_checkout(installed: Environment) 
     assert installed.python("-c", program).stdout == f"{FIXES}\n"
 
 
-def test_the_pages_of_all_fixes_are_installed(installed: Environment) -> None:
-    """The pages, which contain the messages of patches for upstream, are installed."""
+def test_what_a_wheel_has(installed: Environment, wheel: Path) -> None:
+    """One for every Python and machine, with types and pages, and without a dependency that pulls another torch."""
+    assert wheel.name.endswith("-py3-none-any.whl")
     pages = {page.stem for page in (installed.site_packages / "ckpt_patches" / "pages").iterdir()}
     assert pages >= {*FIXES, *SWITCHED, "audit", "ds_to_universal", "hook", "json", "migrate"}
     explained = installed.python("-m", "ckpt_patches", "explain", "json", COLUMNS="")
     assert explained.stdout.startswith("# JSON output")
-
-
-def test_one_wheel_is_for_every_python_and_machine(wheel: Path) -> None:
-    assert wheel.name.endswith("-py3-none-any.whl")
+    assert all((installed.site_packages / package / "py.typed").exists() for package in installs.PACKAGES)
+    (metadata,) = installed.site_packages.glob("training_checkpoint_patches-*.dist-info/METADATA")
+    required = [line for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist:")]
+    assert required
+    assert not [line for line in required if "extra ==" not in line]
 
 
 @pytest.mark.slow
@@ -213,18 +215,6 @@ def test_status_fails_where_there_is_nothing_to_patch(installed: Environment) ->
     assert done.stdout.endswith("\n0 active, 0 not needed\n")
     found = json.loads(installed.python("-m", "ckpt_patches", "status", "--json").stdout)
     assert (found["complete"], len(found["errors"])) == (False, 1)
-
-
-def test_type_checkers_are_told_that_the_packages_have_types(installed: Environment) -> None:
-    assert all((installed.site_packages / package / "py.typed").exists() for package in installs.PACKAGES)
-
-
-def test_nothing_is_required(installed: Environment) -> None:
-    """No dependency is required, so no install pulls another torch into a container."""
-    (metadata,) = installed.site_packages.glob("training_checkpoint_patches-*.dist-info/METADATA")
-    required = [line for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist:")]
-    assert required
-    assert not [line for line in required if "extra ==" not in line]
 
 
 def test_editable_install_is_a_plain_path_in_front_of_the_start_up_line(environment: Environment, source: Path) -> None:

@@ -13,7 +13,6 @@ from ckpt_patches.engine.source import (
     NotNeeded,
     Source,
     UnreadableSource,
-    function_text,
     joined_headers,
     with_annotations,
 )
@@ -186,57 +185,10 @@ def test_several_statements_are_not_replaced_where_a_neighbour_shares_their_line
             made.replace(statement, "c = 2", last=statement)
 
 
-def test_a_keyword_goes_behind_the_last_argument() -> None:
-    assert "y=2, z=3)" not in TEXT
-    changed = edited("f(1, a=2)\n", lambda s: s.add_keyword(s.one("f(...)"), "z", "3"))
-    assert changed == "f(1, a=2, z=3)\n"
-    changed = edited("f(\n    1,\n    a=2,\n)\n", lambda s: s.add_keyword(s.one("f(...)"), "z", "3"))
-    assert changed == "f(\n    1,\n    a=2,\n    z=3,\n)\n"
-
-
-def test_statements_take_the_indentation_of_their_neighbour() -> None:
-    def edit(made: Source) -> None:
-        made.insert_before(made.one("return other(1)"), "if a:\n    b()")
-
-    assert edited(TEXT, edit).endswith("        if a:\n            b()\n        return other(1)\n")
-
-
 def test_tabs_and_crlf_stay() -> None:
     text = "def f():\r\n\tif x:\r\n\t\treturn 1\r\n"
     changed = edited(text, lambda s: s.insert_before(s.one("return 1"), "if a:\n    b()"))
     assert changed == "def f():\r\n\tif x:\r\n\t\tif a:\r\n\t\t\tb()\r\n\t\treturn 1\r\n"
-
-
-def test_insertion_at_the_start_comes_behind_the_docstring() -> None:
-    changed = edited(TEXT, lambda s: s.insert_at_start(s.function("outer"), "begin()"))
-    assert '    """call(1) in a docstring"""\n    begin()\n    first' in changed
-    changed = edited(TEXT, lambda s: s.insert_at_start(s.function("Box.get"), "begin()"))
-    assert "    def get(self):\n        begin()\n        return" in changed
-
-
-class Example:
-    @staticmethod
-    def helper(x: int) -> int:
-        # a comment that goes along
-        return x + 1
-
-
-def test_a_method_is_inserted_from_its_own_source_text() -> None:
-    changed = edited(TEXT, lambda s: s.insert_method_before(s.function("Box.get"), Example.helper))
-    assert (
-        "class Box:\n    @staticmethod\n    def helper(x: int) -> int:\n        # a comment that goes along\n"
-        "        return x + 1\n\n    def get(self):" in changed
-    )
-    assert function_text(Example.helper).startswith("@staticmethod\n")
-
-
-def example(x: int) -> int:
-    return x + 1
-
-
-def test_a_function_is_inserted_with_two_blank_lines() -> None:
-    changed = edited(TEXT, lambda s: s.insert_function_before("Box", example))
-    assert '"call(1)"\n\n\ndef example(x: int) -> int:\n    return x + 1\n\n\nclass Box:' in changed
 
 
 # A statement that shares its line with another one. An insertion there could compile with another meaning.
@@ -337,14 +289,6 @@ def test_two_edits_of_one_place_are_refused() -> None:
     made.replace(made.one("g(1)"), "h()")
     with pytest.raises(NoMatch, match="another fix edits the same place"):
         made.replace(made.one("f(g(1))"), "k()")
-
-
-def test_two_insertions_at_one_place_keep_their_order() -> None:
-    def edit(made: Source) -> None:
-        made.insert_before(made.one("f()"), "first()")
-        made.insert_before(made.one("f()"), "second()")
-
-    assert edited("f()\n", edit) == "first()\nsecond()\nf()\n"
 
 
 @pytest.mark.parametrize(
@@ -464,43 +408,6 @@ def test_replacing_a_node_changes_nothing_around_it(lines: list[str], newline: s
     assert made.edited() == (b"\xef\xbb\xbf" if mark else b"") + expected.encode()
 
 
-IMPORTS = '''"""Text."""
-
-import os
-from sys import (
-    path,
-)
-
-if path:
-    import json
-
-
-class A:
-    def plain(self): ...
-
-    @property
-    @staticmethod
-    def decorated(self):
-        return os
-'''
-
-
-def test_an_import_comes_behind_the_last_one_of_the_module() -> None:
-    text = edited(IMPORTS, lambda source: source.insert_import("from here import there"))
-    assert text == IMPORTS.replace(")\n\nif", ")\nfrom here import there\n\nif")
-
-
 def test_without_imports_none_is_inserted() -> None:
     with pytest.raises(NoMatch, match="expected an import statement"):
         source("x = 1\n").insert_import("import os")
-
-
-def test_a_decorator_is_the_outermost_one() -> None:
-    def edit(source: Source) -> None:
-        source.decorate(source.function("A.plain"), "@ours")
-        source.decorate(source.function("A.decorated"), "@ours")
-
-    expected = IMPORTS.replace("    def plain", "    @ours\n    def plain").replace(
-        "    @property", "    @ours\n    @property"
-    )
-    assert edited(IMPORTS, edit) == expected
