@@ -11,6 +11,8 @@ from ckpt_patches.engine.source import Function, NoMatch, NotNeeded, Source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     import torch
 
 ENGINE = "deepspeed.runtime.engine"
@@ -42,7 +44,7 @@ def wait_for_all_ranks(source: Source) -> None:
         source.insert_before(statement_that_names(source, function), WAIT)
 
 
-def _announce_barrier() -> "torch.distributed.Store | None":
+def _announce_barrier() -> "Any":
     """Announce in the store of the process group that this rank has the barrier before `latest` is written."""
     try:
         store = torch.distributed.distributed_c10d._get_default_store()
@@ -98,13 +100,13 @@ def agree_first(source: Source) -> None:
     """A rank without this barrier (another image or skip list) would wait in another one. Not in a patch for upstream:
     there, all ranks run the same code.
     """
-    saves = functions(source)
-    has_own = source.has(ANNOUNCE) or any(source.has(CHECK, function) for function in saves)
+    saves, init = functions(source), source.function("DeepSpeedEngine.__init__")
+    has_own = source.has(ANNOUNCE, init) or any(source.has(CHECK, function) for function in saves)
     if not has_own and all(waits(source, function) for function in saves):
         raise NotNeeded
     added = (_announce_barrier, _check_all_ranks_have_barrier)
-    source.skip_if(ANNOUNCE, *((CHECK, function) for function in saves), *added)
-    source.insert_after(source.function("DeepSpeedEngine.__init__").body[-1], ANNOUNCE)
+    source.skip_if((ANNOUNCE, init), *((CHECK, function) for function in saves), *added)
+    source.insert_after(init.body[-1], ANNOUNCE)
     for function in saves:
         source.insert_at_start(function, CHECK)
     for brought in added:
