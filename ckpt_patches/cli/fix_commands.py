@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_patches import Switches
-from ckpt_patches.engine.fix import every_fix, load, sentence
+from ckpt_patches.engine.fix import every_fix, load, sentence, with_dependencies
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import FixResult, Outcome, TreePlan, fixes_for, plan_tree
 from ckpt_patches.engine.registry import PACKAGES
@@ -118,13 +118,12 @@ def _as_json(fix: "Fix") -> dict[str, object]:
 def run_diff(options: argparse.Namespace) -> int:
     """`ckpt-patches diff`."""
     from ckpt_patches.engine.diffs import tree_diff
-    from ckpt_patches.engine.series import with_dependencies
 
     if options.split is not None:
         return _split(options)
     plans = []
     for own in select(options.fixes, options.tree):
-        wanted = with_dependencies(own.names, lambda name: load(name).depends_on)
+        wanted = with_dependencies(own.names)
         names = [name for name in fixes_for(own.package) if name in wanted]
         plans.append(plan_tree(own.root, own.package, names, for_upstream=True))
         plans[-1].check_readable()

@@ -3,7 +3,7 @@
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
@@ -169,6 +169,18 @@ def load(name: str) -> Fix:
         KeyError: there is none.
     """
     return fixes_of(package_of(name))[name]
+
+
+def with_dependencies(names: Iterable[str]) -> set[str]:
+    """These fixes and all their dependencies."""
+    found: set[str] = set()
+    pending = list(names)
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found.add(name)
+            pending += load(name).depends_on
+    return found
 
 
 def package_of(name: str) -> str:

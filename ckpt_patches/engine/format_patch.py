@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_patches.engine.diffs import file_diff, new_file_diff, upstream_test
-from ckpt_patches.engine.fix import Fix, load, sentence
+from ckpt_patches.engine.fix import Fix, load, sentence, with_dependencies
 from ckpt_patches.engine.plan import FilePlan, FixResult, Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import APEX, CORE, DEEPSPEED, NVRX, PACKAGES, TORCH
 from ckpt_patches.errors import UserError
@@ -57,7 +57,7 @@ def plan_series(root: str, package: str, names: Iterable[str]) -> Series:
     Raises:
         UserError: git names no author, a file of the tree is unreadable, or a page has no message.
     """
-    wanted = _with_dependencies(names)
+    wanted = with_dependencies(names)
     results: dict[str, FixResult] = {}
     changes: dict[str, bytes] = {}
     before: dict[str, FilePlan] = {}
@@ -84,18 +84,6 @@ def plan_series(root: str, package: str, names: Iterable[str]) -> Series:
         test = new_file_diff(*upstream_test(name)) if load(name).test else b""
         files[f"{number:04}-{name}.patch"] = text.encode() + changes[name] + test
     return Series(files, list(results.values()))
-
-
-def _with_dependencies(names: Iterable[str]) -> set[str]:
-    """These fixes and all their dependencies."""
-    found: set[str] = set()
-    pending = list(names)
-    while pending:
-        name = pending.pop()
-        if name not in found:
-            found.add(name)
-            pending += load(name).depends_on
-    return found
 
 
 def _head(root: str) -> str:
