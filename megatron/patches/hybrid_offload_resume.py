@@ -37,7 +37,7 @@ LOADS = ("dp_zero", "dp_zero_legacy")
 BUCKET_LOADS = ("fs_bucket_space", "dp_reshardable")
 SYNC = "self.optimizer._sync_hdo_state_to_sub_optimizers()"
 ALLOW_CLASSES = """if hasattr(torch.serialization, "add_safe_globals"):  # since torch 2.4
-    # A checkpoint is loaded with `weights_only`, and its param groups refer to these classes.
+    # Checkpoints are loaded with `weights_only`, and their param groups refer to these.
     torch.serialization.add_safe_globals([cpu_optimizer_cls, gpu_optimizer_cls])"""
 # FusedAdam has the step in its param groups.
 STEP = """groups = [group for one in self.optimizer.sub_optimizers for group in one.param_groups]

@@ -109,7 +109,7 @@ class DistributedOptimizer:
             )
 
         right, swapped = are_of_weights(loaded), are_of_weights(exchanged)
-        # Both fit where weights are equal, or where a rank has one order: its states must not differ.
+        # Both fit where weights are equal, or the rank has one order: states must not differ.
         unknown = right == swapped and not (
             right
             and all(

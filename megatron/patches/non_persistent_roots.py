@@ -33,7 +33,7 @@ NEWEST = "find_non_persistent_global_dir(load_dir, args)"
 
 
 def _latest_iteration(folder: "str") -> int:
-    """Return the iteration that a folder's tracker names; -1 if there is none, or no number in it."""
+    """Return the iteration that a folder's tracker names, or -1 if there is no number in it."""
     try:
         with open(get_checkpoint_tracker_filename(folder)) as tracker:
             return int(tracker.read())

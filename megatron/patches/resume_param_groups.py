@@ -81,9 +81,7 @@ def _param_group_text(group: "dict[str, Any]", keys: "tuple[str, ...]") -> str:
 
 
 def _pair_param_groups(
-    current_groups: "list[dict[str, Any]]",
-    saved_groups: "list[dict[str, Any]]",
-    keys: "tuple[str, ...]",
+    groups: "list[dict[str, Any]]", saved_groups: "list[dict[str, Any]]", keys: "tuple[str, ...]"
 ) -> "dict[int, int]":
     """Map the index of each param group of this run to its saved group, if it is unambiguous.
 
@@ -91,9 +89,9 @@ def _pair_param_groups(
     if all were saved with the same rates, if each side has only one group of the kind, or if an
     earlier resume gave all of them the same settings.
     """
-    ours = [_param_group_traits(group, keys) for group in current_groups]
+    ours = [_param_group_traits(group, keys) for group in groups]
     theirs = [_param_group_traits(group, keys) for group in saved_groups]
-    if not all("optimizer" in group for group in (*current_groups, *saved_groups)):
+    if not all("optimizer" in group for group in (*groups, *saved_groups)):
         for kind, _ in (*ours, *theirs):
             kind.pop("optimizer", None)
     own_rate = {"is_decoupled_lr": None}
@@ -110,10 +108,10 @@ def _pair_param_groups(
             alike, saved = (
                 [
                     n
-                    for n, other in enumerate(groups)
+                    for n, other in enumerate(side)
                     if {**other[0], **own_rate} == {**kind, **own_rate}
                 ]
-                for groups in (ours, theirs)
+                for side in (ours, theirs)
             )
             if len(alike) == len(saved) > 1 and all(theirs[n] == theirs[saved[0]] for n in saved):
                 pairs[index] = saved[alike.index(index)]
@@ -148,9 +146,9 @@ class MegatronOptimizer:
         )
         if len(pairs) < len(ours):
             raise ValueError(
-                "Cannot tell whose settings a param group resumes with. Expected in the checkpoint all"
-                " groups of a kind with the rates of this run, or one of the kind. Found in this run,"
-                " with the number of the saved group,\n"
+                "Cannot tell whose settings a param group resumes with. Expected in the checkpoint"
+                " all groups of a kind with the rates of this run, or one of the kind. Found in"
+                " this run, with the number of the saved group,\n"
                 + "\n".join(
                     f"  {text}: {pairs.get(index, 'ambiguous')}" for index, text in enumerate(ours)
                 )

@@ -36,8 +36,8 @@ def _hint_about_frozen_layers(key: "str", accesses: "Any") -> "str":
     if "optimizer.state." not in key or accesses.min() > 0:
         return ""
     return (
-        "\nExpected optimizer state of each layer, found none of some: are they frozen? Then save the"
-        " optimizer in dp_reshardable (leave out --dist-ckpt-optim-fully-reshardable)."
+        "\nExpected optimizer state of each layer, found none of some: are they frozen? Then save"
+        " the optimizer in dp_reshardable (leave out --dist-ckpt-optim-fully-reshardable)."
     )
 
 
@@ -50,5 +50,6 @@ def check_on_all_ranks(source: Source) -> None:
         (HINT, of_key), not source.has(ONLY_RANK_0, within=check), _hint_about_frozen_layers
     )
     source.remove(source.branch(ONLY_RANK_0, within=check))
-    source.insert_at(source.one(MESSAGE, within=of_key), f" + {HINT}", end=True)
+    message = source.one(MESSAGE, within=of_key)
+    source.replace(message, f"{source.text(message)}\n+ {HINT}")
     source.insert_function_before(of_key, _hint_about_frozen_layers)
