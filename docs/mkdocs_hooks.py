@@ -52,7 +52,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Adapt a page: its links, the words behind the language of a fence; no comments."""
     from ckpt_patches.engine.fix import every_fix
 
-    if page.file.src_uri.startswith("guides/"):
+    if page.file.src_uri.startswith("guides/") or page.file.src_uri == "reference/compatibility.md":
         # The page that answers a question comes before those that touch it; "UNKNOWN" is in many.
         page.meta.setdefault("search", {"boost": 6 if page.file.src_uri == "guides/audit.md" else 2})
     if (fix := posixpath.basename(page.file.src_uri).removesuffix(".md")) in every_fix():

@@ -57,6 +57,7 @@ SYNONYMS = {
     "rank": "gpu",
     "gradient": "grad",
     "damage": "corrupt broken truncated",
+    "verify": "prove validate",
     "compatibility": "compatible covered supported",
 }
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from ckpt_patches.errors import NothingToDo, UserError, WorkerDefect, one_line
 from ckpt_patches.runtime.shown import printable_lines
-from ckpt_patches.runtime.terminal import Output
+from ckpt_patches.runtime.terminal import Output, filled
 
 
 def run(program: str, work: Callable[[], int], *, interrupted: str = "interrupted", defect: int = 2) -> int:
@@ -50,7 +50,7 @@ def _open_closed_streams() -> None:
 
 
 def say(program: str, message: str) -> None:
-    print(f"{program}: {printable_lines(message)}", file=sys.stderr)
+    print(filled(f"{program}: {printable_lines(message)}", sys.stderr), file=sys.stderr)
 
 
 @contextlib.contextmanager

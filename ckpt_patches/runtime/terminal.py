@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from typing import TextIO
 
 from ckpt_patches.errors import UserError
 
@@ -46,12 +47,20 @@ def width() -> int:
     return shutil.get_terminal_size().columns if _is_terminal() or os.environ.get("COLUMNS") else 0
 
 
-def filled(text: str) -> str:
-    """A text wrapped between words at the terminal's width; as it is if there is no terminal."""
-    if not _is_terminal():
+def filled(text: str, stream: TextIO | None = None) -> str:
+    """A text whose lines are wrapped between words at the terminal's width; as it is if the stream is no terminal.
+
+    `stream`: where it is printed, by default standard output.
+    """
+    if not _is_terminal(stream):
         return text
-    columns = shutil.get_terminal_size().columns
-    return textwrap.fill(text, columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    filler = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(map(filler.fill, text.split("\n")))
 
 
 def paint(text: str, color: str) -> str:
@@ -61,8 +70,9 @@ def paint(text: str, color: str) -> str:
     return text if plain or not color else f"\x1b[{COLORS[color]}m{text}\x1b[0m"
 
 
-def _is_terminal() -> bool:
-    return sys.stdout is not None and sys.stdout.isatty()
+def _is_terminal(stream: TextIO | None = None) -> bool:
+    stream = stream or sys.stdout
+    return stream is not None and stream.isatty()
 
 
 def table(

@@ -11,6 +11,7 @@ Its variables are
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -23,11 +24,15 @@ import installs
 from ckpt_patches.engine.fix import every_fix, load
 from ckpt_patches.engine.registry import CORE as CORE_PACKAGE
 from ckpt_patches.engine.registry import DEEPSPEED, NVRX, TORCH
+from old_checkpoints import flattened, settings
 from registered import FIXES
 from upstream import REPOSITORY, TIMEOUT, newest, tree
+from zero_checkpoints import trained
 
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 RUN = re.compile(r"^```console run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+IN_A_TABLE = re.compile(r"\[`(ckpt-patches (?!apply).+? .+?)`\]\(")  # apply would write into the tests' own trees
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)")
 CORE = "0.16.1"
 UPSTREAM = {CORE_PACKAGE: "Megatron-LM", DEEPSPEED: "DeepSpeed", NVRX: "NVRx", "apex": "apex", TORCH: "torch"}
@@ -59,17 +64,16 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
 def test_the_readme_counts_the_fixes() -> None:
     every = every_fix().values()
     silent = sum(fix.silent for fix in every)
-    text = (REPOSITORY / "README.md").read_text()
+    text = README
     assert f" {len(every)} fixes for checkpoint bugs" in text
     assert f"\n{silent} of the {len(every)} bugs leave a wrong training state" in text
 
 
 def test_the_commands_of_the_readme_print_what_it_shows(environment: dict[str, str], tmp_path: Path) -> None:
-    found = list(commands((REPOSITORY / "README.md").read_text(encoding="utf-8")))
+    found = list(commands(README))
     assert len(found) == 6
     for command, shown in found:
         done = subprocess.run(
@@ -83,6 +87,33 @@ def test_the_commands_of_the_readme_print_what_it_shows(environment: dict[str, s
         printed = (done.stdout + done.stderr).replace(environment["CHECKPOINTS"], "/checkpoints/run1")
         assert done.returncode == int("DAMAGED" in shown), f"{command}\n{printed}"
         assert not shown or matches(shown, printed), f"{command}\nshown:\n{shown}\nprinted:\n{printed}"
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readmes_table(environment: dict[str, str], tmp_path: Path) -> None:
+    """Each is run as it is, in a folder that has what it names."""
+    own = tmp_path / "own"
+    shutil.copytree(environment["CHECKPOINTS"], own / "RUN")
+    shutil.copytree(trained("0.19.8", "stage1")["stage1"], own / "RUN" / "global_step10")
+    flattened(own / "OLD/iter_0001000", {"layer.weight": (6, 4)}, {"layer.weight": (1, 2)}, ranks=3)[0].write(
+        settings()
+    )
+    for name, save in (("ONE", "global_step10"), ("OTHER", "universal")):
+        (own / name).symlink_to(own / "RUN" / save)
+    shutil.copytree(tree("megatron-core", CORE), own / "Megatron-LM")
+    for command in ("init --quiet", "config user.name nobody", "config user.email nobody@example.invalid"):
+        subprocess.run(["git", "-C", str(own / "Megatron-LM"), *command.split()], check=True)
+    subprocess.run(["pip", "install", "--quiet", "--no-deps", environment["REPO"][7:]], check=True, env=environment)
+    results = {"repair": "NEW", "to-universal": "RUN/universal", "migrate": "NEW/iter_0001000", "diff": "DIR"}
+    found = IN_A_TABLE.findall(README)
+    assert {command.split()[1] for command in found} == {*results, "compare"}
+    for command in found:
+        home = {**environment, "HOME": str(own)}
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=own, env=home, text=True, capture_output=True, timeout=TIMEOUT
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        assert (own / results.get(command.split()[1], "RUN")).is_dir(), command
 
 
 def commands(page: str) -> Iterator[tuple[str, str]]:

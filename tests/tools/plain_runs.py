@@ -11,8 +11,8 @@ NOT_FINITE = "exp_avg_sq"  # the state that `save` can spoil
 
 
 def save(run: Path, step: int, *, damaged: bool = False) -> Path:
-    """A save of torch.distributed.checkpoint; damaged: with NaN in a second moment, which no header shows."""
-    torch.manual_seed(step)
+    """A save of a run by torch.distributed.checkpoint; damaged: with NaN in a second moment, which no header shows."""
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(step):
