@@ -44,7 +44,9 @@ def _optimizer_file_loaded(folder, ckpt_step):
         mock.patch.object(checkpointing, "mpu"),
         mock.patch.object(checkpointing, "get_checkpoint_name", side_effect=lambda *names: names),
         mock.patch.object(
-            checkpointing, "get_distributed_optimizer_checkpoint_name", side_effect=lambda name: name
+            checkpointing,
+            "get_distributed_optimizer_checkpoint_name",
+            side_effect=lambda name: name,
         ),
         mock.patch.object(checkpointing, "read_metadata", return_value=(6, False)),
         mock.patch.object(checkpointing, "is_last_rank", return_value=False),

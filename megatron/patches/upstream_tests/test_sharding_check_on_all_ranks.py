@@ -12,7 +12,9 @@ from megatron.core.dist_checkpointing.validation import validate_sharding_integr
 
 def _check(rank, key, layers):
     """Check a stack of two layers on this rank, of which the rank with the same number has these."""
-    shards = [ShardedTensor.from_rank_offsets(key, torch.ones(4), (0, layer, 2)) for layer in layers]
+    shards = [
+        ShardedTensor.from_rank_offsets(key, torch.ones(4), (0, layer, 2)) for layer in layers
+    ]
     with mock.patch("torch.distributed.get_rank", return_value=rank):
         validate_sharding_integrity([[shard] for shard in shards])
 
