@@ -63,14 +63,14 @@ def pytest_report_header() -> list[str]:
 
 # Test files that `make quick` runs: the engine, the hook, in-place files, file formats, and planning.
 QUICK = """
-    audit_blocks checksum convert_plan convert_writer durable hook in_place plan
+    audit_many checksum convert_plan convert_writer durable hook in_place plan
     processes rooms source stored_zip torch_file unfinished
 """
 
 
 # Test files that are not in `make test`: they train or draw for a minute and more.
 SLOW = """
-    api audit_coverage audit_dcp audit_experts audit_fsdp_ranks audit_generated audit_healthy audit_local
+    api audit_coverage audit_dcp audit_experts audit_fsdp_ranks audit_generated audit_local
     audit_soundness convert distributed fingerprint_torch healthy_and_damaged migrate recipes
 """
 

@@ -74,8 +74,7 @@ _PROGRAMS = {
         async_saving exact_resume explore_megatron gpt_resume layer_wise
         megatron_fsdp_saving megatron_healthy megatron_saving proof param_groups run_proof shifted_saving
     """,
-    CORE_ALONE: "strip_shapes",
-    ("torch",): "damaged_zero dcp_loading dcp_saving",
+    ("torch",): "dcp_loading dcp_saving",
     ZARR_WRITES: "zarr_race",
     ZERO: """
         convert foreign_files same_universal autoep_training experts explore_deepspeed zero3_slices

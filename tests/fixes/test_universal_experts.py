@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from test_audit_coverage import experts
+from every_checkpoint import experts
 from test_convert_experts import states
 from universal import ours
 from upstream import (

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from ckpt_patches.cli import command_line
+from crafted_files import copied
 from megatron_checkpoints import ZARR, written
 from old_checkpoints import flattened, settings
 from small_tree import command, on_terminal, one_line, python
-from test_audit import copied, lose_first_moment
+from test_audit import lose_first_moment
 from upstream import REPOSITORY, tree
 from zero_checkpoints import of_ranks
 

@@ -1,7 +1,6 @@
 """Checkpoints that torch alone writes, once per test run; see programs/dcp_saving.py."""
 
 import json
-import random
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -61,9 +60,6 @@ OF_RANKS: dict[str, Mapping[str, Any]] = {
     "global_step_40/actor": {},
 }
 OF_FOUR_RANKS: dict[str, Mapping[str, Any]] = {**OF_RANKS, "hsdp": {"mesh": "hsdp"}, "fsdp_tp": {"mesh": "fsdp_tp"}}
-# Optimizers that torch cannot run on DTensors, and optimizers that it can.
-PLAIN, OF_DTENSOR = ["NAdam", "Adamax", "RAdam"], ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Adadelta"]
-OPTIONS = ("frozen", "unused", "tied", "zeros", "groups")
 
 
 def saved() -> Path:
@@ -75,33 +71,6 @@ def saved_by_ranks(ranks: int) -> Path:
     """A folder with checkpoints of one file per rank, for two or four ranks."""
     cases = {name: {**case, "save": "ranks"} for name, case in (OF_FOUR_RANKS if ranks == 4 else OF_RANKS).items()}
     return once(f"ranks-{ranks}", partial(_write, cases=cases, ranks=ranks))
-
-
-def generated() -> dict[str, Mapping[str, Any]]:
-    """Runs with random options from a fixed seed."""
-    draw = random.Random(42)
-    return {f"drawn-{number}": _drawn(draw) for number in range(30)}
-
-
-def saved_generated() -> Path:
-    return once("dcp-generated", partial(_write, cases=generated()))
-
-
-def _drawn(draw: random.Random) -> dict[str, Any]:
-    mesh = draw.choice(["fsdp", "hsdp", "fsdp_tp", "tp", "ddp", "replicate", "none", "fsdp1"])
-    options = {name: True for name in OPTIONS if draw.random() < 0.2}
-    for name in {"ddp": ("unused",), "replicate": ("unused",), "fsdp1": ("frozen", "tied")}.get(mesh, ()):
-        options.pop(name, None)
-    saves = ["nested", "flat", "raw", "weights", "folders", "async"]
-    return {
-        "mesh": mesh,
-        "optimizer": draw.choice([*OF_DTENSOR, *(PLAIN if mesh in ("ddp", "replicate", "none") else [])]),
-        "dtype": draw.choice(["float32", "float32", "bfloat16"]),
-        "save": draw.choice(["nested", "flat", "folders"] if mesh == "fsdp1" else saves),
-        "steps": draw.choice([0, 1, 2, 5, 12]),
-        "scale": draw.choice([1.0, 1e-6]),
-        "options": options,
-    }
 
 
 def _write(folder: Path, cases: Mapping[str, Mapping[str, Any]], ranks: int = 4) -> None:

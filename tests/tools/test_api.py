@@ -13,10 +13,11 @@ from torch import nn
 
 from ckpt_patches import api, fingerprint
 from ckpt_patches.cli import main
+from crafted_files import copied
 from megatron_checkpoints import ZARR, written
 from old_checkpoints import flattened, settings
 from plain_runs import save
-from test_audit import copied, lose_first_moment
+from test_audit import lose_first_moment
 from zero_checkpoints import trained
 
 

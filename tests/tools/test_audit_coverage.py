@@ -1,88 +1,107 @@
-"""Every tensor in the files is judged, or named in a finding."""
+"""Every tensor in the files is judged, or named in a finding; padding and masks can hold anything."""
 
-import functools
-from collections.abc import Callable
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
+from ckpt_patches.audit.run_folder import saves
+from ckpt_patches.convert.convert import Options, convert
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats import zero as zero_files
+from crafted_files import change, copied, found_in, names
+from every_checkpoint import EVERY, Place, experts, put, tensors
+from explore.spaces import plainer
+from explore.test_explore import SMALL
 from megatron_checkpoints import Configuration, written
-from test_audit import check_that_a_nan_is_found, copied, names
-from upstream import newest, once, run, tree
+from torch_dist_indexes import changed_index
+from upstream import newest, run_json, tree
 from zero_checkpoints import trained
 
-WRITER = "0.16.2"
-
-
-@pytest.fixture
-def zero(tmp_path: Path) -> Path:
-    return copied(trained(WRITER, "stage2")["stage2"], tmp_path)
-
-
-def change(path: Path, make: Callable[[Any], object]) -> None:
-    value = torch.load(path, weights_only=False)
-    make(value)
-    torch.save(value, path)
-
-
 MODEL = "mp_rank_00_model_states.pt"
-NAN = torch.full((40, 3), float("nan"))
+NAN = torch.tensor([float("nan")]).numpy().tobytes()
+MASK = torch.full((4, 4), float("-inf")).triu(1)
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        lambda value: value["module"].update(buffer=NAN.clone()),
-        lambda value: value["module"].update(transposed=NAN.t()),
-        lambda value: value["module"].update(inner={"list": [1, (NAN.clone(),)]}),
-        lambda value: value.update(optimizer={"state": {0: {"momentum": NAN.clone()}}}),
-    ],
-    ids=["a buffer", "a transposed one", "a nested one", "of an optimizer"],
-)
-def test_a_tensor_anywhere_in_a_file_is_judged(zero: Path, place: Callable[[Any], object]) -> None:
-    change(zero / MODEL, place)
-    assert (audit(zero).verdict, names(audit(zero))) == (DAMAGED, {"not_finite"})
+def copy_of(kind: str, to: Path) -> Path:
+    return Path(shutil.copytree(EVERY[kind].path, to / "checkpoint"))
 
 
-def test_a_tensor_whose_elements_do_not_lie_in_order_is_named(zero: Path) -> None:
-    """A strided view of a storage that it shares with another tensor is a finding, and the verdict is UNKNOWN."""
-    base = torch.ones(100)
-    change(zero / MODEL, lambda value: value["module"].update(part=base[:10], strided=base[20::2]))
-    report = audit(zero)
-    (finding,) = [f for f in report.findings if f.kind.name == "not_judged"]
-    assert (report.verdict, finding.array) == (UNKNOWN, "module.strided")
+# Padding
 
 
 @pytest.mark.parametrize("kind", ["stage2", "stage3"])
 def test_a_partition_of_padding_alone_can_hold_anything(kind: str, tmp_path: Path) -> None:
     """NaN in the padding of ranks without parameters only fails the checksum: DeepSpeed does not initialize it."""
-    path = copied(trained(WRITER, kind)[kind], tmp_path)
+    path = copied(trained("0.16.2", kind)[kind], tmp_path)
     file = path / "bf16_zero_pp_rank_7_mp_rank_00_optim_states.pt"
     state = zero_files.read_rank(torch_file.read(file, trust=True))
     padding = [p for p in state.partitions if kind == "stage3" or not p.fragments]
     whole = file.read_bytes()
-    for partition in padding:
-        for flat in partition.states.values():
-            with open(file, "r+b") as changed:
-                changed.seek(flat.offset)
-                changed.write(NAN.numpy().tobytes()[: 4 * flat.numel])
-            assert names(audit(path)) <= {"bad_file"}  # only by the checksum
-            file.write_bytes(whole)
+    for flat in (flat for partition in padding for flat in partition.states.values()):
+        with open(file, "r+b") as changed:
+            changed.seek(flat.offset)
+            changed.write(NAN * flat.numel)
+        assert names(audit(path)) <= {"bad_file"}  # only by the checksum
+        file.write_bytes(whole)
     assert padding or kind == "stage2"
 
 
-def test_what_is_whole_stays_whole(zero: Path) -> None:
-    base = torch.ones(100)
-    change(zero / MODEL, lambda value: value["module"].update(tied=[base, base[:50], base.t()], empty=torch.ones(0, 3)))
-    assert (audit(zero).verdict, names(audit(zero))) == (WHOLE, set())
+def test_what_pads_a_frozen_parameter_of_zero_3_is_not_judged_after_a_conversion(tmp_path: Path) -> None:
+    name, source = "ln.weight", trained("0.19.8", "stage3_frozen")["stage3_frozen"]
+    convert(source, tmp_path / "universal", Options(workers=1))
+    files = sorted((tmp_path / "universal").glob("zero_pp_rank_*_model_states.pt"))
+    for file, verdict in ((files[-1], WHOLE), (files[0], DAMAGED)):  # the first 3 of 8 ranks have one element each
+        change(file, lambda value: value["frozen_param_fragments"][name].fill_(torch.nan))
+        assert found_in(tmp_path / "universal")[0] == verdict
 
 
-# dp_zero_gather_scatter: the optimizer state is an object in the sharded files
+# Buckets
+
+
+def test_every_chunk_of_a_bucket_is_judged_but_for_what_lies_between_parameters(tmp_path: Path) -> None:
+    """All chunks of a bucket are judged, of any size, and NaN is ignored only between parameters."""
+    path = copy_of("0.16, dp_reshardable", tmp_path)
+    parts = [place for place in tensors(path) if "bucket_idx" in place.name]
+    judged = [shard for shard in audit(path, workers=1).checkpoint.shards if not shard.has_rows]
+    assert sum(shard.numel * len(shard.streams) for shard in judged) == sum(place.numel for place in parts)
+    assert all((place.first[0] % 64 == 0) == (verdict_of(path, place) == UNKNOWN) for place in parts)
+    gaps = [place for place in parts if place.first[0] % 64]
+    assert {place.name.rpartition(".")[2] for place in gaps} == {"param", "exp_avg", "exp_avg_sq"}
+    for byte in (b"\0", b"\1", b"\xff"):  # upstream saves uninitialized memory there
+        for place in gaps:
+            put(place, 4 * place.numel * byte)
+        assert found_in(path) == (WHOLE, set())
+
+
+def verdict_of(path: Path, place: Place) -> str:
+    before = place.path.read_bytes()
+    put(place, NAN, place.numel // 2)
+    verdict, found = found_in(path)
+    place.path.write_bytes(before)
+    assert found <= {"odd_in_bucket"}
+    return verdict
+
+
+def test_nan_in_a_small_bucket_is_not_called_whole(tmp_path: Path) -> None:
+    """NaN in a rank's part of a bucket is UNKNOWN, even if all of that part could be padding."""
+    path = copy_of("0.12, zarr, buckets", tmp_path)
+    parts = [place for place in tensors(path) if "bucket_idx" in place.name]
+    assert {place.numel for place in parts} == {1088}
+    assert {verdict_of(path, place) for place in parts} == {UNKNOWN}
+
+
+def test_where_no_parameter_is_known_to_be_trained_infinity_is_not_detected(tmp_path: Path) -> None:
+    """Buckets of Megatron do not name their parameters: an infinite weight is not told from a buffer."""
+    path = copy_of("0.14, torch", tmp_path)
+    weight = next(place for place in tensors(path) if place.dtype == "bfloat16" and place.name.endswith("weight"))
+    put(weight, MASK.bfloat16()[0, 2:].view(torch.uint8).numpy().tobytes())
+    assert found_in(path) == (WHOLE, set())
+
 
 OBJECTS = [
     Configuration(version=version, ranks=2, backend=backend, format="dp_zero_gather_scatter", iterations="3")
@@ -98,42 +117,89 @@ def test_the_gathered_state_in_an_object_is_judged(configuration: Configuration)
     assert roles == {"master", "exp_avg", "exp_avg_sq"}
 
 
-# Experts, and files of no rank
+@pytest.mark.parametrize(
+    ("optimizer", "expected"), [("whole", (UNKNOWN, {"not_read"})), ("distributed", (INCOMPLETE, {"incomplete_save"}))]
+)
+def test_a_checkpoint_in_torch_format_without_distrib_optim(
+    optimizer: str, expected: tuple[str, set[str]], tmp_path: Path
+) -> None:
+    """Incomplete only if the run's arguments state a distributed optimizer."""
+    case = plainer(SMALL["megatron"], [{"run": {"format": "torch", "optimizer": optimizer, "pp": 2}}])
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    on = tree("megatron-core", newest("megatron-core"))
+    run_json("explore_megatron", "train", tmp_path / "case.json", tmp_path / "run", tree=on)
+    for file in tmp_path.glob("run/first/*/distrib_optim.pt"):
+        file.unlink()
+    assert found_in(tmp_path / "run" / "first") == expected
+    assert list(saves(tmp_path / "run")) == [tmp_path / "run" / "first"]
 
 
-@functools.cache
-def experts(stage: int) -> Path:
-    """A real checkpoint in which expert-parallel ranks 0 and 1 have different experts with the same names."""
-    release = tree("deepspeed", newest("deepspeed"))
-    return once(f"experts-{stage}", lambda out: run("experts", out, str(stage), tree=release)) / "global_step8"
+# Flattened states without shapes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2])
-def test_experts_are_judged_by_expert_parallel_ranks(stage: int) -> None:
-    report = audit(experts(stage))
-    assert (report.verdict, names(report)) == (WHOLE, set())
-    labels = {shard.label for shard in report.checkpoint.shards if "master" in shard.streams}
-    assert labels == {"", "expert-parallel rank 0", "expert-parallel rank 1"}
+def compared(path: Path) -> set[str]:
+    shards = audit(path, workers=1).checkpoint.shards
+    return {shard.parameter for shard in shards if {"master", "weight"} <= shard.streams.keys()}
 
 
-def test_damage_in_the_state_of_every_expert_is_found(tmp_path: Path) -> None:
-    path = copied(experts(1), tmp_path)
-    shards = [shard for shard in audit(path).checkpoint.shards if "expert" in shard.label]
-    assert len(shards) == 8
-    for shard in shards:
-        check_that_a_nan_is_found(path, shard, shard.streams["exp_avg_sq"].extents[0])
+def test_flattened_states_are_compared_with_the_weights_where_the_index_has_no_shapes(tmp_path: Path) -> None:
+    """As in megatron-core up to 0.8."""
+    path = copy_of("0.14, torch_dist", tmp_path)
+    before = compared(path)
+    with changed_index(path) as index:
+        assert len(index.mcore_data) > 10
+        index.mcore_data = {}
+    assert (compared(path), found_in(path)) == (before, (WHOLE, set()))
+    place = next(place for place in tensors(path) if place.name.startswith("optimizer.state.fp32_param.module.down"))
+    put(place, torch.full((place.numel,), 0.5).numpy().tobytes())
+    assert found_in(path) == (DAMAGED, {"unrounded_master"})
 
 
-@pytest.mark.parametrize("name", ["layer_0_expert_2_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"])
+# Masks in a universal checkpoint: the conversion keeps a buffer in two places
+
+
+@pytest.fixture
+def with_mask(tmp_path: Path) -> Path:
+    folder = copied(trained("0.19.8", "stage1")["stage1"], tmp_path)
+
+    def add(value: Any) -> None:
+        value["module"]["mask"] = MASK
+        value["buffer_names"] = [*value["buffer_names"], "mask"]
+
+    change(folder / MODEL, add)
+    convert(folder, tmp_path / "universal", Options(workers=1))
+    assert (tmp_path / "universal/zero/mask/fp32.pt").exists()
+    return tmp_path / "universal"
+
+
+def test_a_mask_that_was_converted_is_judged_as_before(with_mask: Path) -> None:
+    assert found_in(with_mask) == (WHOLE, set())
+    torch.save({"param": torch.zeros(16)}, with_mask / "zero/mask/fp32.pt")  # one of its copies
+    assert found_in(with_mask)[0] == DAMAGED
+
+
+def test_a_trained_parameter_without_moments_that_is_infinite_is_damage(with_mask: Path) -> None:
+    """Infinity in a weight and its main parameter is damage without moments too, as with SGD."""
+    weight = with_mask / "zero/w1.weight"
+    for file in weight.glob("exp_avg*.pt"):
+        file.unlink()
+    torch.save({"param": torch.full((9,), float("-inf"))}, weight / "fp32.pt")
+    (model,) = with_mask.glob("mp_rank*.pt")
+    change(model, lambda value: value["module"]["w1.weight"].fill_(float("-inf")))
+    assert "not_finite" in found_in(with_mask)[1]
+
+
+# Files of experts
+
+
+@pytest.mark.parametrize("name", ["layer_0_expert_2_mp_rank_00_model_states.pt", MODEL])
 def test_a_file_of_weights_is_read_to_its_end(tmp_path: Path, name: str) -> None:
     path = copied(experts(1), tmp_path)
-    change(path / name, lambda value: poison(value))
-    assert audit(path).verdict == DAMAGED
+
+    def poison(value: Any) -> None:
+        next(iter(value.get("module", value).values())).view(-1)[0] = float("nan")
+
+    change(path / name, poison)
+    assert found_in(path)[0] == DAMAGED
     (path / name).write_bytes((path / name).read_bytes()[:-100])
-    assert "bad_file" in names(audit(path))
-
-
-def poison(value: Any) -> None:
-    weights = value.get("module", value)
-    next(iter(weights.values())).view(-1)[0] = float("nan")
+    assert "bad_file" in found_in(path)[1]

@@ -1,4 +1,4 @@
-"""In 8-bit weights, NaN is found, and rounding to 8 bits is never called damage."""
+"""Weights of few bits: NaN is found, and rounding is never called damage. And what lies beside shards in torch_dist."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
-from ckpt_patches.formats import elements, torch_file
-from test_audit import copied, names
-from test_audit_coverage import MODEL, change
+from ckpt_patches.formats import torch_file
+from crafted_files import change, copied, found_in, names
+from test_audit_coverage import MODEL
 from zero_checkpoints import trained
 
 NAME = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -22,33 +22,16 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
-@pytest.mark.parametrize("name", FLOATS_OF_8_BITS)
-def test_every_number_of_8_bits_is_read_as_torch_reads_it(name: str) -> None:
-    every = torch.arange(256, dtype=torch.uint8)
-    found = elements.as_float32(every.numpy(), name)
-    expected = every.view(getattr(torch, name)).float().numpy()
-    finite = np.isfinite(expected)
-    assert found is not None
-    assert (np.isfinite(found) == finite).all()
-    assert (found[finite] == expected[finite]).all()
-
-
 @pytest.mark.parametrize("name", [*FLOATS_OF_8_BITS, "complex64", "complex128", "complex32", "float64"])
 def test_nan_is_found_in_a_buffer_of_any_type_that_has_it(name: str, tmp_path: Path) -> None:
     """NaN in a buffer is damage for every dtype that has NaN, in imaginary parts too."""
     dtype = getattr(torch, name)
     odd = torch.tensor([complex(1, np.nan)]) if dtype.is_complex else torch.tensor([np.nan])
     path = copied(trained("0.16.2", "stage2")["stage2"], tmp_path)
-    change(path / MODEL, lambda value: value["module"].update(buffer=torch.ones(64).to(dtype)))
-    assert audit(path).verdict == WHOLE
+    change(path / MODEL, lambda value: value["module"].update(buffer=torch.arange(1, 64).to(dtype)))
+    assert found_in(path) == (WHOLE, set())
     change(path / MODEL, lambda value: value["module"].update(buffer=odd.to(dtype).repeat(64)))
-    assert (audit(path).verdict, names(audit(path))) == (DAMAGED, {"not_finite"})
-
-
-def test_a_number_that_fp32_does_not_have_is_not_infinity(tmp_path: Path) -> None:
-    path = copied(trained("0.16.2", "stage2")["stage2"], tmp_path)
-    change(path / MODEL, lambda value: value["module"].update(buffer=torch.full((64,), 1e300, dtype=torch.float64)))
-    assert (audit(path).verdict, names(audit(path))) == (WHOLE, set())
+    assert found_in(path) == (DAMAGED, {"not_finite"})
 
 
 # megatron-core's torch_dist
@@ -66,22 +49,13 @@ def scaled(values: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = Fal
     return (values / scale).to(dtype).float() * scale
 
 
-def of_one_scale(values: torch.Tensor) -> torch.Tensor:
-    return scaled(values.flatten(), torch.float8_e4m3fn).view(values.shape).bfloat16()
+def of_one_scale(values: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+    return scaled(values.flatten(), dtype).view(values.shape)
 
 
-def with_a_margin(values: torch.Tensor) -> torch.Tensor:
-    """Quantize with a margin, as delayed scaling does: many numbers become denormal or zero in the dtype."""
-    return ((values / 2e-2).to(torch.float8_e4m3fn).float() * 2e-2).bfloat16()
-
-
-def of_blocks(values: torch.Tensor) -> torch.Tensor:
-    return scaled(values.reshape(-1, 128), torch.float8_e4m3fn).view(values.shape).bfloat16()
-
-
-def of_small_blocks(values: torch.Tensor) -> torch.Tensor:
-    """MXFP8."""
-    return scaled(values.reshape(-1, 32), torch.float8_e4m3fn, power_of_two=True).view(values.shape).bfloat16()
+def of_blocks(values: torch.Tensor, size: int, *, power_of_two: bool = False) -> torch.Tensor:
+    parts = scaled(values.reshape(-1, size), torch.float8_e4m3fn, power_of_two=power_of_two)
+    return parts.view(values.shape).bfloat16()
 
 
 def of_fp4(values: torch.Tensor) -> torch.Tensor:
@@ -94,34 +68,31 @@ def of_fp4(values: torch.Tensor) -> torch.Tensor:
 
 
 DEQUANTIZED: dict[str, Make] = {
-    "one scale": of_one_scale,
-    "one scale, fp16": lambda values: scaled(values.flatten(), torch.float8_e4m3fn).view(values.shape).half(),
-    "one scale, fp32": lambda values: scaled(values.flatten(), torch.float8_e4m3fn).view(values.shape),
-    "e5m2": lambda values: scaled(values.flatten(), torch.float8_e5m2).view(values.shape).bfloat16(),
-    "a margin": with_a_margin,
-    "scales of blocks": of_blocks,
-    "MXFP8": of_small_blocks,
+    "one scale": lambda values: of_one_scale(values).bfloat16(),
+    "one scale, fp16": lambda values: of_one_scale(values).half(),
+    "one scale, fp32": of_one_scale,
+    "e5m2": lambda values: of_one_scale(values, torch.float8_e5m2).bfloat16(),
+    # As delayed scaling does: many numbers become denormal or zero in the dtype.
+    "a margin": lambda values: ((values / 2e-2).to(torch.float8_e4m3fn).float() * 2e-2).bfloat16(),
+    "scales of blocks": lambda values: of_blocks(values, 128),
+    "MXFP8": lambda values: of_blocks(values, 32, power_of_two=True),
     "NVFP4": of_fp4,
 }
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def saved(path: Path, weight: torch.Tensor, master: torch.Tensor) -> Path:
+def saved(path: Path, weight: torch.Tensor, master: torch.Tensor, moment: torch.Tensor | None = None) -> Path:
     """Save with torch.distributed.checkpoint in megatron-core's layout."""
     path.mkdir()
-    moments = {f"optimizer.state.{key}.{NAME}": master.square() * n + 1e-8 for n, key in enumerate(MOMENTS, 1)}
+    own = master.square() + 1e-8 if moment is None else moment
+    moments = {f"optimizer.state.{key}.{NAME}": own * n for n, key in enumerate(MOMENTS, 1)}
     dcp.save({NAME: weight, f"optimizer.state.param.{NAME}": master, **moments}, checkpoint_id=path, no_dist=True)
     groups = [{"lr": 1e-3, "step": 7, "betas": (0.9, 0.95), "params": [0]}]
     optimizer = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_sharded_model_space"}
     torch.save({"optimizer": optimizer}, path / "common.pt")
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     return path
-
-
-def found_in(path: Path) -> tuple[str, set[str]]:
-    report = audit(path, workers=1)
-    return report.verdict, names(report)
 
 
 def test_ordinary_weights_are_compared(tmp_path: Path) -> None:
@@ -155,8 +126,7 @@ def test_masters_of_another_model_are_told_from_the_rounding_of_few_bits(kind: s
 def test_a_lost_slice_of_masters_is_damage_beside_weights_of_8_bits(tmp_path: Path) -> None:
     lost = masters()
     lost[4:8] = 0
-    path = saved(tmp_path / "checkpoint", of_one_scale(masters()), lost)
-    verdict, found = found_in(path)
+    verdict, found = found_in(saved(tmp_path / "checkpoint", of_one_scale(masters()).bfloat16(), lost))
     assert (verdict, "lost_master" in found) == (DAMAGED, True)
 
 
@@ -168,24 +138,33 @@ def test_few_or_equal_weights_tell_no_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_weights_in_the_type_itself_are_held_against_nothing_and_named(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_is_compared_with_nothing_is_named(dtype: torch.dtype, tmp_path: Path) -> None:
     weight = (masters() / 1e-4).to(dtype)
     assert found_in(saved(tmp_path / "one", weight, masters())) == (UNKNOWN, {"not_judged"})
     weight.view(torch.uint8)[3, 5] = 0x7F  # NaN
     assert found_in(saved(tmp_path / "other", weight, masters())) == (DAMAGED, {"not_judged", "not_finite"})
+    codes = torch.ones(ROWS, ROW, dtype=torch.uint8)
+    assert found_in(saved(tmp_path / "codes", masters().bfloat16(), masters(), codes)) == (UNKNOWN, {"not_judged"})
+    transposed = saved(tmp_path / "transposed", masters().bfloat16(), masters().T.contiguous())
+    assert found_in(transposed) == (UNKNOWN, {"not_judged"})
 
 
-def test_a_moment_in_codes_is_named(tmp_path: Path) -> None:
+# State that is not sharded
+
+
+def test_what_torch_dist_keeps_beside_its_shards_is_judged(tmp_path: Path) -> None:
+    """NaN is damage; values have infinity before they are first computed."""
     path = saved(tmp_path / "checkpoint", masters().bfloat16(), masters())
-    state = {
-        f"optimizer.state.{key}.{NAME}": torch.ones(ROWS, ROW, dtype=torch.uint8) for key in ("exp_avg", "exp_avg_sq")
-    }
-    dcp.save(
-        {NAME: masters().bfloat16(), f"optimizer.state.param.{NAME}": masters(), **state},
-        checkpoint_id=path,
-        no_dist=True,
-    )
-    assert found_in(path) == (UNKNOWN, {"not_judged"})
+    for value, expected in ((float("inf"), (WHOLE, set())), (float("nan"), (DAMAGED, {"not_finite"}))):
+        change(path / "common.pt", lambda own, value=value: own["optimizer"].update(grad_scaler=torch.tensor([value])))  # type: ignore[misc]
+        assert found_in(path) == expected
+
+
+def test_an_index_of_another_program_is_no_checkpoint_of_megatron(tmp_path: Path) -> None:
+    path = saved(tmp_path / "checkpoint", masters().bfloat16(), masters())
+    (path / "metadata.json").unlink()
+    (path / "common.pt").unlink()
+    assert found_in(path) == (UNKNOWN, {"not_read"})
 
 
 # torch.save
@@ -213,17 +192,11 @@ def test_an_object_made_by_a_method_of_its_class_can_be_read(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("weight", "expected"),
-    [
-        (Float8Tensor(), {"not_judged"}),
-        (torch.ones(3, 3).to(torch.float8_e4m3fn), {"not_judged"}),
-        (torch.ones(9).bfloat16(), {"not_judged"}),
-    ],
+    "weight",
+    [Float8Tensor(), torch.ones(3, 3).to(torch.float8_e4m3fn), torch.ones(9).bfloat16()],
     ids=["Transformer Engine's", "torch's", "of another shape"],
 )
-def test_a_weight_of_zero_that_no_master_was_held_against_is_named(
-    weight: Any, expected: set[str], tmp_path: Path
-) -> None:
+def test_a_weight_of_zero_that_was_compared_with_no_master_is_named(weight: Any, tmp_path: Path) -> None:
     path = copied(trained("0.16.2", "stage2")["stage2"], tmp_path)
     change(path / MODEL, lambda value: value["module"].update({"w1.weight": weight}))
-    assert found_in(path) == (UNKNOWN, expected)
+    assert found_in(path) == (UNKNOWN, {"not_judged"})

@@ -2,18 +2,17 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, Report, audit
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, audit
 from ckpt_patches.cli import main
-from ckpt_patches.formats import damages, torch_file
+from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.rank_files_reader import FORMAT, WEIGHTS_ALONE
-from crafted_files import with_other_value
+from crafted_files import Change, copied, found_in, names, with_other_value, without
 from dcp_checkpoints import OF_FOUR_RANKS, OF_RANKS, saved_by_ranks
 from every_checkpoint import in_torch_file, put
 
@@ -22,37 +21,16 @@ EACH = pytest.mark.parametrize("name", ["fsdp1", "fsdp2"])
 MODEL, OPTIMIZER, EXTRA = (f"{kind}_world_size_2_rank_1.pt" for kind in ("model", "optim", "extra_state"))
 
 
-def names(report: Report) -> set[str]:
-    return {finding.kind.name for finding in report.findings if finding.kind.severity != damages.NOTE}
-
-
 @pytest.fixture
 def copy(tmp_path: Path) -> Callable[[str], Path]:
-    return lambda name: Path(shutil.copytree(saved_by_ranks(2) / name, tmp_path / name))
+    return lambda name: copied(saved_by_ranks(2) / name, tmp_path)
 
 
 @pytest.mark.parametrize(("ranks", "name"), SOUND)
 def test_a_sound_one_is_whole(ranks: int, name: str) -> None:
     report = audit(saved_by_ranks(ranks) / name)
-    assert (report.verdict, names(report)) == (WHOLE, set())
+    assert (report.verdict, names(report), report.checkpoint.format) == (WHOLE, set(), FORMAT)
     assert report.checkpoint.step == (None if name.endswith("fresh") else 3)
-
-
-def test_an_optimizer_that_began_anew_is_unusual() -> None:
-    report = audit(saved_by_ranks(2) / "global_step_40" / "actor")
-    assert (report.verdict, names(report)) == (UNKNOWN, {"unusual"})
-
-
-def test_weights_alone_are_called_so(copy: Callable[[str], Path]) -> None:
-    path = copy("fsdp2")
-    for file in path.glob("optim*"):
-        file.unlink()
-    report = audit(path)
-    assert (report.verdict, report.checkpoint.format) == (WHOLE, WEIGHTS_ALONE)
-    assert audit(saved_by_ranks(2) / "fsdp2").checkpoint.format == FORMAT
-
-
-# Files
 
 
 @EACH
@@ -61,35 +39,61 @@ def test_a_file_is_missing_cut_or_another_ranks(copy: Callable[[str], Path], nam
     path = copy(name)
     data = (path / file).read_bytes()
     (path / file).unlink()
-    assert names(audit(path)) == {"missing_rank"}
+    assert found_in(path) == (DAMAGED, {"missing_rank"})
     (path / file).write_bytes(data[:-1000])
-    assert names(audit(path)) == {"bad_file"}
+    assert found_in(path) == (DAMAGED, {"bad_file"})
     shutil.copy(path / file.replace("rank_1", "rank_0"), path / file)
-    assert "foreign_file" in names(audit(path))
+    assert "foreign_file" in found_in(path)[1]
 
 
-def test_a_folder_without_any_ranks_file_is_incomplete(copy: Callable[[str], Path]) -> None:
-    path = copy("fsdp2")
-    for file in path.glob("*.pt"):
-        file.unlink()
-    assert audit(path).verdict == INCOMPLETE
+def configured(text: str) -> Change:
+    return lambda path: (path / "fsdp_config.json").write_text(text)
 
 
-def test_the_configuration_states_another_number_of_ranks(copy: Callable[[str], Path]) -> None:
-    path = copy("fsdp2")
-    (path / "fsdp_config.json").write_text(json.dumps({"world_size": 3}))
-    assert names(audit(path)) == {"contradiction"}
-    (path / "fsdp_config.json").write_text("{")
-    assert names(audit(path)) == {"bad_metadata"}
-
-
-def test_files_of_an_older_save_are_named(copy: Callable[[str], Path]) -> None:
-    path = copy("fsdp2")
+def of_an_older_save(path: Path) -> None:
     shutil.copy(saved_by_ranks(4) / "fsdp2" / "model_world_size_4_rank_3.pt", path)
-    assert names(audit(path)) == {"unusual"}
 
 
-# Elements
+def of_step_2(path: Path) -> None:
+    for place in in_torch_file(path / OPTIMIZER):
+        if place.name.endswith(".step"):
+            put(place, torch.tensor(2.0).numpy().tobytes())
+
+
+def at_the_place_of_another(path: Path) -> None:
+    """A rank's file with the coordinates of another rank."""
+    other = torch_file.read(path / MODEL.replace("rank_1", "rank_0"), trust=True).value
+    mesh = other["head.weight"].state[1]["_spec"].fields["mesh"].fields
+    with_other_value(path / MODEL, lambda v: v["head.weight"].state[1]["_spec"].fields["mesh"].fields.update(mesh))
+
+
+def with_rate(path: Path) -> None:
+    with_other_value(path / OPTIMIZER, lambda value: value["param_groups"][0].update(lr=0.5))
+
+
+OF_FSDP2: dict[str, tuple[Change, str, set[str]]] = {
+    "no rank's file": (without("*.pt"), INCOMPLETE, {"incomplete_save"}),
+    "another number of ranks": (configured(json.dumps({"world_size": 3})), DAMAGED, {"contradiction"}),
+    "another configuration": (configured("{"), DAMAGED, {"bad_metadata"}),
+    "a file of an older save": (of_an_older_save, UNKNOWN, {"unusual"}),
+    "another rate": (with_rate, DAMAGED, {"contradiction"}),
+    "another step": (of_step_2, DAMAGED, {"mixed_steps"}),
+    "parts at one place": (at_the_place_of_another, DAMAGED, {"fragments"}),
+    "weights alone": (without("optim*"), WHOLE, set()),
+}
+
+
+@pytest.mark.parametrize("what", OF_FSDP2)
+def test_files_that_do_not_belong_together(copy: Callable[[str], Path], what: str) -> None:
+    make, verdict, expected = OF_FSDP2[what]
+    path = copy("fsdp2")
+    make(path)
+    assert found_in(path) == (verdict, expected)
+    assert what != "weights alone" or audit(path).checkpoint.format == WEIGHTS_ALONE
+
+
+def test_an_optimizer_that_began_anew_is_unusual() -> None:
+    assert found_in(saved_by_ranks(2) / "global_step_40" / "actor") == (UNKNOWN, {"unusual"})
 
 
 @EACH
@@ -108,8 +112,7 @@ def test_odd_elements_are_found(
     inner = key if name == "fsdp1" or not key else f"{key}."
     place = next(p for p in in_torch_file(path / file) if inner in p.name and p.numel > 100)
     put(place, torch.tensor(float(value)).numpy().tobytes(), 7)
-    report = audit(path)
-    assert (report.verdict, names(report)) == (DAMAGED, {expected})
+    assert found_in(path) == (DAMAGED, {expected})
 
 
 @EACH
@@ -122,63 +125,6 @@ def test_a_lost_moment_is_taken_from_an_older_checkpoint(
     assert main(["repair", str(path), "--output", str(tmp_path / "new"), "--from", str(older)]) == 0
     assert audit(tmp_path / "new").verdict == REPAIRED
     assert place._replace(path=tmp_path / "new" / OPTIMIZER).data() == place._replace(path=older / OPTIMIZER).data()
-
-
-# Keys
-
-
-def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all keys of dicts and items of lists."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in list(entries):
-        yield (*path, key)
-        yield from paths(item, (*path, key))
-
-
-def removed(value: Any, path: tuple[Any, ...]) -> None:
-    for key in path[:-1]:
-        value = value[key]
-    del value[path[-1]]
-
-
-@pytest.mark.parametrize("name", ["fsdp1", "fsdp1_original", "fsdp2"])
-@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, EXTRA])
-def test_every_key_of_a_rank_is_missed(copy: Callable[[str], Path], name: str, file: str) -> None:
-    path = copy(name)
-    data = (path / file).read_bytes()
-    every = list(paths(torch_file.read(path / file, trust=True).value))
-    unnoticed = []
-    for key in every:
-        with_other_value(path / file, lambda value, key=key: removed(value, key))  # type: ignore[misc]
-        if audit(path, workers=1).verdict == WHOLE:
-            unnoticed.append(key)
-        (path / file).write_bytes(data)
-    assert every
-    assert not unnoticed
-
-
-def test_steps_and_settings_of_ranks_agree(copy: Callable[[str], Path]) -> None:
-    path = copy("fsdp2")
-    data = (path / OPTIMIZER).read_bytes()
-    with_other_value(path / OPTIMIZER, lambda value: value["param_groups"][0].update(lr=0.5))
-    assert names(audit(path)) == {"contradiction"}
-    (path / OPTIMIZER).write_bytes(data)
-    for place in in_torch_file(path / OPTIMIZER):
-        if place.name.endswith(".step"):
-            put(place, torch.tensor(2.0).numpy().tobytes())
-    assert names(audit(path)) == {"mixed_steps"}
-
-
-def test_parts_at_one_place_do_not_tile(copy: Callable[[str], Path]) -> None:
-    """A rank's file with the coordinates of another rank is reported as overlapping fragments."""
-    path = copy("fsdp2")
-    other = torch_file.read(path / MODEL.replace("rank_1", "rank_0"), trust=True).value
-    mesh = other["head.weight"].state[1]["_spec"].fields["mesh"].fields
-    with_other_value(path / MODEL, lambda v: v["head.weight"].state[1]["_spec"].fields["mesh"].fields.update(mesh))
-    assert names(audit(path)) == {"fragments"}
-
-
-# A run's folder
 
 
 def test_verls_tracker_names_a_folder_of_several_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
-from ckpt_patches.formats import damages
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
+from crafted_files import change, copied, found_in
 from megatron_checkpoints import ZARR, written
-from test_audit import chunk, copied, state
+from test_audit import chunk, state
 from upstream import all_releases
 
 CASES = 1000 if all_releases() else 100
@@ -30,37 +29,7 @@ def restored(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / whole.name))
 
 
-def findings(report: Report) -> list[damages.Finding]:
-    return [finding for finding in report.findings if finding.kind.severity != damages.NOTE]
-
-
 # Oddities of undamaged checkpoints
-
-
-def unseen_tokens(path: Path, choose: random.Random) -> None:
-    never_seen(path, set(choose.sample(range(64), choose.randrange(1, 60))))
-
-
-def padding_of_the_vocabulary(path: Path, choose: random.Random) -> None:
-    never_seen(path, set(range(choose.randrange(1, 64), 64)))
-
-
-def never_seen(path: Path, tokens: set[int]) -> None:
-    """Zero the moments of these tokens. At least one token keeps its own, as every batch has one."""
-    moments = [chunk(path, state(moment, "module.embedding.weight")).reshape(64, ROW) for moment in KEYS[1:]]
-    seen = set(np.flatnonzero(moments[1].any(axis=1)).tolist())
-    rows = sorted(tokens - {min(seen)} if seen <= tokens else tokens)
-    for moment in moments:
-        moment[rows] = 0
-
-
-def dead_units(path: Path, choose: random.Random) -> None:
-    """Zero the moments of rows of one layer, elements of its bias, and columns of the next layer."""
-    units = choose.sample(range(48), choose.randrange(1, 4))
-    for moment in KEYS[1:]:
-        chunk(path, state(moment, "module.up.weight")).reshape(48, ROW)[units] = 0
-        chunk(path, state(moment, "module.up.bias"), "0")[units] = 0
-        chunk(path, state(moment, "module.down.weight")).reshape(ROW, 48)[:, units] = 0
 
 
 def tiny_gradients(path: Path, choose: random.Random) -> None:
@@ -70,20 +39,8 @@ def tiny_gradients(path: Path, choose: random.Random) -> None:
     chunk(path, state("exp_avg_sq"))[first : first + 70] = 0
 
 
-def a_zero_by_chance(path: Path, choose: random.Random) -> None:
-    chunk(path, state("exp_avg"))[choose.randrange(1, 575)] = 0
-
-
 def negative_zeros(path: Path, choose: random.Random) -> None:
     chunk(path, state("exp_avg", "module.down.weight"))[choose.randrange(100) :][:300] = -0.0
-
-
-def ties(path: Path, choose: random.Random) -> None:
-    """Set main parameters halfway between two weights, rounded up or down."""
-    weight = np.memmap(path / "module.up.weight" / "0.0", np.uint16, "r+")
-    master = chunk(path, state("fp32_param")).view(np.uint32)
-    for at in choose.sample(range(576), 100):
-        master[at] = (int(weight[at]) << 16) + choose.choice([-0x8000, 0x8000])
 
 
 def zero_initialized(path: Path, choose: random.Random) -> None:
@@ -93,35 +50,25 @@ def zero_initialized(path: Path, choose: random.Random) -> None:
         file.write_bytes(bytes(file.stat().st_size))
 
 
-NATURAL = (
-    unseen_tokens,
-    padding_of_the_vocabulary,
-    dead_units,
-    tiny_gradients,
-    a_zero_by_chance,
-    negative_zeros,
-    ties,
-    zero_initialized,
-)
+NATURAL = (tiny_gradients, negative_zeros, zero_initialized)  # others are in healthy_kinds.py
 
 
 def test_what_whole_checkpoints_have_is_no_damage(restored: Path, whole: Path) -> None:
-    for seed in range(CASES):
+    for seed in range(CASES // 5):
         choose = random.Random(seed)
-        changes = choose.sample(NATURAL, choose.randrange(1, 4))
-        for change in changes:
-            change(restored, choose)
-        report = audit(restored)
-        assert report.verdict == WHOLE, (seed, [change.__name__ for change in changes], findings(report))
+        changes = choose.sample(NATURAL, choose.randrange(1, 3))
+        for make in changes:
+            make(restored, choose)
+        assert found_in(restored) == (WHOLE, set()), (seed, [make.__name__ for make in changes])
         restore(whole, restored)
 
 
 def test_first_moments_that_decayed_are_no_damage(restored: Path, whole: Path) -> None:
     """A zero exp_avg with a nonzero exp_avg_sq, as long after the last gradient, is not damage."""
-    common = torch.load(restored / "common.pt", weights_only=False)
-    for group in common["optimizer"]["optimizer"]["param_groups"]:
-        group["step"] = 5000
-    torch.save(common, restored / "common.pt")
+    change(
+        restored / "common.pt",
+        lambda common: [group.update(step=5000) for group in common["optimizer"]["optimizer"]["param_groups"]],
+    )
     for seed in range(CASES // 10):
         rows = random.Random(seed).sample(range(48), 5)
         chunk(restored, state("exp_avg")).reshape(48, ROW)[rows] = 0
@@ -149,7 +96,7 @@ def test_slices_lost_at_random_are_found_to_the_element(restored: Path, whole: P
         length = end - begin
         data[begin:end] = 0
         report = audit(restored)
-        found = [(f.kind.name, f.array, f.begin, f.end) for f in findings(report)]
+        found = [(f.kind.name, f.array, f.begin, f.end) for f in report.findings if f.kind.severity != "note"]
         kind = "lost_master" if key == "fp32_param" else "lost_moment"
         if length >= 3:
             assert found == [(kind, state(key, parameter), begin, end)], (seed, found, begin, end)

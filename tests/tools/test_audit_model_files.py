@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
-from test_audit import copied, names
-from test_audit_coverage import change
+from crafted_files import change, copied, names
 from upstream import once, run_json, tree
 from zero_checkpoints import PERMISSIVE, convert
 from zero_resumes import exact

@@ -1,6 +1,5 @@
 """The audit's HTML page: it has the rows of the text with their remedies, and escapes all names."""
 
-import dataclasses
 import os
 import re
 import shutil
@@ -11,32 +10,36 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
-from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
-from ckpt_patches.audit.report import page
+from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
 from ckpt_patches.cli import main
-from ckpt_patches.formats import damages
-from ckpt_patches.formats.checkpoint import Checkpoint, Shard, Stream
-from ckpt_patches.formats.damages import Finding
+from crafted_files import copied
 from megatron_checkpoints import ZARR, written
-from test_audit import copied, lose_both_moments, lose_master, names, put_nan
+from test_audit import lose_both_moments, lose_master, put_nan
 from zero_checkpoints import trained
 
-HOSTILE = '<script>alert(\'&"1")</script>\u202e\x1b[2J'
+HOSTILE = '<script>alert(\'&"1")<\n\x1b[2J'
 
 
 class Parsed(HTMLParser):
-    """The text and the elements of a page. All elements must be closed."""
+    """The text and the elements of a page. All elements must be closed, nothing runs, and nothing is loaded."""
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, page: Path) -> None:
         super().__init__()
         self.open: list[str] = []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""  # one line per piece of text
-        self.running = ""
-        self.feed(page)
+        self.feed(page.read_text(encoding="utf-8"))
         self.close()
         assert self.open == []
+        policies = [own["content"] for _, own in self.elements if own.get("http-equiv") == "Content-Security-Policy"]
+        assert [str(policy).startswith("default-src 'none'") and "script" not in str(policy) for policy in policies]
+        assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in self.elements}
+        attributes = {key for _, own in self.elements for key in own}
+        assert not {key for key in attributes if key in ("src", "style") or key.startswith("on")}
+        assert not re.search(r"url\(|@import|\x1b", page.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
@@ -49,7 +52,6 @@ class Parsed(HTMLParser):
     def handle_data(self, data: str) -> None:
         if "style" not in self.open:
             self.text += data + "\n"
-            self.running += data
 
 
 @pytest.fixture
@@ -57,91 +59,28 @@ def zarr(tmp_path: Path) -> Path:
     return copied(written(ZARR).whole[-1], tmp_path)
 
 
-def arrays(count: int, *findings: Finding) -> Report:
-    """A report on arrays of 1000 elements each."""
-    shards = [Shard(f"layer{n}", "", (1000,), {"master": Stream(f"master.{n}", "float32", ())}) for n in range(count)]
-    return Report(Checkpoint(Path("iter_0000003"), "Megatron zarr", 3, shards=shards), findings)
+def page_of(*paths: Path, status: int = 1) -> Parsed:
+    to = paths[0].parent / "page.html"
+    assert main(["audit", *map(str, paths), "--html", str(to)]) == status
+    return Parsed(to)
 
 
-def lost(array: int, begin: int, end: int, kind: damages.FindingKind = damages.LOST_MASTER) -> Finding:
-    return Finding(kind, f"master.{array}", "", "", begin, end)
-
-
-def parsed(*reports: Report) -> Parsed:
-    return Parsed(page.page(list(reports), [], "today"))
-
-
-def test_each_finding_is_on_the_page_with_what_it_means_and_what_to_do(zarr: Path) -> None:
+def test_each_checkpoint_and_each_finding_is_on_the_page_with_what_to_do(zarr: Path) -> None:
     for damage in (lose_master, lose_both_moments, put_nan):
         damage(zarr)
-    report = audit(zarr)
-    found = parsed(report)
-    assert len(names(report)) >= 3
-    for finding in report.findings:  # notes too, as the checkpoint is damaged
-        for words in (finding.kind.name, finding.kind.meaning, finding.kind.remedy, finding.array, finding.detail):
-            assert words.replace("`", "") in found.running
-
-
-def test_the_table_has_every_checkpoint_with_its_verdict(zarr: Path, tmp_path: Path) -> None:
     whole, zero = written(ZARR).whole[-1], trained("0.16.2", "stage2", "stage3")["stage2"]
-    lose_master(zarr)
-    to = tmp_path / "page.html"
-    assert main(["audit", str(zarr), str(whole), str(zero), "--html", str(to)]) == 1
-    found = Parsed(to.read_text(encoding="utf-8"))
-    lines = " ".join(found.text.split("\n"))
+    found = page_of(zarr, whole, zero)
+    lines, running = " ".join(found.text.split("\n")), found.text.replace("\n", "")
+    for finding in audit(zarr).findings:  # notes too, as the checkpoint is damaged
+        for words in (finding.kind.name, finding.kind.meaning, finding.kind.remedy, finding.array, finding.detail):
+            assert words.replace("`", "") in running
     assert re.search(rf"{re.escape(str(zarr))}: {DAMAGED}\s+megatron zarr", lines)
     for path, kind in ((whole, "megatron zarr"), (zero, "deepspeed zero")):
         assert re.search(rf"{re.escape(str(path))}\s+{WHOLE}\s+{kind}", lines)
     assert "3 checkpoints: 1 DAMAGED, 2 WHOLE" in found.text
 
 
-def test_the_answer_is_on_top_then_the_saves_by_step_then_what_is_damaged(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    save = trained("0.16.2", "stage2", "stage3")["stage2"]
-    for step in (8, 9, 10):
-        shutil.copytree(save, run / f"global_step{step}")
-    lose_the_moments_of_a_rank(run / "global_step10")
-    to = tmp_path / "page.html"
-    assert main(["audit", str(run), "--html", str(to)]) == 1
-    found = Parsed(to.read_text(encoding="utf-8"))
-    places = [
-        found.text.index(text)
-        for text in (
-            "3 checkpoints: 1 DAMAGED, 2 UNKNOWN",
-            f"Resume from: no checkpoint in {run} is WHOLE",
-            "global_step8 UNKNOWN",
-            "global_step9 UNKNOWN",
-            "global_step10 DAMAGED",
-            f"{run / 'global_step10'}: DAMAGED",
-            f"{run / 'global_step9'}: UNKNOWN",
-        )
-    ]
-    assert places == sorted(places)
-
-
-def test_the_save_to_resume_from_is_marked(tmp_path: Path) -> None:
-    save = copied(trained("0.16.2", "stage2", "stage3")["stage2"], tmp_path / "run")
-    damaged = shutil.copytree(save, save.with_name("global_step1"))
-    next(damaged.glob("*optim_states.pt")).unlink()
-    to = tmp_path / "page.html"
-    assert main(["audit", str(save.parent), "--html", str(to)]) == 1
-    found = Parsed(to.read_text(encoding="utf-8"))
-    assert [own["class"] for tag, own in found.elements if tag == "li"] == ["bad", "good chosen"]
-    assert f"Resume from: {save} (step 2)" in found.text
-    assert f"Load it: tag {save.name} in {save.parent}\n" in found.text
-    assert f"In a script: ckpt-patches resume-from {save.parent} prints its path\n" in found.text
-
-
-def test_the_newest_damaged_save_has_the_command_that_repairs_it(tmp_path: Path) -> None:
-    save = copied(trained("0.19.8", "stage1")["stage1"], tmp_path / "run")
-    lose_the_moments_of_a_rank(shutil.copytree(save, save.with_name("global_step3")))
-    to = tmp_path / "page.html"
-    assert main(["audit", str(save.parent), "--html", str(to)]) == 1
-    repair = f"ckpt-patches repair {save.with_name('global_step3')} --output NEW --from {save}"
-    assert f"To repair a newer one: {repair}\n" in Parsed(to.read_text(encoding="utf-8")).text
-
-
-def lose_the_moments_of_a_rank(path: Path) -> None:
+def lose_the_moments_of_a_rank(path: Path) -> Path:
     """Overwrite both moments with zeros where rank 3 wrote them."""
     for shard in audit(path).checkpoint.shards:
         for role in ("exp_avg", "exp_avg_sq"):
@@ -150,81 +89,47 @@ def lose_the_moments_of_a_rank(path: Path) -> None:
                     with open(extent.path, "r+b") as file:
                         file.seek(extent.offset)
                         file.write(bytes(extent.nbytes))
+    return path
 
 
-def test_the_grid_has_the_rank_whose_elements_are_lost(tmp_path: Path) -> None:
-    path = copied(trained("0.16.2", "stage2", "stage3")["stage2"], tmp_path)
-    lose_the_moments_of_a_rank(path)
-    report = audit(path)
-    found = page.odd_by_rank(report)
-    assert len(found) >= 2
-    for by_rank in found.values():
-        assert {rank for rank, (odd, _) in by_rank.items() if odd} == {"rank 3"}
-        assert all(odd <= every for odd, every in by_rank.values())
-    shown = parsed(report)
-    assert [own for tag, own in shown.elements if own.get("class") == "grid"]
-    assert sum(own.get("class") == "bad" for tag, own in shown.elements if tag == "td") == len(found)
-
-
-def test_no_grid_for_one_parameter_or_without_ranks() -> None:
-    assert "grid" not in page.page([arrays(3, lost(0, 0, 10))], [], "today").partition("</style>")[2]
-    assert "grid" not in page.page([arrays(3, lost(0, 0, 10), lost(1, 0, 10))], [], "today").partition("</style>")[2]
-
-
-@pytest.mark.parametrize(
-    ("ranges", "expected"),
-    [([], 0), ([(0, 5)], 3), ([(0, 5), (1, 4)], 3), ([(4, 9), (2, 3)], 5), ([(0, 99)], 6), ([(20, 30)], 0)],
-)
-def test_the_elements_in_overlapping_ranges_are_counted_once(ranges: list[tuple[int, int]], expected: int) -> None:
-    assert page.union(ranges, 2, 8) == expected
-
-
-def test_nothing_runs_and_nothing_is_loaded(zarr: Path) -> None:
-    lose_master(zarr)
-    found = parsed(audit(zarr))
-    policy = next(own["content"] for tag, own in found.elements if own.get("http-equiv") == "Content-Security-Policy")
-    assert policy is not None
-    assert policy.startswith("default-src 'none'")
-    assert "script" not in policy
-    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in found.elements}
-    assert not [
-        own for _, own in found.elements if {"src", "style"} & own.keys() or any(key[:2] == "on" for key in own)
-    ]
-    assert "url(" not in page.STYLE
-    assert "@import" not in page.STYLE
-
-
-def hostile() -> Report:
-    """A report in which every text from the checkpoint is a script."""
-    report = arrays(3, Finding(damages.BAD_FILE, HOSTILE, HOSTILE, HOSTILE, 0, 10))
-    stream = next(iter(report.checkpoint.shards[0].streams.values()))._replace(array=HOSTILE)
-    report.checkpoint.shards[0] = dataclasses.replace(
-        report.checkpoint.shards[0], label=HOSTILE, streams={"master": stream}
+def test_the_answer_is_on_top_then_the_saves_by_step_then_what_is_damaged(tmp_path: Path) -> None:
+    save = copied(trained("0.19.8", "stage1")["stage1"], tmp_path / "run")
+    damaged = lose_the_moments_of_a_rank(shutil.copytree(save, save.with_name("global_step3")))
+    next(shutil.copytree(save, save.with_name("global_step1")).glob("*optim_states.pt")).unlink()
+    found = page_of(save.parent)
+    texts = (
+        "3 checkpoints: 2 DAMAGED, 1 WHOLE",
+        f"Resume from: {save} (step 2)",
+        f"Load it: tag {save.name} in {save.parent}\n",
+        f"In a script: ckpt-patches resume-from {save.parent} prints its path\n",
+        f"To repair a newer one: ckpt-patches repair {damaged} --output NEW --from {save}\n",
+        "global_step1 DAMAGED",
+        "global_step2 WHOLE",
+        "global_step3 DAMAGED",
+        f"{damaged}: DAMAGED",
     )
-    report.checkpoint.path = Path("folder") / HOSTILE.replace("/", "|")
-    report.checkpoint.format = HOSTILE
-    return report
+    places = [found.text.find(text) for text in texts]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert [own["class"] for tag, own in found.elements if tag == "li"] == ["bad", "good chosen", "bad"]
 
 
-def test_a_name_is_no_markup() -> None:
-    report = hostile()
-    text = page.page([report], [], HOSTILE)
-    found = Parsed(text)
-    assert "script" not in {tag for tag, _ in found.elements}
-    assert found.text.count('<script>alert(\'&"1")') >= 5
-    assert len(found.elements) == len(parsed(arrays(3, lost(0, 0, 10))).elements)
-    assert text.isascii() or "\u202e" not in text
-    assert "\x1b" not in text
+def test_the_grid_has_the_rank_whose_elements_are_lost(zarr: Path, tmp_path: Path) -> None:
+    path = lose_the_moments_of_a_rank(copied(trained("0.16.2", "stage2", "stage3")["stage2"], tmp_path))
+    found = page_of(path)
+    assert [own for tag, own in found.elements if own.get("class") == "grid"]
+    lost = {f.array.rpartition(".")[0] for f in audit(path).findings if f.kind.name == "lost_moment"}
+    assert sum(own.get("class") == "bad" for tag, own in found.elements if tag == "td") == len(lost) >= 2
+    lose_master(zarr)  # of one parameter, and no rank is known
+    assert not [own for tag, own in page_of(zarr).elements if own.get("class") == "grid"]
 
 
-def test_a_name_in_a_folder_is_no_markup(zarr: Path, tmp_path: Path) -> None:
+def test_a_name_is_no_markup(zarr: Path, tmp_path: Path) -> None:
     lose_master(zarr)
     named = zarr.rename(tmp_path / os.fsdecode(b"<script>'\n\xff"))
-    to = tmp_path / "page.html"
-    assert main(["audit", str(named), "--html", str(to)]) == 1
-    found = Parsed(to.read_bytes().decode("utf-8"))
-    assert "script" not in {tag for tag, _ in found.elements}
-    assert "<script>'" in found.text
+    assert "<script>'" in page_of(named).text
+    dcp.save({"model": {HOSTILE: torch.tensor([1.0, float("nan")])}}, checkpoint_id=tmp_path / "tensors")
+    assert '<script>alert(\'&"1")<' in page_of(tmp_path / "tensors").text
 
 
 # The file
@@ -241,9 +146,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_audit(
     assert os.listdir(tmp_path) == [zarr.name]
 
 
-def test_a_page_replaces_the_one_before_only_as_a_whole(
-    zarr: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_replaces_the_one_before_only_as_a_whole(zarr: Path, tmp_path: Path) -> None:
     to = tmp_path / "page.html"
     to.write_text("the one before")
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); import signal; "
@@ -267,4 +170,4 @@ def test_a_page_is_written_although_the_reader_of_the_pipe_has_gone(zarr: Path, 
         done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, check=False)
     assert done.returncode == 128 + signal.SIGPIPE
     assert b"Traceback" not in done.stderr
-    assert f"{zarr}: {DAMAGED}" in Parsed(to.read_text(encoding="utf-8")).text
+    assert f"{zarr}: {DAMAGED}" in Parsed(to).text

@@ -10,7 +10,7 @@ from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
 from ckpt_patches.convert import source
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.zero_pipeline import Place, places
-from crafted_files import with_other_value
+from crafted_files import copied, with_other_value
 from test_convert_tied_stages import trained
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,7 @@ TIED, LINEAR, NORM = (f"layer_{number:02d}-model_states.pt" for number in range(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained() / "global_step2", tmp_path / "global_step2"))
+    return copied(trained() / "global_step2", tmp_path)
 
 
 def found(report: Report) -> list[tuple[str, str]]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ckpt_patches.audit.audit import UNKNOWN, WHOLE, audit
+from crafted_files import names
 from every_checkpoint import EVERY, put, tensors
-from test_audit import names
 from upstream import all_releases
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")

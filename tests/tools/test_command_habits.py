@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_patches.cli import main
+from crafted_files import copied
 from megatron_checkpoints import ZARR, written
 from old_checkpoints import flattened, settings
 from small_tree import command, on_terminal, one_line
-from test_audit import copied, lose_both_moments, lose_master
+from test_audit import lose_both_moments, lose_master
 from zero_checkpoints import trained
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt_patches.formats.zero_experts import local_experts
-from test_audit_coverage import experts
+from every_checkpoint import experts
 from universal import check_refused, load, ours, save
 from upstream import all_releases, newest, once, run, tree
 from zero_checkpoints import convert

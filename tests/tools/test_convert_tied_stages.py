@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import removals
 from ckpt_patches.audit.audit import WHOLE, audit
 from ckpt_patches.convert.convert import Options, convert
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
-from removals import DELETED, Change
+from crafted_files import delete, with_other_value
 from upstream import newest, once, run_json, tree
 
 pytestmark = pytest.mark.slow
@@ -82,6 +81,6 @@ def test_a_state_that_one_stage_alone_holds_is_missed(tmp_path: Path) -> None:
     folder = shutil.copytree(trained() / "global_step2", tmp_path / "global_step2")
     optimizer = ("optimizer_state_dict", "base_optimizer_state", "state")
     for path in folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"):
-        removals.make(Change(DELETED, path.name, (*optimizer, 0, "exp_avg_sq")), folder, folder)
+        with_other_value(path, lambda value: delete(value, (*optimizer, 0, "exp_avg_sq")))
     with pytest.raises(UserError, match="exp_avg_sq"):
         convert(folder, tmp_path / "universal", OPTIONS)

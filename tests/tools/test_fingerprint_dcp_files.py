@@ -19,7 +19,7 @@ from ckpt_patches.cli import main
 from ckpt_patches.fingerprint import training_state
 from ckpt_patches.fingerprint.proof import verdict_of
 from ckpt_patches.formats.recorded import KEY
-from test_audit_dcp import names
+from crafted_files import names
 
 Model = dict[str, Any]
 

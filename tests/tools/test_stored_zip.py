@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from ckpt_patches.formats import stored_zip, torch_writer
 from ckpt_patches.formats.stored_zip import Archive, BadArchiveError, Writer
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
-from upstream import all_releases
 
 NAMES = st.binary(min_size=1, max_size=80).map(lambda name: re.sub(rb"[^a-z0-9./]|/$", b"_", name))
 RECORDS = st.dictionaries(NAMES, st.lists(st.binary(max_size=300), max_size=3), max_size=80)
@@ -109,15 +108,6 @@ def test_a_tensor_of_more_than_4_gib_and_one_behind_it(tmp_path: Path) -> None:
     first, second = torch.load(path, mmap=True, weights_only=True)
     assert (first.numel(), first[-1].item()) == (numel, 0)
     assert second.equal(last)
-
-
-@pytest.mark.skipif(not all_releases(), reason="half a minute, and 5 GB on the disk: with --every-release")
-def test_a_file_of_torch_with_a_tensor_of_more_than_4_gib(tmp_path: Path) -> None:
-    torch.save([torch.zeros(5 << 30, dtype=torch.uint8), torch.ones(3)], tmp_path / "torch.pt")
-    with opened(tmp_path / "torch.pt") as archive:
-        assert archive.records["torch/data/0"].nbytes == 5 << 30
-        assert archive.read("torch/data/1") == torch.ones(3).numpy().tobytes()
-    (tmp_path / "torch.pt").unlink()
 
 
 @pytest.mark.slow
