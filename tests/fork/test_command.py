@@ -376,7 +376,7 @@ def test_a_tree_without_the_package(verb: str, tmp_path: Path) -> None:
 
 UNREADABLE: dict[bytes | None, str] = {
     b"x = 'np.product \xe9'\n": "expected UTF-8",
-    b"def f(:\n    np.product\n": "does not parse with this Python",
+    b"def f(:\n    np.product\n": "it does not parse with this Python: invalid syntax",
     None: "it cannot be read: Is a directory",
 }
 
