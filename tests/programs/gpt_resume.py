@@ -80,7 +80,7 @@ def sharded(options: argparse.Namespace, model: Any, optimizer: Any, *, is_loadi
     if options.optimizer == "none":
         return {"model": model.module.sharded_state_dict()}
     name = "default" if options.optimizer == "whole" else options.format
-    return mt.sharded_state_dict(name, model, optimizer, is_loading=is_loading, chained_optim_avoid_prefix=True)
+    return mt.sharded_state_dict(name, model.module, optimizer, is_loading=is_loading, chained_optim_avoid_prefix=True)
 
 
 def save(rank: int, options: argparse.Namespace) -> None:

@@ -37,7 +37,9 @@ def train(run: Run, first: int, steps: int) -> list[float]:
 def sharded(run: Run, options: Options, *, is_loading: bool) -> dict[str, Any]:
     name = "default" if options["optimizer"] == "whole" else options["format"]
     bare = name != "fully_sharded_bucket_space"  # else two optimizers' objects have the same name
-    return mt.sharded_state_dict(name, *run[:2], is_loading=is_loading, chained_optim_avoid_prefix=bare)
+    return mt.sharded_state_dict(
+        name, run.model.module, run.optimizer, is_loading=is_loading, chained_optim_avoid_prefix=bare
+    )
 
 
 def of_run(run: Run, options: Options, iteration: int) -> Options:

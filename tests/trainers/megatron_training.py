@@ -298,7 +298,7 @@ def sharded_state_dict(
 
     The name `default` selects no format. `metadata` is given where a release accepts it.
     """
-    of_model = model.module.sharded_state_dict()
+    of_model = model.sharded_state_dict()
     parameters = inspect.signature(inner(optimizer).sharded_state_dict).parameters
     chosen: dict[str, Any] = {"sharding_type": name}
     if "metadata" in parameters:

@@ -32,7 +32,7 @@ def not_live(folder: Path) -> list[str]:
     for key in live.keys() & files.keys():
         value = torch.load(files[key])
         value = value["param"] if isinstance(value, dict) else value
-        wrong += [] if value.flatten().equal(live[key].flatten()) else [key]
+        wrong += [] if value.flatten().to(live[key].dtype).equal(live[key]) else [key]  # Muon's momentum is in bf16
     return wrong
 
 
