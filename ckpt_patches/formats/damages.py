@@ -129,7 +129,7 @@ ONE_MODEL_FILE = _kind(
     DAMAGE,
     "all ranks of a ZeRO-3 run have saved their model states into one file, as DeepSpeed 0.14.5 to 0.17.6 does with "
     "`load_universal`: it can be neither resumed nor converted",
-    "copy it for the other ranks, under their names: docs/fixes/zero3_universal_save.md",
+    "copy it for the other ranks, under their names: ckpt-patches explain zero3_universal_save",
 )
 MIXED_RANKS = _kind("mixed_ranks", DAMAGE, "a rank's file is of a save with another number of data-parallel ranks")
 MIXED_STEPS = _kind("mixed_steps", DAMAGE, "the ranks' files are of different steps")
