@@ -1,13 +1,15 @@
-"""The kinds of damage, and how each is made in a healthy checkpoint."""
+"""The kinds of damage, and how each is made in a healthy checkpoint.
+
+Those of Trainer's and Accelerate's own files are in test_audit_trainer.py.
+"""
 
 import fnmatch
-import json
 import os
 import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +56,6 @@ UNDETECTABLE = {
     "*: moments of another parameter": "the same",
     "dcp: *: a weight initialized again": "no main parameter is beside the weight",
     "trainer: *: the model of an earlier step": "safetensors name no step",
-    "accelerate: *: scheduler.bin missing": "a run without a scheduler writes none; the load of one with it fails",
     "*: both moments in a part of a bucket": "frozen and unused parameters have the same",
 }
 
@@ -90,13 +91,29 @@ def zeros(values: Any) -> Any:
     return np.zeros_like(values)
 
 
-def with_moments(found: Checkpoint, least: int = 1) -> list[Shard]:
-    own = [
-        shard
-        for shard in found.shards
-        if not shard.is_padding and {*MOMENTS} <= shard.streams.keys() and shard.numel >= least
-    ]
+def with_moments(found: Checkpoint, least: int, *roles: str) -> list[Shard]:
+    """The shards that have moments that are not all zero, and these states."""
+    needed = {*MOMENTS, *roles, *(["weight"] if "master" in roles else [])}
+    own = [s for s in found.shards if not s.is_padding and needed <= s.streams.keys() and s.numel >= least]
     return [shard for shard in own if all(np.any(part) for part in values_of(shard, "exp_avg_sq"))]
+
+
+Picked = Iterator[tuple[Shard, str, int, int, Callable[[Any], Any]]]  # a shard, a state, a range, and its new elements
+
+
+def elements(pick: Callable[[Checkpoint, random.Random], Picked]) -> Change:
+    def change(folder: Path, choose: random.Random, _: Source) -> bool:
+        found = audit(folder).checkpoint
+        picked = list(pick(found, choose))
+        for own in picked:
+            changed(found, *own)
+        return bool(picked)
+
+    return change
+
+
+def one_of(shards: list[Shard], choose: random.Random) -> list[Shard]:
+    return choose.sample(shards, min(1, len(shards)))
 
 
 def _drawn_rows(shard: Shard, choose: random.Random) -> tuple[int, int]:
@@ -121,99 +138,120 @@ def _drawn_slice(shard: Shard, choose: random.Random) -> tuple[int, int]:
 def slice_of(*roles: str, rows: bool = False) -> Change:
     """Lose a slice, that is not whole rows, or one of whole rows."""
 
-    def change(folder: Path, choose: random.Random, _: Source) -> bool:
-        found = audit(folder).checkpoint
-        shards = [
-            shard
-            for shard in with_moments(found, 64)
-            if len(shard.shape) > 1 and {*roles} <= shard.streams.keys() and shard.has_rows
-        ]
-        if "master" in roles:
-            shards = [shard for shard in shards if "weight" in shard.streams]
-        if not shards:
-            return False
-        shard = choose.choice(shards)
-        begin, end = _drawn_rows(shard, choose) if rows else _drawn_slice(shard, choose)
-        for role in roles:
-            changed(found, shard, role, begin, end, zeros)
-        return True
+    def pick(found: Checkpoint, choose: random.Random) -> Picked:
+        shards = [s for s in with_moments(found, 64, *roles) if len(s.shape) > 1 and s.has_rows]
+        for shard in one_of(shards, choose):
+            begin, end = _drawn_rows(shard, choose) if rows else _drawn_slice(shard, choose)
+            for role in roles:
+                yield shard, role, begin, end, zeros
 
-    return change
+    return elements(pick)
 
 
-def a_parameter_without_moments(folder: Path, choose: random.Random, _: Source) -> bool:
-    found = audit(folder).checkpoint
-    name = choose.choice([shard.parameter for shard in with_moments(found)])
+def a_parameter_without_moments(found: Checkpoint, choose: random.Random) -> Picked:
+    name = choose.choice([shard.parameter for shard in with_moments(found, 1)])
     for shard in (shard for shard in found.shards if shard.parameter == name):
         for role in MOMENTS:
-            changed(found, shard, role, 0, shard.numel, zeros)
-    return True
+            yield shard, role, 0, shard.numel, zeros
 
 
-def no_moments(folder: Path, _: random.Random, __: Source) -> bool:
-    found = audit(folder).checkpoint
-    for shard in found.shards:
+def no_moments(found: Checkpoint, _: random.Random) -> Picked:
+    for shard in found.shards if found.step != 0 else ():
         for role in {*MOMENTS} & shard.streams.keys():
-            changed(found, shard, role, 0, shard.numel, zeros)
-    return found.step != 0
+            yield shard, role, 0, shard.numel, zeros
 
 
 def of_a_rank(*roles: str) -> Change:
     """Zero these states in all that one rank has written."""
 
-    def change(folder: Path, choose: random.Random, _: Source) -> bool:
-        found = audit(folder).checkpoint
-        name = choose.choice(["_1_0.distcp", "_rank_1_mp"] if choose.random() > 0.5 else ["_0_0.distcp", "_rank_0_mp"])
-        pattern = {"_1_0.distcp": "1", "_rank_1_mp": "1"}.get(name, "0")
-        files = [f"__{pattern}_0.distcp", f"zero_pp_rank_{pattern}_mp_rank_00_optim_states.pt"]
-        done = False
+    def pick(found: Checkpoint, choose: random.Random) -> Picked:
+        rank = choose.randrange(2)
+        files = (f"__{rank}_0.distcp", f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         for shard in found.shards:
             for role in {*roles} & shard.streams.keys():
                 at = 0
                 extents = [extent for extent in shard.streams[role].extents if extent.nbytes]
                 for part, extent in zip(values_of(shard, role), extents, strict=True):
-                    if any(extent.path.endswith(file) for file in files):
-                        changed(found, shard, role, at, at + len(part), zeros)
-                        done = True
+                    if extent.path.endswith(files):
+                        yield shard, role, at, at + len(part), zeros
                     at += len(part)
-        return done
 
-    return change
+    return elements(pick)
 
 
 def one_element(role: str, value: Callable[[Any], Any]) -> Change:
-    def change(folder: Path, choose: random.Random, _: Source) -> bool:
-        found = audit(folder).checkpoint
-        shards = [shard for shard in with_moments(found) if role in shard.streams]
-        if not shards:
-            return False
-        shard = choose.choice(shards)
-        at = choose.randrange(shard.numel)
-        changed(found, shard, role, at, at + 1, value)
-        return True
+    def pick(found: Checkpoint, choose: random.Random) -> Picked:
+        for shard in one_of([s for s in with_moments(found, 1) if role in s.streams], choose):
+            at = choose.randrange(shard.numel)
+            yield shard, role, at, at + 1, value
 
-    return change
+    return elements(pick)
 
 
 def not_rounding(how: str) -> Change:
     """Main parameters that are not those of the weights: other numbers, or those of some steps earlier."""
 
-    def change(folder: Path, choose: random.Random, _: Source) -> bool:
-        found = audit(folder).checkpoint
-        shards = [shard for shard in with_moments(found) if {"weight", "master"} <= shard.streams.keys()]
-        if not shards:
-            return False
+    def pick(found: Checkpoint, choose: random.Random) -> Picked:
         noise = np.random.default_rng(choose.randrange(1 << 30))
-        for shard in shards if how == "all" else [choose.choice(shards)]:
-            scale = 0.03 if how == "all" else 1.0
+        scale = 0.03 if how == "all" else 1.0
 
-            def moved(values: Any, scale: float = scale) -> Any:
-                return (values * (1 + scale * noise.normal(size=len(values)))).astype(np.float32)
+        def moved(values: Any) -> Any:
+            return (values * (1 + scale * noise.normal(size=len(values)))).astype(np.float32)
 
-            changed(found, shard, "master", 0, shard.numel, moved)
-        return True
+        shards = with_moments(found, 1, "master")
+        for shard in shards if how == "all" else one_of(shards, choose):
+            yield shard, "master", 0, shard.numel, moved
+
+    return elements(pick)
+
+
+def moments_of_another(found: Checkpoint, choose: random.Random) -> Picked:
+    """Two parameters of one shape have each other's moments."""
+    shards = with_moments(found, 1)
+    pairs = [(a, b) for a in shards for b in shards if a.parameter < b.parameter and a.shape == b.shape]
+    for pair in choose.sample(pairs, min(1, len(pairs))):
+        for role in MOMENTS:
+            values = [np.concatenate(values_of(shard, role)) for shard in pair]
+            for shard, new in zip(pair, reversed(values), strict=True):
+                yield shard, role, 0, shard.numel, _in_turn(new)
+
+
+def _in_turn(values: Any) -> Callable[[Any], Any]:
+    """A change that puts these values in place of others, part after part."""
+    left = list(values)
+
+    def change(part: Any) -> Any:
+        own = left[: len(part)]
+        del left[: len(part)]
+        return np.asarray(own, part.dtype)
 
     return change
+
+
+def moved(*roles: str) -> Change:
+    """The states of a parameter are moved by one element."""
+
+    def pick(found: Checkpoint, choose: random.Random) -> Picked:
+        for shard in one_of(with_moments(found, 8, *roles), choose):
+            for role in roles:
+                yield shard, role, 0, shard.numel, _in_turn(np.roll(np.concatenate(values_of(shard, role)), 1))
+
+    return elements(pick)
+
+
+def initialized_again(role: str) -> Change:
+    def pick(found: Checkpoint, choose: random.Random) -> Picked:
+        noise = np.random.default_rng(choose.randrange(1 << 30))
+        for shard in one_of([s for s in with_moments(found, 8) if role in s.streams], choose):
+            is_bf16 = shard.streams[role].dtype == "bfloat16"
+
+            def drawn(values: Any, is_bf16: bool = is_bf16) -> Any:
+                new = noise.normal(size=len(values)).astype(np.float32) * np.float32(0.02)
+                return (new.view(np.uint32) >> 16).astype(np.uint16) if is_bf16 else new.astype(values.dtype)
+
+            yield shard, role, 0, shard.numel, drawn
+
+    return elements(pick)
 
 
 def loaded(folder: Path) -> Any:
@@ -254,70 +292,6 @@ def without_in_one(folder: Path, choose: random.Random, _: Source) -> bool:
 
 def steps_of_zero(folder: Path, *_: Any) -> bool:
     return again(folder, lambda state: state["step"].zero_())
-
-
-def moments_of_another(folder: Path, choose: random.Random, _: Source) -> bool:
-    """Two parameters of one shape have each other's moments."""
-    found = audit(folder).checkpoint
-    shards = with_moments(found)
-    pairs = [(a, b) for a in shards for b in shards if a.parameter < b.parameter and a.shape == b.shape]
-    if not pairs:
-        return False
-    pair = choose.choice(pairs)
-    for role in MOMENTS:
-        values = [np.concatenate(values_of(shard, role)) for shard in pair]
-        for shard, new in zip(pair, reversed(values), strict=True):
-            changed(found, shard, role, 0, shard.numel, _in_turn(new))
-    return True
-
-
-def _in_turn(values: Any) -> Callable[[Any], Any]:
-    """A change that puts these values in place of others, part after part."""
-    left = list(values)
-
-    def change(part: Any) -> Any:
-        own = left[: len(part)]
-        del left[: len(part)]
-        return np.asarray(own, part.dtype)
-
-    return change
-
-
-def moved(*roles: str) -> Change:
-    """The states of a parameter are moved by one element."""
-
-    def change(folder: Path, choose: random.Random, _: Source) -> bool:
-        found = audit(folder).checkpoint
-        needed = {*roles, "weight"} if "master" in roles else {*roles}
-        shards = [shard for shard in with_moments(found, 8) if needed <= shard.streams.keys()]
-        if not shards:
-            return False
-        shard = choose.choice(shards)
-        for role in roles:
-            changed(found, shard, role, 0, shard.numel, _in_turn(np.roll(np.concatenate(values_of(shard, role)), 1)))
-        return True
-
-    return change
-
-
-def initialized_again(role: str) -> Change:
-    def change(folder: Path, choose: random.Random, _: Source) -> bool:
-        found = audit(folder).checkpoint
-        shards = [shard for shard in with_moments(found, 8) if role in shard.streams]
-        if not shards:
-            return False
-        noise = np.random.default_rng(choose.randrange(1 << 30))
-        shard = choose.choice(shards)
-        is_bf16 = shard.streams[role].dtype == "bfloat16"
-
-        def drawn(values: Any) -> Any:
-            new = noise.normal(size=len(values)).astype(np.float32) * np.float32(0.02)
-            return (new.view(np.uint32) >> 16).astype(np.uint16) if is_bf16 else new.astype(values.dtype)
-
-        changed(found, shard, role, 0, shard.numel, drawn)
-        return True
-
-    return change
 
 
 # Files
@@ -492,65 +466,6 @@ def nan_nested(state: dict[str, Any]) -> None:
             value.view(-1)[0] = float("nan")
 
 
-# Trainer
-
-
-def json_of(change: Callable[[str], str]) -> Change:
-    def apply(folder: Path, *_: Any) -> bool:
-        file = folder / "trainer_state.json"
-        file.write_text(change(file.read_text()))
-        return True
-
-    return apply
-
-
-def of_step_900(text: str) -> str:
-    return json.dumps({**json.loads(text), "global_step": 900})
-
-
-def without_file(name: str) -> Change:
-    def apply(folder: Path, *_: Any) -> bool:
-        files = list(folder.glob(name))
-        for file in files:
-            file.unlink()
-        return bool(files)
-
-    return apply
-
-
-def of_model(change: Callable[[dict[str, Any]], dict[str, Any]], *, alone: bool = False) -> Change:
-    """Change the tensors of a model or adapter in safetensors; `alone`: without the files beside it."""
-
-    def apply(folder: Path, *_: Any) -> bool:
-        from safetensors.torch import load_file, save_file
-
-        (file,) = folder.glob("*.safetensors")
-        save_file(change(load_file(file)), file, metadata={"format": "pt"})
-        if alone:
-            for other in folder.iterdir():
-                if other not in (file, folder / "adapter_config.json", folder / "config.json"):
-                    shutil.rmtree(other) if other.is_dir() else other.unlink()
-        return True
-
-    return apply
-
-
-def half_without_elements(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {name: value if number % 2 else torch.empty(0) for number, (name, value) in enumerate(tensors.items())}
-
-
-def all_without_elements(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {name: torch.empty(0) for name in tensors}
-
-
-def second_half_zero(folder: Path, *_: Any) -> bool:
-    """A copy into a preallocated file that did not finish."""
-    (file,) = folder.glob("*.safetensors")
-    size = file.stat().st_size
-    file.write_bytes(file.read_bytes()[: size // 2] + bytes(size - size // 2))
-    return True
-
-
 DCP, RANKS = "dcp: AdamW", ("ranks: fsdp", "ranks: hsdp", "ranks: fsdp, flat names")
 ZERO = tuple(f"deepspeed: zero {stage}" for stage in (1, 2, 3))
 WITH_MASTERS = ZERO[:2]
@@ -571,8 +486,8 @@ DAMAGES = [
     Damage("whole rows of exp_avg_sq", ROWS, slice_of("exp_avg_sq", rows=True)),
     Damage("whole rows of both moments", ROWS, slice_of(*MOMENTS, rows=True)),
     Damage("a slice of main parameters", (*WITH_MASTERS, *MEGATRON, UNIVERSAL), slice_of("master")),
-    Damage("a parameter without moments", EVERY, a_parameter_without_moments),
-    Damage("no moments", EVERY, no_moments),
+    Damage("a parameter without moments", EVERY, elements(a_parameter_without_moments)),
+    Damage("no moments", EVERY, elements(no_moments)),
     Damage("moments of a rank", (*RANKS, *ZERO), of_a_rank(*MOMENTS)),
     Damage("first moments of a rank", (*RANKS, *ZERO), of_a_rank("exp_avg")),
     Damage("all states of a rank", (*RANKS, *ZERO), of_a_rank("master", *MOMENTS)),
@@ -584,7 +499,7 @@ DAMAGES = [
     Damage("main parameters of an earlier step", (*WITH_MASTERS, *MEGATRON), not_rounding("all")),
     Damage("moments moved by one element", ROWS, moved(*MOMENTS)),
     Damage("main parameters moved by one element", (*WITH_MASTERS, *MEGATRON), moved("master")),
-    Damage("moments of another parameter", ROWS, moments_of_another),
+    Damage("moments of another parameter", ROWS, elements(moments_of_another)),
     Damage("a weight initialized again", (*WITH_MASTERS, *MEGATRON), initialized_again("weight")),
     Damage("a weight initialized again", (DCP,), initialized_again("master")),
     Damage("exp_avg_sq dropped for all", (DCP, *RANKS[:1]), without("exp_avg_sq")),
@@ -614,19 +529,6 @@ DAMAGES = [
     Damage("an empty file", (*EVERY, *FILES, LORA), emptied),
     Damage("a missing file", (*EVERY, *FILES, LORA, WITH_ZERO), missing),
     Damage("a flipped bit", (*EVERY, *FILES), flipped),
-    Damage("scheduler.bin missing", ("accelerate: AdamW",), without_file("scheduler.bin")),
-    Damage("scheduler.pt missing", (TRAINER, LORA), without_file("scheduler.pt")),
-    Damage("optimizer.pt missing", (TRAINER, LORA), without_file("optimizer.pt")),
-    Damage("trainer_state.json missing", (TRAINER, LORA, WITH_ZERO), without_file("trainer_state.json")),
-    Damage("rng_state_1.pth missing", (TRAINER, LORA, WITH_ZERO), without_file("rng_state_1.pth")),
-    Damage("trainer_state.json empty", (TRAINER, LORA, WITH_ZERO), json_of(lambda _: "")),
-    Damage("trainer_state.json cut", (TRAINER, LORA, WITH_ZERO), json_of(lambda text: text[: len(text) // 2])),
-    Damage("trainer_state.json of step 900", (TRAINER, LORA, WITH_ZERO), json_of(of_step_900)),
     Damage("the optimizer of an earlier step", (TRAINER,), files_of_an_earlier_step("optimizer.pt")),
     Damage("the model of an earlier step", (TRAINER,), files_of_an_earlier_step("model.safetensors")),
-    Damage("second half of the model zero", (TRAINER,), second_half_zero),
-    Damage("an empty model", (TRAINER, LORA, "trainer: zero 3, LoRA"), of_model(lambda _: {})),
-    Damage("weights without elements", (TRAINER, LORA, "trainer: zero 3, LoRA"), of_model(all_without_elements)),
-    Damage("some weights without elements", (TRAINER, LORA, "trainer: zero 3, LoRA"), of_model(half_without_elements)),
-    Damage("some weights without elements, alone", (TRAINER, LORA), of_model(half_without_elements, alone=True)),
 ]

@@ -64,13 +64,6 @@ def save(folder: Path, model: nn.Module, optimizer: Any, **more: Any) -> None:
     dcp.save({"model": states, "optimizer": of_optimizer, **more}, checkpoint_id=folder, no_dist=True)
 
 
-def save_both(folder: Path, model: nn.Module, optimizer: Any, seed: int, **options: Any) -> None:
-    """Save, train one more step, and save again."""
-    save(folder / "earlier", model, optimizer)
-    train(model, optimizer, seed + 1000, 1, **options)
-    save(folder / "judged", model, optimizer)
-
-
 Make = Callable[[Any], Any]
 
 
@@ -124,142 +117,71 @@ def of_optimizer(seed: int, folder: Path, name: str) -> None:
     save(folder / "judged", model, optimizer)
 
 
-def adamw(seed: int, **settings: Any) -> tuple[Model, torch.optim.AdamW]:
-    torch.manual_seed(seed)
-    model = Model()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)
+Prepare = Callable[[Model, int], Any]  # takes the seed; may return the parameters or groups of the optimizer
 
 
-def plain(seed: int, folder: Path) -> None:
-    model, optimizer = adamw(seed)
-    train(model, optimizer, seed, 3 + seed % 4)
-    save_both(folder, model, optimizer, seed)
+def dead_units(model: Model, seed: int) -> None:
+    model.norm.bias.data[seed % 8 :: 5] = -100.0
 
 
-def unseen_rows(seed: int, folder: Path) -> None:
-    model, optimizer = adamw(seed)
-    train(model, optimizer, seed, 4, seen=4 + seed % 8)
-    save(folder / "judged", model, optimizer)
+def masked(parameter: torch.Tensor, mask: torch.Tensor) -> None:
+    """What is not in the mask has no gradient."""
+    parameter.register_hook(lambda grad: grad * mask)
 
 
-def one_row(seed: int, folder: Path) -> None:
-    """All tokens of an embedding but one were never seen."""
-    model, optimizer = adamw(seed)
-    train(model, optimizer, seed, 4, seen=1)
-    save(folder / "judged", model, optimizer)
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def with_gradients_of_zeros(seed: int) -> tuple[Model, torch.optim.AdamW]:
-    """As a gradient buffer has them for what was not used."""
-    model, optimizer = adamw(seed)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.zero_grad = lambda: [parameter.grad.zero_() for parameter in model.parameters()]
-    return model, optimizer
+def pruned_blocks(model: Model, seed: int) -> None:
+    masked(model.up.weight, (drawn(seed, WIDTH, 4) > 0.4).repeat_interleave(4, 0).repeat_interleave(WIDTH // 4, 1))
 
 
-def silent_experts(seed: int, folder: Path) -> None:
-    model, optimizer = with_gradients_of_zeros(seed)
-    train(model, optimizer, seed, 4, experts=1 + seed % (EXPERTS - 1))
-    save(folder / "judged", model, optimizer)
-
-
-def decayed(seed: int, folder: Path) -> None:
-    """Tokens and an expert fall silent after the first steps of 2000."""
-    model, optimizer = with_gradients_of_zeros(seed)
-    train(model, optimizer, seed, 5)
-    train(model, optimizer, seed + 1, 2000, seen=VOCABULARY // 2, experts=EXPERTS - 1)
-    save(folder / "judged", model, optimizer)
-
-
-def dead_units(seed: int, folder: Path) -> None:
-    model, optimizer = adamw(seed)
-    with torch.no_grad():
-        model.norm.bias[seed % 8 :: 5] = -100.0
-    train(model, optimizer, seed, 4)
-    save(folder / "judged", model, optimizer)
-
-
-def pruned(seed: int, folder: Path) -> None:
-    """Blocks of a matrix have no gradient."""
-    model, optimizer = adamw(seed)
-    mask = torch.rand(4 * WIDTH // 4, 4, generator=torch.Generator().manual_seed(seed)) > 0.4
-    mask = mask.repeat_interleave(4, 0).repeat_interleave(4, 1)
-    model.up.weight.register_hook(lambda grad: grad * mask)
-    train(model, optimizer, seed, 4)
-    save(folder / "judged", model, optimizer)
-
-
-def pruned_elements(seed: int, folder: Path) -> None:
+def pruned_elements(model: Model, seed: int) -> None:
     """Nine of ten elements of a matrix have no gradient."""
-    model, optimizer = adamw(seed)
-    mask = torch.rand(4 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed)) > 0.9
-    model.up.weight.register_hook(lambda grad: grad * mask)
-    train(model, optimizer, seed, 4)
-    save(folder / "judged", model, optimizer)
+    masked(model.up.weight, drawn(seed, 4 * WIDTH, WIDTH) > 0.9)
 
 
-def pruned_rows(seed: int, folder: Path) -> None:
+def pruned_rows(model: Model, seed: int) -> None:
     """Rows and columns of a matrix, and their biases, are set to zero, and have no gradient."""
-    model, optimizer = adamw(seed)
-    kept = torch.rand(4 * WIDTH, generator=torch.Generator().manual_seed(seed)) > 0.5
+    kept = drawn(seed, 4 * WIDTH) > 0.5
     for parameter, mask in ((model.up.weight, kept[:, None]), (model.up.bias, kept), (model.down.weight, kept[None])):
-        parameter.register_hook(lambda grad, mask=mask: grad * mask)
+        masked(parameter, mask)
         parameter.data *= mask
-    train(model, optimizer, seed, 4)
-    save(folder / "judged", model, optimizer)
 
 
-def first_step_of_lora(seed: int, folder: Path) -> None:
-    torch.manual_seed(seed)
-    model = Model().requires_grad_(False)
+def lora(model: Model, _: int) -> Any:
+    model.requires_grad_(False)
     a, b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
     nn.init.zeros_(b.weight)
     model.lora_a, model.lora_b = a, b
     model.down.register_forward_hook(lambda _, x, y: y + b(a(x[0][..., :WIDTH])))
-    optimizer = torch.optim.AdamW([*a.parameters(), *b.parameters()], lr=1e-2)
-    train(model, optimizer, seed, 1)
-    save(folder / "judged", model, optimizer)
+    return [*a.parameters(), *b.parameters()]
 
 
-def first_step(seed: int, folder: Path) -> None:
-    """A head of zeros: in the first step nothing below it has a gradient."""
-    model, optimizer = adamw(seed)
+def zero_head(model: Model, _: int) -> None:
+    """In the first step nothing below it has a gradient."""
     nn.init.zeros_(model.head.weight)
-    train(model, optimizer, seed, 1)
-    save(folder / "judged", model, optimizer)
 
 
-def frozen(seed: int, folder: Path) -> None:
-    model, optimizer = adamw(seed)
+def frozen(model: Model, seed: int) -> None:
     model.embedding.requires_grad_(False)
     if seed % 2:
         model.up.requires_grad_(False)
-    train(model, optimizer, seed, 3)
-    save(folder / "judged", model, optimizer)
 
 
-def unused(seed: int, folder: Path) -> None:
+def unused(model: Model, _: int) -> None:
     """A branch that is in the optimizer and takes no part in the loss."""
-    torch.manual_seed(seed)
-    model = Model()
     model.branch = nn.Linear(WIDTH, WIDTH)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(model, optimizer, seed, 3)
-    save(folder / "judged", model, optimizer)
 
 
-def rate_of_zero(seed: int, folder: Path) -> None:
-    model, optimizer = adamw(seed)
-    optimizer.param_groups[0]["lr"] = 0.0
-    train(model, optimizer, seed, 1 + seed % 3)
-    save(folder / "judged", model, optimizer)
+def two_groups(model: Model, _: int) -> Any:
+    parameters = list(model.parameters())
+    return [{"params": parameters[::2], "weight_decay": 0.0}, {"params": parameters[1::2], "lr": 1e-4}]
 
 
-def quantized_squares(seed: int, folder: Path) -> None:
+def quantized_squares(optimizer: Any, seed: int) -> dict[str, Any]:
     """Second moments as fp8 has them, saved in fp32: log-normal by row, so that rows have many zeros or few."""
-    model, optimizer = adamw(seed)
-    train(model, optimizer, seed, 4)
     generator = torch.Generator().manual_seed(seed)
     for state in optimizer.state.values():
         square = state["exp_avg_sq"]
@@ -267,24 +189,52 @@ def quantized_squares(seed: int, folder: Path) -> None:
         values = (rows * (1 + seed % 5) + torch.randn(square.shape, generator=generator)).exp() * 1e-8
         scale = 448 / values.max()
         state["exp_avg_sq"] = (values * scale).to(torch.float8_e4m3fn).float() / scale * (square > 0)
-    save(folder / "judged", model, optimizer)
+    return {}
 
 
-def a_buffer_of_losses(seed: int, folder: Path) -> None:
-    model, optimizer = adamw(seed)
-    train(model, optimizer, seed, 3)
-    losses = torch.rand(4).index_fill(0, torch.tensor([seed % 4]), float("nan"))
-    save(folder / "judged", model, optimizer, train_state={"losses": losses})
+def losses(_: Any, seed: int) -> dict[str, Any]:
+    own = torch.rand(4).index_fill(0, torch.tensor([seed % 4]), float("nan"))
+    return {"train_state": {"losses": own}}
 
 
-def two_groups(seed: int, folder: Path) -> None:
+class Run(NamedTuple):
+    """A run of AdamW in one process."""
+
+    steps: Callable[[int], int] = lambda seed: 3  # of the seed, like all numbers here
+    seen: Callable[[int], int] = lambda seed: VOCABULARY  # tokens
+    experts: Callable[[int], int] = lambda seed: EXPERTS
+    zeros: bool = False  # gradients of zeros for what was not used, as a gradient buffer has them
+    prepare: Prepare = lambda model, seed: None
+    rate: float = 1e-2
+    silent: int = 0  # further steps, in which half of the tokens and an expert fall silent
+    finish: Callable[[Any, int], dict[str, Any]] = lambda optimizer, seed: {}  # returns more to save
+    earlier: bool = False  # also save the step before
+
+    def write(self, seed: int, folder: Path) -> None:
+        torch.manual_seed(seed)
+        model = Model()
+        groups = self.prepare(model, seed) or model.parameters()
+        optimizer = torch.optim.AdamW(groups, lr=self.rate)
+        if self.zeros:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.zero_grad = lambda: [parameter.grad.zero_() for parameter in model.parameters()]
+        train(model, optimizer, seed, self.steps(seed), seen=self.seen(seed), experts=self.experts(seed))
+        train(model, optimizer, seed + 1, self.silent, seen=VOCABULARY // 2, experts=EXPERTS - 1)
+        more = self.finish(optimizer, seed)
+        if self.earlier:
+            save(folder / "earlier", model, optimizer)
+            train(model, optimizer, seed + 1000, 1)
+        save(folder / "judged", model, optimizer, **more)
+
+
+def trained(seed: int) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = Model()
-    parameters = list(model.parameters())
-    groups = [{"params": parameters[::2], "weight_decay": 0.0}, {"params": parameters[1::2], "lr": 1e-4}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, seed, 3)
-    save(folder / "judged", model, optimizer)
+    weights, states = get_state_dict(model, optimizer)
+    return weights, states
 
 
 def of_muon(seed: int, folder: Path) -> None:
@@ -297,17 +247,14 @@ def of_muon(seed: int, folder: Path) -> None:
     for optimizer in both:
         train(model, optimizer, seed, 3)
     states, of_optimizers = get_state_dict(model, both)
-    state = {"model": states, "optimizer": of_optimizers}
-    dcp.save(state, checkpoint_id=folder / "judged", no_dist=True)
+    dcp.save({"model": states, "optimizer": of_optimizers}, checkpoint_id=folder / "judged", no_dist=True)
 
 
 def of_a_gan(seed: int, folder: Path) -> None:
     """A generator and a discriminator of the same kind, with an optimizer each."""
-    state = {}
-    for name in ("G", "D"):
-        model, optimizer = adamw(seed)
-        train(model, optimizer, seed + len(state), 3)
-        weights, states = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {}
+    for number, name in enumerate(("G", "D")):
+        weights, states = trained(seed + number)
         state[name] = {"model": weights, "optimizer": states} if seed % 2 else weights
         if not seed % 2:
             state[f"optimizer_{name}"] = states
@@ -316,36 +263,40 @@ def of_a_gan(seed: int, folder: Path) -> None:
 
 def of_another_run(seed: int, folder: Path) -> None:
     """Weights of another run, with an optimizer that is new."""
-    model, optimizer = adamw(seed)
-    train(model, optimizer, seed, 5)
+    torch.manual_seed(seed)
+    model = Model()
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), seed, 5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, seed, seed % 2)
     save(folder / "judged", model, optimizer)
 
 
 def weights_alone(seed: int, folder: Path) -> None:
-    model, _ = adamw(seed)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "judged", no_dist=True)
+    dcp.save({"model": trained(seed)[0]}, checkpoint_id=folder / "judged", no_dist=True)
+
+
+def fixed(number: int) -> Callable[[int], int]:
+    return lambda seed: number
 
 
 UNUSUAL: dict[str, Callable[[int, Path], None]] = {
-    "AdamW": plain,
-    "unseen rows": unseen_rows,
-    "a single seen row": one_row,
-    "experts never routed to": silent_experts,
-    "2,000 steps": decayed,
-    "dead units": dead_units,
-    "pruned blocks": pruned,
-    "pruned elements": pruned_elements,
-    "pruned rows": pruned_rows,
-    "first step of LoRA": first_step_of_lora,
-    "first step": first_step,
-    "frozen": frozen,
-    "unused branch": unused,
-    "rate 0": rate_of_zero,
-    "squares of 8 bits": quantized_squares,
-    "NaN in the trainer's losses": a_buffer_of_losses,
-    "two groups": two_groups,
+    "AdamW": Run(steps=lambda seed: 3 + seed % 4, earlier=True).write,
+    "unseen rows": Run(seen=lambda seed: 4 + seed % 8).write,
+    "a single seen row": Run(seen=fixed(1)).write,
+    "experts never routed to": Run(experts=lambda seed: 1 + seed % (EXPERTS - 1), zeros=True).write,
+    "2,000 steps": Run(silent=2000, zeros=True).write,
+    "dead units": Run(prepare=dead_units).write,
+    "pruned blocks": Run(prepare=pruned_blocks).write,
+    "pruned elements": Run(steps=fixed(4), prepare=pruned_elements).write,
+    "pruned rows": Run(prepare=pruned_rows).write,
+    "first step of LoRA": Run(steps=fixed(1), prepare=lora).write,
+    "first step": Run(steps=fixed(1), prepare=zero_head).write,
+    "frozen": Run(prepare=frozen).write,
+    "unused branch": Run(prepare=unused).write,
+    "rate 0": Run(rate=0.0).write,
+    "squares of 8 bits": Run(finish=quantized_squares).write,
+    "NaN in the trainer's losses": Run(finish=losses).write,
+    "two groups": Run(prepare=two_groups).write,
     "Muon and AdamW": of_muon,
     "a GAN": of_a_gan,
     "a new optimizer": of_another_run,
@@ -455,7 +406,6 @@ OF_DEEPSPEED: dict[str, Options_] = {
     "pipeline": {"model": "pipeline"},
 }
 OF_EXPERTS: dict[str, Options_] = {f"experts, zero {stage}": {"model": "moe", "stage": stage} for stage in (0, 1, 2)}
-DRAWN = "drawn"
 
 
 def write_of_deepspeed(jobs: Sequence[tuple[Job, Any]]) -> list[str]:
@@ -509,13 +459,11 @@ OF_MEGATRON: dict[str, tuple[str, Options_]] = {
     f"{NEW}, zero-initialized, rate 0": (NEW, {"zero_initialized": True, "rate": 0.0, "format": "dp_reshardable"}),
     f"{NEW}, SGD": (NEW, {"optimizer": "sgd", "whole": True}),
     f"{NEW}, whole": (NEW, {"whole": True}),
-    f"{NEW}, drawn": (NEW, {DRAWN: True}),
     "0.14.0, zarr": ("0.14.0", {"backend": "zarr", "format": "fully_sharded_model_space"}),
     "0.14.0, zarr, gathered": ("0.14.0", {"backend": "zarr", "format": "dp_zero_gather_scatter"}),
     "0.14.0, torch_dist": ("0.14.0", {"format": "fully_sharded_model_space"}),
     "0.14.0, torch": ("0.14.0", {"backend": "torch", "format": "fully_sharded_model_space"}),
     "0.14.0, tensor parallel": ("0.14.0", {"tp": 2, "format": "fully_sharded_model_space"}),
-    "0.14.0, drawn": ("0.14.0", {DRAWN: True}),
 }
 
 
@@ -532,8 +480,7 @@ def _of_megatron(version: str, jobs: Sequence[tuple[Job, Any]]) -> list[str]:
     for job, options in jobs:
         steps = options.get("steps", 3)
         for name, less in (("earlier", 1), ("judged", 0)):
-            is_drawn = options.get(DRAWN)
-            cases.append(f"healthy {job.seed}" if is_drawn else {**options, "seed": job.seed, "steps": steps - less})
+            cases.append({**options, "seed": job.seed, "steps": steps - less})
             folders.append(job.folder / name)
     # Without the fix, upstream's own race loses slices of a zarr checkpoint now and then on a busy machine.
     fixed = {"delivery": "hook", "fixes": ["zarr_create_synchronizer"]} if version.startswith("0.14") else {}

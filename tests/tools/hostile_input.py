@@ -32,16 +32,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+sys.dont_write_bytecode = True  # the files of caches would count as writes
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [*map(str, (TESTS, TESTS / "programs", TESTS / "tools" / "programs", TESTS.parent))]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
 
+import plain_runs  # noqa: E402
+import test_audit_trainer  # noqa: E402
 from ckpt_patches.cli.command_line import main as command  # noqa: E402
+from dcp_checkpoints import saved_by_ranks  # noqa: E402
 from every_checkpoint import EVERY  # noqa: E402
-from test_audit_safetensors import written  # noqa: E402
 from upstream import once  # noqa: E402
 
 SECONDS, MEMORY, RESIDENT = 20, 3 << 30, 600 << 20
@@ -73,40 +75,13 @@ class Outcome(NamedTuple):
     resident: int  # bytes, at most
 
 
-def plain(folder: Path) -> None:
-    """Checkpoints of the formats that one process writes: torch.distributed.checkpoint, Trainer's files."""
-    folder.mkdir()
-    torch.manual_seed(0)
-    model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        model(torch.randn(4, 8)).sum().backward()
-        optimizer.step()
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    states, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": states, "optimizer": of_optimizer}, checkpoint_id=folder / "dcp", no_dist=True)
-    trainer = folder / "trainer"
-    trainer.mkdir()
-    written(trainer / "model.safetensors", model.state_dict())
-    torch.save(optimizer.state_dict(), trainer / "optimizer.pt")
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    torch.save(scheduler.state_dict(), trainer / "scheduler.pt")
-    torch.save({"python": random.getstate(), "cpu": torch.get_rng_state()}, trainer / "rng_state.pth")
-    (trainer / "trainer_state.json").write_text(json.dumps({"global_step": 3, "log_history": []}))
-    (trainer / "config.json").write_text("{}")
-    index = {"metadata": {}, "weight_map": dict.fromkeys(states, "model.safetensors")}
-    (trainer / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 def source(name: str) -> Path:
-    if name in EVERY:
-        return EVERY[name].path
-    if name == "verl":
-        from dcp_checkpoints import saved_by_ranks
-
-        return saved_by_ranks(2) / "fsdp2"
-    return once("plain", plain) / name
+    makers: dict[str, Callable[[], Path]] = {
+        "verl": lambda: saved_by_ranks(2) / "fsdp2",
+        "dcp": lambda: once("hostile-dcp", lambda out: plain_runs.save(out, 3)) / "step-3",
+        "trainer": lambda: once("hostile-trainer", lambda out: test_audit_trainer.run(out)) / "checkpoint-4",
+    }
+    return EVERY[name].path if name in EVERY else makers[name]()
 
 
 # Running
@@ -222,27 +197,24 @@ def files_of(folder: Path) -> list[Path]:
 
 def mutated(data: bytes, choose: random.Random) -> bytes:
     """Bytes changed, removed, doubled, or moved; or another pickle opcode; or a number that is large."""
-    at = choose.randrange(len(data))
+    at, to = choose.randrange(len(data)), choose.randrange(len(data))
     length = min(choose.choice((1, 2, 4, 8, 64, 512)), len(data) - at)
-    how = choose.randrange(8)
-    if how == 0:
-        return data[:at]
-    if how == 1:
-        return data[:at] + data[at + length :]
-    if how == 2:
-        return data[:at] + data[at : at + length] * choose.choice((2, 3, 100)) + data[at + length :]
-    if how == 3:
-        to = choose.randrange(len(data))
-        return data[:to] + data[at : at + length] + data[to + length :]
-    if how == 4:
-        value = choose.choice(NUMBERS)
-        return data[:at] + value + data[at + len(value) :]
-    if how == 5:
-        return data[:at] + bytes([choose.choice(OPCODES)]) + data[at + 1 :]
+    part, value = data[at : at + length], choose.choice(NUMBERS)
     changed = bytearray(data)
     for _ in range(choose.randrange(1, 5)):
-        changed[min(choose.randrange(len(data)), len(data) - 1)] ^= 1 << choose.randrange(8)
-    return bytes(changed)
+        changed[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+    return choose.choice(
+        (
+            data[:at],
+            data[:at] + data[at + length :],
+            data[:at] + part * choose.choice((2, 3, 100)) + data[at + length :],
+            data[:to] + part + data[to + length :],
+            data[:at] + value + data[at + len(value) :],
+            data[:at] + bytes([choose.choice(OPCODES)]) + data[at + 1 :],
+            bytes(changed),
+            bytes(changed),
+        )
+    )
 
 
 def in_pickle(path: Path, choose: random.Random) -> bool:

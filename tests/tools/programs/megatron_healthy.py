@@ -1,17 +1,15 @@
-"""Write complete checkpoints of many small runs with the real megatron-core, each with random valid options.
+"""Write complete checkpoints of small runs with the real megatron-core.
 
-    megatron_healthy OUT --seed 0 --count 50 --ranks 4       OUT/NUMBER/iter_000000N, and OUT/NUMBER/options.json
-    megatron_healthy OUT --ranks 4 --cases CASES.json        OUT/NUMBER for each list item: a seed, and options to set
+    megatron_healthy OUT --ranks 4 --cases CASES.json        OUT/NUMBER/iter_000000N for each list item: options to set
 
-Random options are the ranks of each kind, the format, the dtype, the optimizer, and unusual but healthy features:
-frozen, unused, tied and zero-initialized parameters, a learning rate of 0, warm-up, masks of -inf, overflows, no step
-at all.
+Options are the ranks of each kind, the format, the dtype, the optimizer, and unusual but healthy features: frozen,
+unused, tied and zero-initialized parameters, a learning rate of 0, warm-up, masks of -inf, overflows, no step at all.
+The explorer (tests/explore) draws runs.
 """
 
 import argparse
 import functools
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -30,45 +28,6 @@ PLAIN: dict[str, Any] = {
     "dtype": "bf16", "steps": 3, "rate": RATE, "weight_decay": 0.1, "scale": 16.0, "bucket_size": None,
     **dict.fromkeys(("warm_up", "frozen", "unused", "tied", "zero_initialized", "mask"), False),
 }  # fmt: skip
-NEW = ("fully_reshardable", "dp_reshardable", "dp_zero_gather_scatter")
-OLD = ("fully_sharded_model_space", "dp_zero_gather_scatter")
-
-
-def drawn(generator: random.Random, *, is_new: bool) -> dict[str, Any]:
-    """The options of one run."""
-
-    def one_in(count: int) -> bool:
-        return generator.randrange(count) == 0
-
-    tp, pp = generator.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)])
-    optimizer = generator.choice(["adam", "adam", "adam", "sgd"])
-    whole = optimizer != "adam" or one_in(6)  # each rank has the complete optimizer
-    backend = generator.choice(["torch_dist", "torch_dist", "torch" if is_new else "zarr"])
-    kind = generator.choice(NEW if is_new else OLD)
-    has_taken_none = whole or (kind == OLD[0])  # other cases cannot be saved before the first step
-    unused = one_in(3)
-    return {
-        "tp": tp,
-        "pp": pp,
-        "backend": "torch_dist" if whole else backend,
-        "format": kind,
-        "optimizer": optimizer,
-        "whole": whole,
-        "dtype": generator.choice(["bf16", "bf16", "fp16"]),
-        "steps": generator.choice([0, 1, 1, 2, 3, 5] if has_taken_none else [1, 2, 3, 5]),
-        "rate": 0.0 if one_in(5) else RATE,
-        "weight_decay": 0.0 if one_in(3) else 0.1,
-        "scale": 2.0**32
-        if has_taken_none and one_in(2)
-        else 16.0,  # for fp16; with the larger one the first steps are skipped
-        "bucket_size": 300 if one_in(3) and not unused else None,
-        "warm_up": one_in(4),
-        "frozen": one_in(3),
-        "unused": unused,
-        "tied": one_in(4),
-        "zero_initialized": one_in(2),
-        "mask": one_in(3),
-    }
 
 
 def make_model(options: dict[str, Any], config: Any, dtype: torch.dtype) -> Any:
@@ -162,31 +121,25 @@ def warm_up(optimizer: Any, options: dict[str, Any]) -> Any:
 
 def write(rank: int, ranks: int, out: str, options_of: list[tuple[int, Any]]) -> list[str]:
     """Write the runs; return the errors of those that megatron-core refuses, which are equal on all ranks."""
-    from megatron.core import package_info, parallel_state
+    from megatron.core import parallel_state
 
     mt.use_inner_optimizer("fused")
     refused = []
-    is_new = (package_info.MAJOR, package_info.MINOR) >= (0, 15)
     for number, given in options_of:
-        options = {**PLAIN, **given} if isinstance(given, dict) else drawn(random.Random(given), is_new=is_new)
+        options = {**PLAIN, **given}
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(options["tp"], options["pp"])
-        folder = Path(out, str(number))
         try:
-            train_and_save(options, ranks, folder)
+            train_and_save(options, ranks, Path(out, str(number)))
         except Exception as error:  # a limit of megatron-core, not of a checkpoint: equal on all ranks
             refused.append(f"{number}: {options}: {type(error).__name__}: {error}")
-            continue
-        if rank == 0:
-            (folder / "options.json").write_text(json.dumps(options))
     return refused
 
 
 def main() -> None:
-    args = parsed({"out": Path}, seed=0, count=50, ranks=4, cases=Path)
+    args = parsed({"out": Path}, ranks=4, cases=Path)
     refused: list[str] = []
-    cases = json.loads(args.cases.read_text()) if args.cases else [f"{args.seed}-{n}" for n in range(args.count)]
-    numbered = list(enumerate(cases))
+    numbered = list(enumerate(json.loads(args.cases.read_text())))
     for first in range(0, len(numbered), AT_ONCE):
         own = numbered[first : first + AT_ONCE]
         refused += mt.results(write, args.ranks, args.ranks, str(args.out), own)[0]
