@@ -47,15 +47,17 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
             after=STATUS,
         ),
     )
-    for command, paths, report in ((one, ("PATH",), _report), (two, ("ONE", "OTHER"), _compare)):
-        for path in paths:
-            text = "a checkpoint's folder, such as global_step1000"
-            command.add_argument(path.lower(), type=Path, metavar=path, help=text)
+    about = "a checkpoint's folder, such as global_step1000"
+    one.add_argument("one", type=Path, metavar="PATH", help=about)
+    one.add_argument("--against", dest="other", type=Path, metavar="OTHER", help="the same as `compare PATH OTHER`")
+    two.add_argument("one", type=Path, metavar="ONE", help=about)
+    two.add_argument("other", type=Path, metavar="OTHER", help=about)
+    for command in (one, two):
         command.add_argument("--json", action="store_true", help="print JSON (ckpt-patches explain json)")
         add_workers(command, many=MANY)
         add_trust(command)
         add_distributed(command)
-        command.set_defaults(run=run, paths=[path.lower() for path in paths], report=report)
+        command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,18 +68,18 @@ def run(options: argparse.Namespace) -> int:
 
     with joined(options.distributed) as ranks:
         workers = options.workers or ranks.workers
-        paths = [getattr(options, name) for name in options.paths]
+        paths = [path for path in (options.one, options.other) if path is not None]
         found = [read(path, workers, ranks, trust=options.trust_checkpoint) for path in paths]
-        report: Callable[..., int] = options.report
+        report: Callable[..., int] = _report if options.other is None else _compare
         return ranks.first("the report", lambda: report(options, *found))
 
 
 def _report(options: argparse.Namespace, own: "Contents") -> int:
     """Print what was found. Returns the exit status."""
-    _print_unread(options.path, own.unread)
+    _print_unread(options.one, own.unread)
     _print(own, as_json=options.json)
     if own.checked is None:
-        note("ckpt-patches", f"{options.path}: no recorded fingerprints, nothing was compared")
+        note("ckpt-patches", f"{options.one}: no recorded fingerprints, nothing was compared")
     return 0 if own.checked is None or own.checked.is_equal else 1
 
 

@@ -88,6 +88,7 @@ def test_one_changed_bit_is_told_with_its_state(copy: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == f"{copy} and {copy}: verified: {states} states\n"
     assert command_line.main(["compare", str(copy), str(copy), "--workers", "2"]) == 0
     assert capsys.readouterr().out == f"{copy} and {copy}: verified: {states} states\n"
+    assert command_line.main(["fingerprint", str(copy), "--against", str(other)]) == 1
     assert command_line.main(["compare", str(copy), str(other)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == f"{copy} and {other}: differs: 1 other values; {states - 1} states verified"

@@ -5,7 +5,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt_patches.errors import UserError
@@ -32,6 +32,9 @@ def new_copy(path: Path, output: Path) -> Iterator[Path]:
     check_parent(output)
     work = UnfinishedFolder(output, "", MARK, "repair")
     check_outside(work.working, path)  # which is removed
+    if work.final.exists():
+        with suppress(OSError):  # it has files
+            work.working.rmdir()  # of a repair that was killed when nothing else was left to do
     if not work.is_of_this(work.working):
         work.check({})
         work.begin()
