@@ -13,6 +13,8 @@ class Lazy:
         vars(self)["_name"] = f"trainers.{name}"
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest asks for `__test__`, `_mock_name` and others
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
