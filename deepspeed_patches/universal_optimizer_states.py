@@ -5,6 +5,8 @@ More than 150 lines: without its load of Muon's momentum, checkpoints that versi
 https://github.com/deepspeedai/DeepSpeed/issues/8608
 """
 
+import ast
+
 from ckpt_patches.engine.fix import Fix
 from ckpt_patches.engine.releases import newest
 from ckpt_patches.engine.source import NoMatch, Source
@@ -40,9 +42,8 @@ FLAT_STATE = """param_group = optim_sd[BASE_OPTIMIZER_STATE]["param_groups"][par
 flat_state = _flat_states(state_groups.get(param_group_id, {}),
                           fp32_groups[param_group_id],
                           is_muon=param_group.get("use_muon", False))"""
-STATE_3 = "optim_sd['optimizer_state_dict']['state'][idx]['exp_avg']"
-FLAT_STATE_3 = """flat_state = _flat_states(optim_sd['optimizer_state_dict']['state'].get(idx, {}),
-                          optim_sd['fp32_flat_groups'][idx])
+FLAT_STATE_3 = """flat_state = _flat_states({states}.get({group}, {{}}),
+                          {master})
 flat_state.pop('step', None)"""
 ALL_GROUPS = "param_groups_cnt = len(fp32_groups)"
 FRAGMENTS = "_states_of_fragments(slice_base_path)"
@@ -141,7 +142,7 @@ class DeepSpeedZeroOptimizer:
                 state["momentum_buffer"] = torch.cat(momenta)
 
 
-@fix.edit(CONVERTER, releases=(("0.19.3", newest("deepspeed")),), upstream_alone=True)
+@fix.edit(CONVERTER, upstream_alone=True)
 def convert_the_states_of_the_optimizer(source: Source) -> None:
     """Upstream extracts and merges only Adam's states, by name."""
     extract, extract_3, merge, merge_3 = map(
@@ -154,8 +155,12 @@ def convert_the_states_of_the_optimizer(source: Source) -> None:
     source.replace(source.one("flat_state = dict(...)", within=extract), FLAT_STATE, last=step)
     source.replace(source.one("param_groups_cnt = len(state_groups)", within=extract), ALL_GROUPS)
     of_sub_group = source.one("flat_state = dict(...)", within=extract_3)
-    source.one(STATE_3, within=of_sub_group)
-    source.replace(of_sub_group, FLAT_STATE_3)
+    values = {keyword.arg: keyword.value for keyword in of_sub_group.value.keywords}
+    moment = values.get("exp_avg")
+    if not (isinstance(moment, ast.Subscript) and isinstance(moment.value, ast.Subscript) and len(values) == 3):
+        raise NoMatch("expected fp32, exp_avg and exp_avg_sq in flat_state")
+    states, group, master = map(source.text, (moment.value.value, moment.value.slice, values["fp32"]))
+    source.replace(of_sub_group, FLAT_STATE_3.format(states=states, group=group, master=master))
     for function in (merge, merge_3):
         source.replace(
             source.one('("fp32", "exp_avg", "exp_avg_sq")', within=source.loop("state", within=function)), FRAGMENTS

@@ -237,8 +237,10 @@ def _try(name: str, tree: _Tree) -> FixResult:
             return FixResult(name, Outcome.NOT_NEEDED, "the release is older than those that the fix is for")
         if _make(fix, tree):
             return FixResult(name, Outcome.APPLIES)
-        is_elsewhere = fix.is_for_upstream_alone and not tree.for_upstream
-        result = FixResult(name, Outcome.NOT_NEEDED, "only in patches for upstream" if is_elsewhere else "")
+        reason = "only in patches for upstream" if fix.is_for_upstream_alone and not tree.for_upstream else ""
+        if tree.for_upstream and all(edit.ours_alone for edit in fix.edits):
+            reason = "not in patches for upstream"
+        result = FixResult(name, Outcome.NOT_NEEDED, reason)
     except NoMatch as error:
         result = FixResult(name, Outcome.NO_MATCH, str(error), isinstance(error, UnreadableSource))
     except Exception as error:  # a defect of this fix must not affect the others

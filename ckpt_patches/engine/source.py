@@ -117,7 +117,9 @@ def _walk(root: ast.AST, kind: type[NodeT], lines: Sequence[int] | None) -> list
         for field in node._fields:  # no attributes of other packages
             value = getattr(node, field, None)
             for inner in value if isinstance(value, list) else (value,):
-                if isinstance(inner, ast.AST) and inner._fields and (lines is None or _is_on(inner, lines)):
+                # Of those without fields, statements alone (`pass`) have a place of their own.
+                is_placed = isinstance(inner, ast.stmt) or (isinstance(inner, ast.AST) and inner._fields)
+                if is_placed and (lines is None or _is_on(inner, lines)):
                     nodes.append(inner)
     return [node for node in nodes if isinstance(node, kind)]
 

@@ -1,5 +1,7 @@
 """Put `fully_reshardable` states that were saved shifted back in the load, or refuse them.
 
+More than 150 lines: weights that fp8 has rounded, and those of the hybrid optimizer, are told from a shift.
+
 https://github.com/NVIDIA/Megatron-LM/pull/5077
 """
 
@@ -24,15 +26,20 @@ fix = Fix(
     silent=True,
 )
 
-UNDO = "state_dict = _without_shift(self.buffers, state_dict)"
+UNDO = """state_dict = _without_shift(
+    self.buffers, state_dict, isinstance(self.optimizer, HybridDeviceOptimizer)
+)"""
 
 
-def _without_shift(buffers: "list[Any]", state_dict: "dict[int, Any]") -> "dict[int, Any]":
+def _without_shift(
+    buffers: "list[Any]", state_dict: "dict[int, Any]", is_offloaded: "bool"
+) -> "dict[int, Any]":
     """Return loaded `fully_reshardable` states, moved to their parameters if they were saved shifted.
 
     Args:
         buffers: those of the optimizer; their models' weights are loaded.
         state_dict: states by parameter, in the order of the buffers' `param_index_map`.
+        is_offloaded: whether the optimizer has set a rank's weights to its own before the load.
 
     Raises:
         RuntimeError: states are in no file, or were cut by other buckets than those of this run.
@@ -48,7 +55,7 @@ def _without_shift(buffers: "list[Any]", state_dict: "dict[int, Any]") -> "dict[
         numbers = range(number, number + len(places))
         number += len(places)
         states = [state_dict[index] for index in numbers]
-        if not places or not _is_shifted(places, states):
+        if not places or not _is_shifted(places, states, is_offloaded):
             continue
         for key in states[0].keys() - {"step"}:
             moved = _moved(places, [state[key] for state in states])
@@ -85,14 +92,14 @@ def _moved(places: "list[Any]", saved: "list[torch.Tensor]") -> "list[torch.Tens
     ]
 
 
-def _is_shifted(places: "list[Any]", states: "list[Any]") -> "bool":
+def _is_shifted(places: "list[Any]", states: "list[Any]", is_offloaded: "bool") -> "bool":
     """Whether main parameters round to the weights only where they are moved.
 
     Quantized weights and remainders of main parameters are not compared. The first parameter is
     never shifted: if it does not round, the weights are others than those of the checkpoint.
 
     Raises:
-        RuntimeError: they do at neither place.
+        RuntimeError: they do at neither place, and are far from the weights.
     """
     saved = [state["param"] if "param" in state else state["fp32_param"] for state in states]
     compared = [
@@ -104,23 +111,30 @@ def _is_shifted(places: "list[Any]", states: "list[Any]") -> "bool":
     first = min(range(len(places)), key=lambda number: places[number][1])
     if not wrong or first not in compared:
         return False
-    if first in wrong:
-        logger.warning(
-            "expected main parameters that round to the weights, found others: not checked for a"
-            " shift (Megatron-LM#5077), loaded as they are"
-        )
-        return False
-    moved = _moved(places, saved)
-    if all(_rounds(moved[number], places[number][0]) for number in compared):
-        return True
-    raise RuntimeError(
-        f"expected main parameters that round to the weights, found others in {len(wrong)} of"
-        f" {len(compared)} parameters. If megatron-core 0.15 to 0.19 saved this checkpoint in"
-        " fully_reshardable with several buckets, its states are shifted (Megatron-LM#5077): load it"
-        " with the data-parallel size, the model-parallel sizes and the --ddp-bucket-size of the run"
-        " that saved it, which are in the checkpoint's arguments. To load the states as they are, set"
-        " CKPT_PATCHES_SKIP=fully_reshardable_restore"
+    if first not in wrong:
+        moved = _moved(places, saved)
+        if all(_rounds(moved[number], places[number][0]) for number in compared):
+            return True
+        if not is_offloaded and any(_is_far(saved[number], places[number][0]) for number in wrong):
+            raise RuntimeError(
+                f"expected main parameters that round to the weights, found others in {len(wrong)} of"
+                f" {len(compared)} parameters. If megatron-core 0.15 to 0.19 saved this checkpoint in"
+                " fully_reshardable with several buckets, its states are shifted (Megatron-LM#5077):"
+                " load it with the data-parallel size, the model-parallel sizes and the"
+                " --ddp-bucket-size of the run that saved it, which are in the checkpoint's arguments."
+                " To load the states as they are, set CKPT_PATCHES_SKIP=fully_reshardable_restore"
+            )
+    logger.warning(
+        "expected main parameters that round to the weights, found others: not checked for a"
+        " shift (Megatron-LM#5077), loaded as they are"
     )
+    return False
+
+
+def _is_far(main: "torch.Tensor", weight: "torch.Tensor") -> "bool":
+    """Whether main parameters are others than the weights, not those that fp8 has rounded to them."""
+    expected = weight.detach().to(main.device).float()
+    return bool((main.float() - expected).nan_to_num().norm() > 0.5 * expected.norm())
 
 
 def _rounds(main: "torch.Tensor", weight: "torch.Tensor") -> "bool":
@@ -135,7 +149,7 @@ def _rounds(main: "torch.Tensor", weight: "torch.Tensor") -> "bool":
     return bool(fits.sum() * 8 >= fits.numel() * 7)
 
 
-FUNCTIONS = (_without_shift, _moved, _is_shifted, _rounds)
+FUNCTIONS = (_without_shift, _moved, _is_shifted, _is_far, _rounds)
 
 
 @fix.edit("megatron.core.optimizer.distrib_optimizer", ours_alone=True)

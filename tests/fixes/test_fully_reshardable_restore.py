@@ -1,15 +1,18 @@
 """fully_reshardable_restore: the real megatron-core loads what it saved as `fully_reshardable` with shifted states."""
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
+from ckpt_patches.audit.judging.record_checksums import update_checksum
 from ckpt_patches.cli import main
-from ckpt_patches.formats.checkpoint import MASTER
+from ckpt_patches.formats.checkpoint import MASTER, WEIGHT
 from ckpt_patches.formats.damages import NOTE
 from upstream import affected, newest_affected, run, run_json, tree, with_fix, without_fix
 
@@ -77,6 +80,23 @@ def test_what_was_saved_right_is_loaded_as_it_is(shifted: Path) -> None:
     load = ("--load", shifted / "one_bucket")
     said = run("shifted_saving", shifted, *load, tree=tree("megatron-core", NEWEST), delivery="hook").stderr
     assert "that round to the weights" not in said
+
+
+def test_weights_that_fp8_has_rounded_are_no_shift(shifted: Path, tmp_path: Path) -> None:
+    """The states are loaded as they are, with a warning."""
+    path = Path(shutil.copytree(shifted, tmp_path / "run"))
+    found = audit(path / "one_bucket").checkpoint
+    (shard,) = [own for own in found.shards if own.parameter == "module.layers.1.weight" and MASTER in own.streams]
+    (extent,) = shard.streams[WEIGHT].extents
+    weights = torch.from_file(extent.path, shared=True, size=extent.offset + extent.nbytes, dtype=torch.uint8)
+    own = weights[extent.offset :].view(torch.bfloat16)
+    own.copy_(own.to(torch.float8_e4m3fn).to(torch.bfloat16))
+    for record in found.records:
+        update_checksum(record)
+    load = ("--load", path / "one_bucket")
+    done = run("shifted_saving", path, *load, tree=tree("megatron-core", NEWEST), delivery="hook")
+    assert "not checked for a shift" in " ".join(done.stderr.split())
+    assert json.loads(done.stdout.splitlines()[-1])["0"] == {}
 
 
 # The tools

@@ -121,6 +121,11 @@ def test_three_dots_stand_for_any_expression() -> None:
     assert len(source("x = d[1]\nx = d[k]\n").all("d[...]")) == 2
 
 
+def test_a_statement_of_one_word_is_an_anchor() -> None:
+    assert len(source("for x in y:\n    if x:\n        continue\n    if z:\n        break\n").all("continue")) == 1
+    assert len(source("def f():\n    pass\n").all("pass")) == 1
+
+
 def test_an_anchor_matches_as_often_as_the_fix_says() -> None:
     with pytest.raises(NoMatch, match="expected `call\\(1\\)` once, found it 0 times"):
         source().one("call(1)")
