@@ -71,8 +71,8 @@ def convert(
     time.monotonic.
 
     Raises:
-        UserError: the checkpoint is damaged or of an unsupported kind, the output folder exists, the disk is full, or a
-            rank is missing. Written files stay, and the same call continues from there.
+        UserError: the checkpoint is damaged, of an unsupported kind or changes meanwhile, the output folder exists, the
+            disk is full, or a rank is missing. Written files stay, and the same call continues from there.
     """
     begin = time.monotonic() if begin is None else begin
     path, options, ranks = Path(input_folder), options or Options(), ranks or Ranks()
@@ -108,6 +108,10 @@ def convert(
 
         def finish() -> None:
             if not folder.is_of_this(folder.final):  # else an earlier run was killed at its very end
+                if fingerprint(path, options) != digest:  # the checksums were right before, and not of what was copied
+                    raise UserError(
+                        f"{path} has changed while it was converted: remove {folder.working}, and begin anew"
+                    )
                 _check_recorded(path, folder.working, strict=options.strict, warn=warn)
                 folder.finish(outputs)
             replace_durably(folder.final.parent / LATEST, folder.final.name.encode())

@@ -4,7 +4,7 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +14,10 @@ import pytest
 import torch
 
 from ckpt_patches.cli import command_line
+from ckpt_patches.convert.conversion_plan import Output
+from ckpt_patches.convert.convert import Options, convert
+from ckpt_patches.convert.write import Writer
+from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_file
 from ckpt_patches.formats.torch_file import TensorHeader
 from universal import changed, check_refused, ours, parallel
@@ -365,6 +369,25 @@ def test_a_wrong_checksum_of_what_is_read_is_refused(place: str, folder: Path, t
         assert f"{folder / name} is damaged: the checksum of its " in done.stderr
         assert not (tmp_path / "universal").exists()
         assert not (tmp_path / "latest_universal").exists()
+
+
+def test_a_checkpoint_that_changes_while_it_is_converted_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state is overwritten in place after the checksums were right."""
+    offset, write = tensor_in(folder / RANK_1, "exp_avg").offset, Writer.__call__
+
+    def change(self: Writer, batch: Sequence[Output]) -> int:
+        flip(folder / RANK_1, offset)
+        return write(self, batch)
+
+    monkeypatch.setattr(Writer, "__call__", change)
+    with pytest.raises(
+        UserError, match=rf"{folder} has changed while it was converted: remove .*universal\.unfinished"
+    ):
+        convert(folder, tmp_path / "universal", Options(workers=1))
+    assert not (tmp_path / "universal").exists()
+    assert not (tmp_path / "latest_universal").exists()
 
 
 def test_a_state_that_would_be_lost_is_left_out_on_request(
