@@ -108,7 +108,8 @@ class UnfinishedFolder:
                 except OSError:
                     pass  # the file system has no locks
             for path in self.working.rglob(f"{TEMPORARY}*"):
-                path.unlink(missing_ok=True)
+                if not path.is_dir():  # a folder can have such a name, as one of a parameter
+                    path.unlink(missing_ok=True)
             yield
 
     def missing(self, names: Iterable[str]) -> list[str]:

@@ -93,6 +93,17 @@ def test_where_a_file_cannot_be_replaced_the_one_before_stays(tmp_path: Path, mo
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_a_folder_with_the_name_of_an_incomplete_file_stays(tmp_path: Path) -> None:
+    work = unfinished.UnfinishedFolder(tmp_path / "output", "", "mark", "conversion")
+    work.begin()
+    parameter = work.working / "zero" / f"{durable.TEMPORARY}abcd"
+    parameter.mkdir(parents=True)
+    (parameter / "fp32.pt").touch()
+    (parameter / f"{durable.TEMPORARY}0-fp32.pt").touch()
+    with work.held():
+        assert os.listdir(parameter) == ["fp32.pt"]
+
+
 def test_an_unfinished_folder_of_another_work_is_refused(tmp_path: Path) -> None:
     def folder(fingerprint: str) -> unfinished.UnfinishedFolder:
         return unfinished.UnfinishedFolder(tmp_path / "output", fingerprint, "mark.json", "conversion")
