@@ -10,6 +10,7 @@ from typing import TextIO
 
 from ckpt_patches.errors import UserError
 
+QUIET, VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")  # whole words: an error message can begin with one
 WHEN = ("auto", "always", "never")
 COLORS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
 GAP = 2  # columns between two cells
@@ -31,12 +32,13 @@ def take_options(arguments: Sequence[str]) -> list[str]:
         UserError: --color has no value, or another one than those in WHEN.
     """
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    own = arguments[:end]
+    Output.quiet, Output.verbose = (any(word in names for word in own) for names in (QUIET, VERBOSE))
+    Output.color = WHEN[0]
     common = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    common.add_argument("-q", "--quiet", action="store_true")
-    common.add_argument("-v", "--verbose", action="store_true")
-    common.add_argument("--color", choices=WHEN, default=WHEN[0])
+    common.add_argument("--color", choices=WHEN)
     try:
-        _, left = common.parse_known_args(arguments[:end], Output)
+        _, left = common.parse_known_args([word for word in own if word not in (*QUIET, *VERBOSE)], Output)
     except argparse.ArgumentError as error:
         raise UserError(str(error)) from None
     return [*left, *arguments[end:]]

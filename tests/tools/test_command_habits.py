@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_patches.cli import main
+from ckpt_patches.runtime.terminal import Output, take_options
 from crafted_files import copied
 from megatron_checkpoints import ZARR, written
 from old_checkpoints import flattened, settings
@@ -126,6 +127,14 @@ def test_findings_have_one_order(tmp_path: Path) -> None:
     outputs = {command("audit", "--notes", str(damaged), PYTHONHASHSEED=str(seed)).stdout for seed in range(3)}
     assert len(outputs) == 1
     assert "lost_master" in outputs.pop()
+
+
+def test_an_option_of_every_command_is_a_whole_word_of_one_call() -> None:
+    given = ["explain", "-quietly failing: error", "-v is wrong", "-vq"]
+    assert take_options(["audit", "-q", "--verbose", "--color=never", "--", "-q"]) == ["audit", "--", "-q"]
+    assert (Output.quiet, Output.verbose, Output.color) == (True, True, "never")
+    assert take_options(given) == given
+    assert (Output.quiet, Output.verbose, Output.color) == (False, False, "auto")
 
 
 def test_the_help_has_groups_and_the_environment() -> None:
