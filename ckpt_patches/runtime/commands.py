@@ -85,6 +85,8 @@ def note(program: str, message: str) -> None:
 
 
 def _failed(program: str, message: str, status: int) -> int:
+    if not message:  # rank 0 has it
+        return status
     if Output.verbose:
         traceback.print_exc()
     say(program, message)

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -32,12 +32,12 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    on_host: int = 1  # ranks that share the processors of this host
+    processors: int = 0  # this rank's share of its host's; 0: all that it may use
 
     @property
     def workers(self) -> int:
         """The number of worker processes of this rank."""
-        return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // self.on_host))
+        return max(1, min(MOST_WORKERS, self.processors or len(os.sched_getaffinity(0))))
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
         """Every n-th of the items, which are the same on all ranks."""
@@ -48,7 +48,8 @@ class Ranks:
 
         Raises:
             Exception: the error of `work`, on rank 0 or for a single rank.
-            UserError: a rank failed, of which rank 0 has the error; or a rank is missing.
+            UserError: a rank failed: on rank 0 with its message, and on all with the status of rank 0's error; or a
+                rank is missing.
         """
         if self.size == 1:
             return [work()]
@@ -63,11 +64,14 @@ class Ranks:
             distributed.monitored_barrier(timeout=STEP)
             outcomes: list[Any] | None = [None] * self.size if self.rank == 0 else None
             distributed.gather_object((result if self.rank else None, _message_of(error)), outcomes)
-            failed = _broadcast(next((rank for rank, own in enumerate(outcomes or ()) if own[1]), None))
+            status = getattr(error, "status", UserError.status)  # rank 0's is for all
+            failed, status = _broadcast(
+                (next((rank for rank, own in enumerate(outcomes or ()) if own[1]), None), status)
+            )
         if failed is None:
             return [result, *(own[0] for own in (outcomes or ())[1:])]
         if outcomes is None:
-            raise UserError(f"rank {failed} of {self.size} failed at {step}; rank 0 has the reason")
+            raise _failed_elsewhere(f"rank {failed} of {self.size} failed at {step}; rank 0 has the reason", status)
         raise error or UserError(f"rank {failed} of {self.size}: {outcomes[failed][1]}")
 
     def first(self, step: str, work: Callable[[], Result]) -> Result:
@@ -119,6 +123,13 @@ def _broadcast(value: Any) -> Any:
     return values[0]
 
 
+def _failed_elsewhere(message: str, status: int) -> UserError:
+    """The error of a rank when rank 0 ends with a status; without a message if that is a success."""
+    error = UserError(message if status else "")
+    error.status = status
+    return error
+
+
 def _message_of(error: Exception | None) -> str:
     """One line for a user's mistake; the traceback for a defect."""
     if error is None:
@@ -161,12 +172,13 @@ def joined(wanted: bool | None) -> Iterator[Ranks]:
         from torch import distributed
     except ModuleNotFoundError:
         raise UserError("several ranks need torch, which is not installed: pip install torch") from None
+    places: list[Any] = [None] * size
     sys.stdout.flush()
     stdout = os.dup(1)  # which may be JSON: some releases of Gloo print a line when they connect
     try:
         os.dup2(2, 1)
         distributed.init_process_group("gloo", timeout=START)
-        distributed.barrier()
+        distributed.all_gather_object(places, (os.uname().nodename, os.sched_getaffinity(0)))
     except (RuntimeError, ValueError) as error:
         at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(
@@ -175,8 +187,13 @@ def joined(wanted: bool | None) -> Iterator[Ranks]:
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
-    on_host = os.environ.get("LOCAL_WORLD_SIZE", "")  # of torchrun
     try:
-        yield Ranks(rank, size, max(1, int(on_host) if on_host.isdecimal() else 1))
+        yield Ranks(rank, size, share_of_host(places, rank))
     finally:
         distributed.destroy_process_group()
+
+
+def share_of_host(places: Sequence[tuple[str, Collection[int]]], rank: int) -> int:
+    """A rank's share of the processors of its host, from the host and the usable processors of each rank."""
+    there = [usable for host, usable in places if host == places[rank][0]]
+    return max(1, len(set().union(*there)) // len(there))

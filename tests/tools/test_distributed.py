@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.runtime.distributed import place
+from ckpt_patches.runtime.distributed import place, share_of_host
 from test_audit_many import arrays
 from test_audit_many import written as by_hand
 from test_audit_repair import contents
@@ -55,6 +55,18 @@ def test_the_place_of_a_process(variables: dict[str, str], wanted: bool | None, 
 def test_variables_that_are_missing_or_wrong(wrong: dict[str, str]) -> None:
     with pytest.raises(UserError, match="expected RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment"):
         place(True, {**POD, **wrong} if wrong else SRUN)
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([("a", {0, 1, 2, 3}), ("a", {0, 1, 2, 3}), ("b", {0, 1, 2, 3})], [2, 2, 4]),
+        ([("a", {0, 1}), ("a", {2, 3})], [2, 2]),  # bound by the launcher
+        ([("a", {0}), ("a", {0})], [1, 1]),
+    ],
+)
+def test_ranks_of_a_host_share_its_processors(places: list[tuple[str, set[int]]], expected: list[int]) -> None:
+    assert [share_of_host(places, rank) for rank in range(len(places))] == expected
 
 
 # Commands
@@ -199,7 +211,39 @@ def test_a_wrong_path_under_torchrun(tmp_path: Path) -> None:
     assert seconds < 60  # on a busy machine; no rank waited for ten minutes
 
 
+WORKERS = """
+os.sched_getaffinity = lambda process: set(range(8))
+def shown(arguments):
+    with distributed.joined(True) as ranks:
+        print(ranks.workers)
+    return 0
+cli.main = shown
+"""
+
+
+def test_ranks_of_any_launcher_share_the_processors(tmp_path: Path) -> None:
+    found = work("audit", tmp_path, "together").by_hand(WORKERS, WORKERS)
+    assert [(status, out) for status, out, _ in found] == [(0, "4\n")] * 2, found
+
+
 # A rank that fails
+
+
+def test_where_nothing_is_to_do_all_ranks_end_well(tmp_path: Path) -> None:
+    new = work("migrate", tmp_path, "alone")
+    assert new.alone().returncode == 0
+    options = (new.output, "--output", tmp_path / "again", "--json", "--workers", "1")
+    first, other = Work("migrate", options, tmp_path / "again").by_hand("", "")
+    assert (first[0], other) == (0, (0, "", "")), (first, other)
+    assert "needs nothing" in json.loads(first[1])["nothing_to_do"]
+
+
+@pytest.mark.slow
+def test_all_ranks_end_with_the_status_of_rank_0(tmp_path: Path) -> None:
+    damaged = "from ckpt_patches.migrate import migrate\ndef prepare(*given): raise migrate.DamagedError('damaged')\n"
+    found = work("migrate", tmp_path, "together").by_hand(f"{damaged}migrate.prepare = prepare", "")
+    assert [status for status, _, _ in found] == [1, 1], found
+    assert found[1][2].count("rank 0 has the reason") == 1
 
 
 def once(message: str, found: Sequence[tuple[int, str, str]]) -> None:
