@@ -226,11 +226,11 @@ def choose(
     candidates.sort(key=lambda save: save.age, reverse=True)
     for save in candidates[:most]:
         report = save.structure
-        if report.verdict not in (DAMAGED, INCOMPLETE):
-            if save.is_alone:
-                skip(save, "", SKIPPED_ALONE)
-                continue
-            report = report if quick else save.judged(workers)
+        if report.verdict in TO_RESUME_FROM and save.is_alone:
+            skip(save, "", SKIPPED_ALONE)
+            continue
+        if report.verdict not in (DAMAGED, INCOMPLETE) and not quick:
+            report = save.judged(workers)
         if report.verdict in TO_RESUME_FROM:
             return Answer(run, quick, save, report, tuple(skipped), 0, found)
         skip(save, report.verdict, _reason(report))
@@ -280,10 +280,11 @@ def _why_not(save: Save, run: Path, every: Sequence[Save], found: Iterable[Track
     """Why a save is no candidate beside others; empty if it is one."""
     if len(every) == 1:
         return ""
-    if leaves(save.path, run):
-        named = (os.path.realpath(names) for _, names in found if names)
-        return "" if os.path.realpath(save.path) in named else SKIPPED_ELSEWHERE
-    has_native = any(own.path.is_dir() and not own.is_universal for own in every)
+    named = {os.path.realpath(names) for _, names in found if names}
+    own = [other for other in every if not leaves(other.path, run) or os.path.realpath(other.path) in named]
+    if save not in own:
+        return SKIPPED_ELSEWHERE
+    has_native = any(other.path.is_dir() and not other.is_universal for other in own)
     return SKIPPED_UNIVERSAL if save.is_universal and has_native else ""
 
 

@@ -13,7 +13,8 @@ from ckpt_patches.formats.megatron_names import is_bucket
 from ckpt_patches.formats.torch_dist import Offsets, Tensor
 
 ALIGNMENT = 64  # elements; each parameter begins at a multiple in Megatron's buckets
-MOST_AXES = 8  # that a tensor is cut along; each doubles the work of a check
+MOST_CORNERS = 1 << 20  # of all chunks of a tensor, along the axes that it is cut along
+TOO_MANY = "too many chunks to compare them"
 Shape = tuple[int, ...]
 
 
@@ -96,15 +97,15 @@ class Chunked:
         return tuple(at * n for at, n in zip(index, shape, strict=True)) if is_in_place else ()
 
     def untiled(self) -> str:
-        """Why the chunks do not cover each element exactly once; empty if they do."""
+        """Why the chunks do not cover each element exactly once; empty if they do; `TOO_MANY` if unknown."""
         chunks, size = self.tensor.chunks, self.tensor.size
         stored = sum(map(math.prod, chunks.values()))
         if stored != math.prod(size):
             return f"its chunks have {stored} elements, its shape {size} has {math.prod(size)}"
         boxes = [*((at, own, 1) for at, own in chunks.items() if math.prod(own)), ((0,) * len(size), size, -1)]
         axes = [n for n, whole in enumerate(size) if any(at[n] or own[n] != whole for at, own, _ in boxes)]
-        if not stored or len(axes) > MOST_AXES:
-            return f"it is cut along {len(axes)} axes" if stored else ""
+        if not stored or len(boxes) << len(axes) > MOST_CORNERS:
+            return TOO_MANY if stored else ""
         # How often each element is covered is determined by all chunks' corners, each with the sign of its parity.
         corners: Counter[Offsets] = Counter()
         for at, own, sign in boxes:

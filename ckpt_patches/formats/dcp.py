@@ -6,6 +6,7 @@ The keys of nested dicts are joined by dots: `model.<parameter>`, `optimizer.sta
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -204,10 +205,16 @@ def _places_of_weights(prefix: str, parameters: set[str], names: list[str]) -> l
     most = sorted(own for own, count in found.items() if count == max(found.values()))
     for pattern, layouts in LAYOUTS.items():
         if match := re.fullmatch(pattern, prefix):
-            known = [place for place in map(match.expand, layouts) if place in found]
             in_same_trainer = [place for place in most if place.startswith(match[1] or "")]
-            return known[:1] or in_same_trainer or most
-    return most
+            return [place for place in map(match.expand, layouts) if place in most] or in_same_trainer or most
+    shared = {place: _in_common(prefix, place) for place in most}
+    return [place for place in most if shared[place] == max(shared.values())]
+
+
+def _in_common(one: str, other: str) -> int:
+    """The number of leading parts that two prefixes share."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def weights_prefix(tensors: Iterable[str], every: Sequence[Optimizer], parameters: set[str]) -> str | None:

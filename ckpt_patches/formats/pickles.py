@@ -107,10 +107,35 @@ def _end_of(data: bytes, at: int) -> int:
 # Stubs
 
 
+LOOKED_AT = 1000  # items of a list that is made a set: a pickle can name one list any number of times
+
+
+def _are_items(values: Any = (), *others: Any) -> bool:
+    """Whether a set can have these values: of lists, dicts and sets it cannot."""
+    if others or type(values) not in (list, tuple):
+        return False
+    return {*map(type, values[:LOOKED_AT])}.isdisjoint((list, dict, Ordered))
+
+
+def _is_latin(text: Any = "", encoding: Any = "latin1", *others: Any) -> bool:
+    return not others and type(text) is str and encoding == "latin1" and _has_bytes(text)
+
+
+@lru_cache(64)
+def _has_bytes(text: str) -> bool:
+    """Whether each character is a byte. Cached, as a pickle can name one text any number of times."""
+    try:
+        return len(text.encode("latin1")) == len(text)
+    except UnicodeEncodeError:
+        return False
+
+
 class Global(type):
     """The stub of a class or function that a file names. Calling it runs no code of the file."""
 
     def __call__(cls, *args: Any) -> Any:
+        if (is_valid := CALLS.get(f"{cls.__module__}.{cls.__name__}")) and not is_valid(*args):
+            raise UnpicklingError(f"a call of {cls.__name__} with other arguments than torch has for it")
         made: Instance = cls.__new__(cls, *args)  # type: ignore[arg-type]
         made.called = True
         return made
@@ -155,6 +180,13 @@ class Ordered(OrderedDict[Any, Any]):
 
     def __setstate__(self, state: Any) -> None:
         self.attributes = state
+
+
+# What the calls of functions need that torch runs and we do not, by their names.
+CALLS: Mapping[str, Callable[..., bool]] = {
+    "_codecs.encode": _is_latin,
+    **{f"{module}.{name}": _are_items for module in ("builtins", "__builtin__") for name in ("set", "frozenset")},
+}
 
 
 class Size(tuple[int, ...]):

@@ -54,10 +54,11 @@ def _mixed(tensor: Tensor, beside: Tensor | None, is_fsdp2: bool) -> Finding | N
     ranks = f"{tensor_parallel} tensor-parallel and {data_parallel} data-parallel ranks"
     if data_parallel % 2:  # with an even number, a shard whose rows are in place is one chunk
         # If rows are in place, the first shard has the chunks 0 and 1; if they are mixed, 0 and the one half-way.
-        owners: dict[int, set[str]] = {}
+        owners: dict[int, set[str]] = {row: set() for row in (rows[0], rows[1], rows[len(rows) // 2])}
         for at, place in tensor.places.items():
-            owners.setdefault(rows.index(at[axis]), set()).add(place.path.rpartition("_")[0])
-        first, second, halfway = (owners.get(chunk, set()) for chunk in (0, 1, len(rows) // 2))
+            if at[axis] in owners:
+                owners[at[axis]].add(place.path.rpartition("_")[0])
+        first, second, halfway = owners.values()
         if len(first) != 1 or (first == second) == (first == halfway):
             why_not = "the files do not tell which data-parallel rank has saved which of its chunks"
             return Finding(NOT_JUDGED, name, f"{unknown}: {why_not}")

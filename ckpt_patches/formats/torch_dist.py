@@ -106,30 +106,34 @@ def _index(folder: Path, index: dict[str, Any]) -> Index:
     tensors = {name: _tensor(name, own, of_megatron) for name, own in listed.items() if "chunks" in own}
     same = {name: dict(zip(own.chunks, own.chunks, strict=True)) for name, own in tensors.items()}
     objects: dict[str, Extent] = {}
-    first: dict[Extent, Any] = {}
+    first: dict[Extent, tuple[str, Offsets]] = {}
     twice = []
     for key, where in index["storage_data"].items():
         name, place = key.fields["fqn"], where.fields
+        if not isinstance(name, str):
+            continue
         if place.get("transform_descriptors"):
             raise NotReadError(f"{shown(place['relative_path'])} is written by {shown(place['transform_descriptors'])}")
         extent = tuple.__new__(Extent, (place["relative_path"], place["offset"], place["length"]))
         if not (type(extent.offset) is type(extent.nbytes) is int and extent.offset >= 0 <= extent.nbytes):
             raise ValueError(f"expected a place in a file, found {shown(extent)}")
+        offsets: Offsets = ()
         if name in tensors:
             offsets = _numbers(key.fields.get("offset"))
             tensors[name].places[same[name].get(offsets, offsets)] = extent  # keeps equal offsets in memory once
-        elif isinstance(name, str):
+        else:
             objects[name] = extent
-        if (other := first.setdefault(extent, key)) is not key:
-            twice.append((_called(other), _called(key)))
+        if (other := first.setdefault(extent, (name, offsets))) != (name, offsets):
+            twice.append((_called(*other), _called(name, offsets)))
     for file in {extent.path for extent in first}:
         path_within(folder, file)
     planned = [*_planned(index.get("all_local_plans"))]
     absent = sorted({*listed, *(key.fields["fqn"] for key in planned)} - tensors.keys() - objects.keys())
     for key in planned:
         tensor, offsets = tensors.get(key.fields["fqn"]), key.fields.get("offset")
-        if tensor is not None and isinstance(offsets, tuple) and offsets and offsets not in tensor.chunks:
-            absent.append(_called(key))
+        are_numbers = isinstance(offsets, tuple) and {*map(type, offsets)} == {int}
+        if tensor is not None and are_numbers and offsets not in tensor.chunks:
+            absent.append(_called(tensor.name, offsets))
     return Index(tensors, objects, tuple(absent), tuple(twice))
 
 
@@ -142,9 +146,8 @@ def _planned(plans: Any) -> Iterator[Any]:
                 yield key
 
 
-def _called(key: Any) -> str:
-    offsets = key.fields.get("offset")
-    return f"{key.fields['fqn']} at {offsets}" if offsets else str(key.fields["fqn"])
+def _called(name: str, offsets: Offsets) -> str:
+    return f"{name} at {offsets}" if offsets else name
 
 
 def _tensor(name: str, entry: dict[str, Any], of_megatron: dict[str, dict[str, Any]]) -> Tensor:

@@ -1,5 +1,6 @@
 """Reader for Megatron's distributed checkpoints in torch_dist, and what it shares with torch's own in `dcp_reader`."""
 
+import os
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from ckpt_patches.formats.megatron_arrays import check_config, is_of_distributed
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE
 from ckpt_patches.formats.megatron_torch import judge_contents
 from ckpt_patches.formats.pickles import Instance
-from ckpt_patches.formats.ranged import RangedFiles
+from ckpt_patches.formats.ranged import RangedFiles, open_regular
 from ckpt_patches.formats.torch_dist import COMMON, COMMON_OBJECT, Offsets
 from ckpt_patches.formats.torch_file import BadFileError, NotReadError, TensorHeader
 from ckpt_patches.formats.torch_optimizers import OF_ELEMENTS
@@ -130,7 +131,8 @@ def _beyond(array: Chunked, found: Checkpoint, sizes: dict[str, int | str]) -> s
     for offsets, (file, offset, nbytes) in array.tensor.places.items():
         if file not in sizes:
             try:
-                sizes[file] = (found.path / file).stat().st_size
+                with open(open_regular(found.path / file), "rb") as opened:
+                    sizes[file] = os.fstat(opened.fileno()).st_size
             except OSError as error:  # it is not there, or cannot be under this name
                 sizes[file] = f"{found.path / file}: {error.strerror or error}"
         size = sizes[file]

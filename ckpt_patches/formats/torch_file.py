@@ -236,7 +236,8 @@ def parts_of(value: Any, name: str = "") -> "Iterator[tuple[str, TensorHeader | 
         name, value = left.pop()
         if isinstance(value, TensorHeader):
             yield name, value
-            made = value.made.args if value.made else ()
+            made = value.made.args if value.made and id(value.made) not in seen else ()
+            seen.add(id(value.made))
             left += [(f"{name}.{n}", inner) for n, inner in enumerate(made) if type(inner) is not TensorHeader]
             continue
         if id(value) in seen or not isinstance(value, HOLDS):

@@ -11,7 +11,7 @@ from typing import Any
 from ckpt_patches.audit.audit import DAMAGED, TO_RESUME_FROM, Report
 from ckpt_patches.audit.repair.plan import REPAIRABLE
 from ckpt_patches.audit.report.rows import rows
-from ckpt_patches.audit.resume_from import SKIPPED_ELSEWHERE, Answer, Save, choose, how_to_load
+from ckpt_patches.audit.resume_from import SKIPPED_ELSEWHERE, SKIPPED_UNIVERSAL, Answer, Save, choose, how_to_load
 from ckpt_patches.formats.checkpoint import ALONE
 from ckpt_patches.formats.trackers import TRACKERS, Tracker
 
@@ -37,7 +37,10 @@ class RunReport:
     def as_text(self) -> str:
         """The report in one line."""
         alone, undecided = self.answer.has_weights_alone, self.answer.undecided
-        parts = [f"no checkpoint in {self.path} {'has an optimizer' if alone else 'is WHOLE'}"]
+        none = (
+            "has an optimizer" if alone else "that loads as it is, is WHOLE" if self._good_universal() else "is WHOLE"
+        )
+        parts = [f"no checkpoint in {self.path} {none}"]
         if self.newest:
             step = self.newest.checkpoint.step
             parts = [f"{self.newest.checkpoint.path}" + (f" (step {step})" if step is not None else "")]
@@ -46,6 +49,8 @@ class RunReport:
         parts += [self._of(tracker) for tracker in self.answer.trackers] or ["no tracker names a checkpoint"]
         if elsewhere := [own.path for own in self.answer.skipped if own.reason == SKIPPED_ELSEWHERE]:
             parts.append(f"not considered, as it is a link to another folder: {elsewhere[0].name}")
+        if universal := self._good_universal():
+            parts.append(f'not considered, as it needs "load_universal": true: {universal.checkpoint.path.name}')
         return f"resume from: {'; '.join(parts)}"
 
     def _of(self, tracker: Tracker) -> str:
@@ -60,6 +65,12 @@ class RunReport:
     def _verdict(self, save: Path | None) -> str:
         """The verdict on what a tracker names; empty if that was not audited."""
         return next((own.verdict for own in self.saves if save and _same(own.checkpoint.path, save)), "")
+
+    def _good_universal(self) -> Report | None:
+        """The newest good universal checkpoint that is not the answer because a load needs an option for it."""
+        skipped = {own.path for own in self.answer.skipped if own.reason == SKIPPED_UNIVERSAL}
+        own = [save for save in self.saves if save.checkpoint.path in skipped and save.verdict in TO_RESUME_FROM]
+        return own[0] if own and not self.newest else None
 
     def not_whole(self) -> str:
         """The first checkpoints that are not good, with what was found; empty if all are."""
@@ -81,6 +92,8 @@ class RunReport:
         newer = itertools.takewhile(lambda report: report is not self.newest, self.saves)
         if damaged := next((str(report.checkpoint.path) for report in newer if _can_be_repaired(report)), None):
             lines.append(f"To repair a newer one: ckpt-patches repair {shlex.quote(damaged)} --output NEW{older}")
+        if not self.newest and (universal := self._good_universal()):
+            lines.append(f"Load it: {how_to_load(universal.checkpoint.path, universal.checkpoint.format)}")
         if not lines and self.answer.has_weights_alone:
             return ["Take a save with an optimizer: a training from weights alone starts its optimizer anew"]
         return lines or ["Take a copy of an older checkpoint: no save here is complete, and none can be repaired"]
