@@ -1,5 +1,6 @@
 """Audit and repair torch.distributed.checkpoint folders, as training scripts write them."""
 
+import itertools
 import pickle
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, audit
 from ckpt_patches.cli import main
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
-from ckpt_patches.formats.torch_dist import INDEX
+from ckpt_patches.formats.chunked import TOO_MANY, Chunked
+from ckpt_patches.formats.torch_dist import INDEX, Tensor
 from crafted_files import Change, copied, found_in, names
 from dcp_checkpoints import saved
 from test_fingerprint_dcp_files import Model, flattened, training
@@ -173,6 +175,15 @@ LAYOUTS: dict[str, Layout] = {
     "two models": lambda model, optimizer: {
         name: {"model": model, "optimizer": optimizer} for name in ("actor", "critic")
     },
+    "an optimizer of another name": lambda model, optimizer: {
+        "gen": {"model": model, "opt": optimizer},
+        "disc": {"model": model},
+    },
+    "another model beside it": lambda model, optimizer: {
+        "student": model,
+        "model": {"0.weight": torch.ones(2)},
+        "optimizer": optimizer,
+    },
     "optimizers by the models' names": lambda model, optimizer: {
         **dict.fromkeys("GD", model),
         **{f"optimizer_{name}": optimizer for name in "GD"},
@@ -197,11 +208,18 @@ def test_weights_are_those_of_their_optimizer(layout: str, tmp_path: Path) -> No
     assert found_in(path)[0] == DAMAGED
 
 
-def test_where_several_models_could_be_meant_none_is_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [("first", "second"), ("model", "module")])
+def test_where_several_models_could_be_meant_none_is_taken(names: tuple[str, str], tmp_path: Path) -> None:
     model, optimizer, _ = training()
-    report = audit(written(tmp_path, {"first": model, "second": model, "optimizer": optimizer}))
+    report = audit(written(tmp_path, {**dict.fromkeys(names, model), "optimizer": optimizer}))
     assert report.verdict == UNKNOWN
     assert not [shard for shard in report.checkpoint.shards if {MASTER, EXP_AVG} <= shard.streams.keys()]
+
+
+@pytest.mark.parametrize(("axes", "why"), [(9, ""), (14, TOO_MANY)])
+def test_chunks_along_many_axes_are_compared_within_bounds(axes: int, why: str) -> None:
+    corners = [*itertools.product(range(2), repeat=axes)]
+    assert Chunked(Tensor("weight", "float32", (2,) * axes, None, dict.fromkeys(corners, (1,) * axes))).untiled() == why
 
 
 # Megatron-FSDP

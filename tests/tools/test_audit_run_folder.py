@@ -142,6 +142,16 @@ def test_an_interrupted_save_of_megatron_is_incomplete(megatron_run: Path, capsy
     assert last.endswith(f"; latest_checkpointed_iteration.txt names {last_one.name}, which is INCOMPLETE")
 
 
+def test_a_good_universal_checkpoint_is_named_if_no_other_is_good(zero_run: Path, capsys: Say) -> None:
+    assert main(["to-universal", str(zero_run / ZERO), "--output", str(zero_run / "universal")]) == 0
+    next((zero_run / ZERO).glob("*_optim_states.pt")).unlink()
+    capsys.readouterr()
+    status, verdicts, last = audited(zero_run, capsys)
+    assert (status, verdicts) == (1, {ZERO: DAMAGED, "universal": WHOLE})
+    assert last.startswith(f"resume from: no checkpoint in {zero_run} that loads as it is, is WHOLE; ")
+    assert last.endswith('; not considered, as it needs "load_universal": true: universal')
+
+
 def test_a_link_out_of_the_folder_is_not_recommended(zero_run: Path, tmp_path: Path, capsys: Say) -> None:
     """A run links the checkpoint that it was fine-tuned from, and a folder of other runs; a tracker can name a link."""
     others = tmp_path / "others"

@@ -401,6 +401,35 @@ def test_a_pickle_cannot_ask_for_more_than_its_length(name: str, path: Path) -> 
     assert seconds < (1.0 if len(BOMBS[name]) < 1_000_000 else 3.0)
 
 
+def test_a_parameter_that_two_others_hold_is_visited_once(path: Path) -> None:
+    """Each of thirty levels has the one before it twice."""
+    pickled = b"ctorch._utils\n_rebuild_parameter\n" + kept(0) + b"0ctorch._utils\n_rebuild_tensor_v2\n(("
+    pickled += (
+        text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x18tQK\x00))\x89NtR" + kept(1)
+    )
+    pickled += b"".join(b"0" + again(0) + again(1) * 2 + b"N\x87R" + kept(1) for _ in range(30))
+    read = torch_file.read(with_pickle(path, b"\x80\x04" + pickled + b"."))
+    assert 30 <= len(list(torch_file.tensors_in(read.value))) < 100
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        b"cbuiltins\nset\n]]K\x01aa\x85R",
+        b"cbuiltins\nset\nK\x05\x85R",
+        b"c_codecs\nencode\n" + text("\u00e9") + text("ascii") + b"\x86R",
+        b"c_codecs\nencode\n" + text("\u0100") + text("latin1") + b"\x86R",
+    ],
+    ids=["a set of a list", "a set of a number", "ascii", "no byte"],
+)
+def test_a_call_that_torch_cannot_make_is_refused(call: bytes, path: Path) -> None:
+    with_pickle(path, b"\x80\x04" + call + b".")
+    with pytest.raises(Exception, match=r"."):
+        torch.load(path, weights_only=False)
+    with pytest.raises(BadFileError, match="other arguments than torch has for it"):
+        torch_file.read(path)
+
+
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_every_pickle_of_python_is_read_as_it_is(protocol: int, tmp_path: Path) -> None:
     big: tuple[Any, ...] = (3, tuple(range(625)), None)  # of Python's random state
