@@ -32,10 +32,10 @@ def asked() -> dict[str, Any]:
 
 def method() -> str | None:
     """The source that Python shows for a method that a fix adds; None without the fix."""
-    brought = getattr(distrib_optimizer.DistributedOptimizer, "_has_stepped", None)
+    brought = getattr(distrib_optimizer.DistributedOptimizer, "_step_without_states", None)
     return brought and inspect.getsource(brought)
 
 
 shown = {"megatron": inspect.getsource(distrib_optimizer), "deepspeed": inspect.getsource(converter)}
 print(json.dumps({"shown": shown, "method": method(), "asked": asked()}), flush=True)
-distrib_optimizer.DistributedOptimizer._has_stepped(None, {})
+distrib_optimizer.DistributedOptimizer._step_without_states(None)
