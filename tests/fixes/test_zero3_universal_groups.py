@@ -11,7 +11,7 @@ RELEASES = newest_by_default(affected("zero3_universal_groups"))
 @without_fix(RELEASES)
 def test_groups_have_the_first_ones_settings_and_steps_of_all(version: str, delivery: str) -> None:
     found = shown(__file__, version, delivery)
-    assert "two groups: 1 of " in found  # the settings of the second
+    assert "two groups: 2 of " in found  # two settings of the second
     assert "one group in parts: 0 of " in found  # the loaded state is right, and its steps count several times
 
 
