@@ -334,6 +334,13 @@ def test_aliases_help_and_version() -> None:
     assert command("help").stdout == command("--help").stdout
 
 
+def test_a_diff_says_nothing_beside_it_and_an_option_that_is_gone_is_named() -> None:
+    done = command("diff", "scheduler_steps", "--tree", str(tree("megatron-core", newest("megatron-core"))))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("--- ")
+    assert "no option --plot" in one_line(command("audit", "--plot", "page.png"))
+
+
 def test_colors_by_option() -> None:
     assert "\x1b[" not in on_terminal("status", "--color", "never", columns=100, TERM="xterm")
     assert "\x1b[1m" in command("list", "--color=always").stdout
