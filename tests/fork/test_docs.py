@@ -32,7 +32,7 @@ from zero_checkpoints import trained
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 RUN = re.compile(r"^```console run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-IN_A_TABLE = re.compile(r"\[`(ckpt-patches (?!apply).+? .+?)`\]\(")  # apply would write into the tests' own trees
+IN_A_TABLE = re.compile(r"\[`(ckpt-patches \S+? .+?)`\]\(")
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)")
 CORE = "0.16.1"
 UPSTREAM = {CORE_PACKAGE: "Megatron-LM", DEEPSPEED: "DeepSpeed", NVRX: "NVRx", "apex": "apex", TORCH: "torch"}
