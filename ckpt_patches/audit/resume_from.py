@@ -8,7 +8,7 @@ all of its saves, and chooses by the same rules.
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -218,8 +218,8 @@ def choose(
         say(skipped[-1])
 
     candidates = []
-    for save in every:
-        if reason := _why_not(save, run, every, found):
+    for save, reason in _why_not(run, every, found):
+        if reason:
             skip(save, "", reason)
         else:
             candidates.append(save)
@@ -276,16 +276,15 @@ def _is_known(path: Path) -> bool:
         return False
 
 
-def _why_not(save: Save, run: Path, every: Sequence[Save], found: Iterable[Tracker]) -> str:
-    """Why a save is no candidate beside others; empty if it is one."""
-    if len(every) == 1:
-        return ""
+def _why_not(run: Path, every: Sequence[Save], found: Iterable[Tracker]) -> Iterator[tuple[Save, str]]:
+    """Each save, and why it is no candidate beside others; empty if it is one."""
     named = {os.path.realpath(names) for _, names in found if names}
-    own = [other for other in every if not leaves(other.path, run) or os.path.realpath(other.path) in named]
-    if save not in own:
-        return SKIPPED_ELSEWHERE
-    has_native = any(other.path.is_dir() and not other.is_universal for other in own)
-    return SKIPPED_UNIVERSAL if save.is_universal and has_native else ""
+    away = {save.path for save in every if leaves(save.path, run) and os.path.realpath(save.path) not in named}
+    has_native = any(save.path.is_dir() and not save.is_universal for save in every if save.path not in away)
+    for save in every:
+        reason = SKIPPED_UNIVERSAL if save.is_universal and has_native else ""
+        reason = SKIPPED_ELSEWHERE if save.path in away else reason
+        yield save, reason if len(every) > 1 else ""
 
 
 def how_to_load(save: Path, checkpoint_format: str) -> str:
