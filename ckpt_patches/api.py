@@ -159,7 +159,6 @@ def repair(
     output: "AnyPath",
     *,
     older: "AnyPath | None" = None,
-    trust_source: bool = False,
     reset_moments: bool = False,
     workers: int | None = None,
 ) -> Result:
@@ -172,13 +171,11 @@ def repair(
     from pathlib import Path
 
     from ckpt_patches.audit.repair import repair as repairs
-    from ckpt_patches.audit.report import repair_report
     from ckpt_patches.runtime.processes import safe_workers
 
-    how = {"trust_source": trust_source, "reset_moments": reset_moments}
     with safe_workers(workers) as count:
-        result = repairs.repair(folder, Path(output), source, count, **how, say=_warn)
-    return Result(True, repair_report.as_json(Path(output), result))
+        result = repairs.repair(folder, Path(output), source, count, reset_moments=reset_moments, say=_warn)
+    return Result(True, result.as_json())
 
 
 def to_universal(path: "AnyPath", output: "AnyPath", *, workers: int | None = None) -> "Conversion":

@@ -77,9 +77,6 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         help="an older checkpoint of the run, the source of lost moments",
     )
     repair.add_argument(
-        "--trust-source", action="store_true", help="take moments from OLDER even if it may belong to another run"
-    )
-    repair.add_argument(
         "--reset-moments",
         action="store_true",
         help="without OLDER: set both moments to zero where one is lost, as for a new parameter",
@@ -113,20 +110,18 @@ def _repair(options: argparse.Namespace) -> int:
         if path is not None and (not path.is_dir() or reader_of(path) is None):
             raise wrong_path(path)
     with commands.needed_by("a repair"):
-        from ckpt_patches.audit.repair.repair import repair
-        from ckpt_patches.audit.report import repair_report
+        from ckpt_patches.audit.repair.repair import SCHEMA, repair
         from ckpt_patches.runtime.distributed import Ranks
-    with commands.told_as_json(repair_report.SCHEMA, options.json):
+    with commands.told_as_json(SCHEMA, options.json):
         result = repair(
             *(options.path, options.output, options.older, options.workers or Ranks().workers),
             reset_moments=options.reset_moments,
-            trust_source=options.trust_source,
             say=partial(commands.note, "ckpt-patches"),
         )
     if options.json:
-        print(json.dumps(repair_report.as_json(options.output, result), indent=1))
+        print(json.dumps(result.as_json(), indent=1))
     else:
-        print(printable_lines(repair_report.as_text(options.output, result)))
+        print(printable_lines(result.as_text()))
     return 0
 
 

@@ -221,13 +221,13 @@ def of_state(array: str) -> Change:
     return without(f"optimizer.state.{array}")
 
 
-NOTHING = "the checkpoint has nothing to take it from"
+NOTHING, NO_REPAIR = "the checkpoint has nothing to take it from", "no repair: take another checkpoint"
 OLD = ("--from", written)  # the last whole one of the run
 REFUSED: dict[str, tuple[Change, tuple[Any, ...], str]] = {
-    "an array": (of_state(f"exp_avg_sq.{UP}"), (), NOTHING),
-    "a weight's array": (without(UP), (), NOTHING),
+    "an array": (of_state(f"exp_avg_sq.{UP}"), (), NO_REPAIR),
+    "a weight's array": (without(UP), (), NO_REPAIR),
     "a weight's chunk": (without(f"{UP}/0.0"), (), NOTHING),
-    "a long chunk": (IN_ZARR["a long chunk"][0], (), NOTHING),
+    "a long chunk": (IN_ZARR["a long chunk"][0], (), NO_REPAIR),
     "one of two moments, and NaN": (
         both(of_state(f"exp_avg.{UP}"), put("exp_avg_sq", 7, 8, np.nan)),
         ("--reset-moments",),
@@ -289,7 +289,7 @@ def test_usage(zarr: Path, tmp_path: Path, capsys: Say, monkeypatch: pytest.Monk
     step = audit(before).checkpoint.step
     lose_first_moment(before)
     said = refused(capsys, before, tmp_path / "new", "--from", written(ZARR).whole[-1])
-    assert f"--from {written(ZARR).whole[-1]}: expected step {step} at the latest" in said
+    assert f"expected {step} at the latest" in said
     for command in ("repair", "migrate", "to-universal"):
         capsys.readouterr()
         assert main([command, str(zarr), "--output", str(tmp_path / "typo" / "new")]) == 2
@@ -305,7 +305,7 @@ def test_masters_that_no_reload_reached_are_refused(tmp_path: Path, capsys: Say)
     assert found_in(damaged) == (DAMAGED, {"unrounded_master", "other_masters"})
     assert audit(stepped).verdict == WHOLE  # the step set the weights from the main parameters
     said = refused(capsys, damaged, tmp_path / "new")
-    assert "contradict each other, and nothing tells which of them are right" in said
+    assert "nothing tells which of the two is right" in said
 
 
 @pytest.fixture
@@ -326,7 +326,7 @@ def test_a_file_of_another_run_or_step_is_not_made_to_fit(
     for options in [[], ["--from", of_seed(0, 2) / "global_step2"]][: 1 if name == MODEL else 2]:
         said = refused(capsys, zero, tmp_path / "new", *options)
         assert name in said
-        assert "nothing tells which of them are right" in said
+        assert "nothing tells which of the two is right" in said
 
 
 @pytest.mark.parametrize("elements", [1, 1 << 40], ids=["one element", "all elements"])
@@ -346,7 +346,7 @@ def test_main_parameters_that_contradict_their_weights_are_refused(
     assert found_in(zero) == (DAMAGED, {"unrounded_master"})
     for options in ([], ["--from", of_seed(0, 2) / "global_step2"]):
         said = refused(capsys, zero, tmp_path / "new", *options)
-        assert "contradict each other, and nothing tells which of them are right" in said
+        assert "nothing tells which of the two is right" in said
         assert all(Path(own.extents[0].path).name in said for own in (shard.streams[MASTER], shard.streams[WEIGHT]))
 
 
@@ -355,12 +355,12 @@ def test_all_that_a_rank_holds_is_not_replaced(tmp_path: Path, capsys: Say) -> N
     path = copied(saved() / "fsdp", tmp_path)
     for role in (MASTER, *MOMENTS):
         change(path, role, 0, 1 << 40, 0.0, files="__1_0.distcp")
-    for options in (["--reset-moments"], ["--from", saved() / "fsdp"]):
-        assert "expected damage in a small part" in refused(capsys, path, tmp_path / "new", *options)
+    assert "zeros over zeros repair nothing" in refused(capsys, path, tmp_path / "new", "--reset-moments")
+    said = refused(capsys, path, tmp_path / "new", "--from", saved() / "fsdp")
+    assert "expected damage in a small part" in said
 
 
-@pytest.mark.parametrize("begin", [0, 3], ids=["a row", "a part of it"])
-def test_rows_that_the_file_of_another_run_can_have_are_not_filled(begin: int, tmp_path: Path, capsys: Say) -> None:
+def test_a_moment_is_not_filled_where_the_other_is_in_another_file(tmp_path: Path, capsys: Say) -> None:
     """HSDP: the moments of a parameter are in two ranks' files, of which one may be another run's or another step's.
 
     A token that this run has seen and that one has not is whole rows in one moment alone: all that shows the file.
@@ -372,16 +372,14 @@ def test_rows_that_the_file_of_another_run_can_have_are_not_filled(begin: int, t
     shard, two = next((shard, own) for shard, own in zip(shards, files, strict=True) if len(own) == 2)
     (extent,) = shard.streams[EXP_AVG_SQ].extents
     square = np.memmap(extent.path, np.float32, "r+", extent.offset, (shard.numel,))
-    square[2 * shard.row + begin : 3 * shard.row] = 0.0
+    square[2 * shard.row : 3 * shard.row] = 0.0
     square.flush()
     update_checksums(path)
-    if begin:
-        assert repair(path, tmp_path / "new", "--reset-moments") == 0
-        check_truth(tmp_path / "new", truth, None)
-    for options in () if begin else ([], ["--reset-moments"], ["--from", truth]):
+    every: list[list[object]] = [[], ["--reset-moments"], ["--from", truth]]
+    for options in every:
         said = refused(capsys, path, tmp_path / "new", *options)
-        assert " and ".join(sorted(Path(name).name for name in two)) in said
-        assert "can be of two runs or steps, of which one had no gradient in these rows" in said
+        assert all(Path(name).name in said for name in two)
+        assert "can be of two runs or steps, of which one had no gradient here" in said
 
 
 def test_zeros_over_zeros_repair_nothing(zero: Path, tmp_path: Path, capsys: Say) -> None:
@@ -391,8 +389,7 @@ def test_zeros_over_zeros_repair_nothing(zero: Path, tmp_path: Path, capsys: Say
     change(zero, EXP_AVG, 50, 60, np.nan)
     for options in ([], ["--reset-moments"]):
         said = refused(capsys, zero, tmp_path / "new", *options)
-        assert "zeros over zeros repair nothing" in said
-        assert "repeat with --from OLDER" in said
+        assert "zeros over zeros repair nothing: repeat with --from OLDER" in said
 
 
 def test_a_reset_is_refused_and_names_the_neighbor_that_has_the_moments(

@@ -32,9 +32,8 @@ def new_copy(path: Path, output: Path) -> Iterator[Path]:
     check_parent(output)
     work = UnfinishedFolder(output, "", MARK, "repair")
     check_outside(work.working, path)  # which is removed
-    if work.final.exists():
-        with suppress(OSError):  # it has files
-            work.working.rmdir()  # of a repair that was killed when nothing else was left to do
+    with suppress(OSError):  # it has files, or is not there
+        work.working.rmdir()  # of a repair that was killed when nothing else was left to do
     if not work.is_of_this(work.working):
         work.check({})
         work.begin()
@@ -56,27 +55,28 @@ def copy_checkpoint(path: Path, copy: Path, output: Path, say: Callable[[str], o
         UserError: a link leads out of the checkpoint, or there is too little room.
         OSError: a file cannot be read or written, or is a pipe or a device.
     """
-    files: dict[Path, os.stat_result] = {}
-    for folder, folders, names in os.walk(path, followlinks=True, onerror=_give_up):
-        folders[:] = [name for name in folders if not name.endswith(LOCKS)]
-        for name in (*folders, *names):
-            inner = Path(folder, name).relative_to(path)
-            files[inner] = path_within(path, str(inner)).stat()
-    nbytes = sum(found.st_size for found in files.values() if not stat.S_ISDIR(found.st_mode))
+    nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     free = check_space(output, nbytes)
     say(f"{output}: copying {in_bytes(nbytes)}, and {in_bytes(free)} are free")
-    for inner, found in {Path(): path.stat(), **files}.items():
-        mode = stat.S_IMODE(found.st_mode) | stat.S_IWUSR
-        if stat.S_ISDIR(found.st_mode):
-            (copy / inner).mkdir(mode | stat.S_IRWXU)
-            continue
-        target = os.open(copy / inner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(target, "wb") as writing, os.fdopen(open_regular(path / inner), "rb") as reading:
-            shutil.copyfileobj(reading, writing, BUFFER)
+    for folder, folders, names in os.walk(path, followlinks=True, onerror=_give_up):
+        folders[:] = [name for name in folders if not name.endswith(LOCKS)]
+        inner = Path(folder).relative_to(path)
+        (copy / inner).mkdir(mode=stat.S_IMODE(os.stat(folder).st_mode) | stat.S_IRWXU)
+        for name in (*folders, *names):
+            source = path_within(path, str(inner / name))
+            if name in names:
+                _copy_file(source, copy / inner / name)
 
 
 def _give_up(error: OSError) -> None:
     raise error
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    with os.fdopen(open_regular(source), "rb") as reading:
+        mode = stat.S_IMODE(os.fstat(reading.fileno()).st_mode) | stat.S_IWUSR
+        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as writing:
+            shutil.copyfileobj(reading, writing, BUFFER)
 
 
 def write_elements(target: Stream, begin: int, data: bytes | memoryview) -> None:

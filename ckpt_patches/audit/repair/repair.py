@@ -3,19 +3,20 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ckpt_patches.audit import repair_list
-from ckpt_patches.audit.audit import REPAIRED, TO_RESUME_FROM, WHOLE, Report, audit
+from ckpt_patches.audit.audit import REPAIRED, TO_RESUME_FROM, WHOLE, audit
 from ckpt_patches.audit.judging import record_checksums
 from ckpt_patches.audit.ranges import Range
 from ckpt_patches.audit.repair import same_run
 from ckpt_patches.audit.repair.copies import copy_checkpoint, new_copy, write_elements
-from ckpt_patches.audit.repair.plan import FROM_OLDER, RESET, ZEROS, Fill, pieces, places_in, plan
-from ckpt_patches.audit.repair_list import Repaired
+from ckpt_patches.audit.repair.plan import FROM_OLDER, RESET, Fill, pieces, places_in, plan
+from ckpt_patches.audit.repair_list import NAME, Repaired
 from ckpt_patches.audit.run_folder import unit_of
 from ckpt_patches.errors import NothingToDo, UserError
 from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint
@@ -26,13 +27,36 @@ from ckpt_patches.formats.reading import reader_of
 from ckpt_patches.runtime.durable import sync_all, sync_folder
 from ckpt_patches.runtime.shown import shown
 
+SCHEMA = 3  # of the JSON; raised when a key is renamed, removed or changes its meaning
+
 
 @dataclass(frozen=True)
 class Result:
     """What a repair has changed in the copy, which is REPAIRED, and the source of moments."""
 
+    output: Path
     now: Repaired
     older: Checkpoint | None
+
+    def as_text(self) -> str:
+        now = self.now
+        lines = [f"{' '.join(key)}: {now.elements(key)} elements: {now.sources[key]}" for key in now.ranges]
+        changed = f"{sum(map(now.elements, now.ranges))} elements repaired, no other changed"
+        lines.append(f"{self.output} is {REPAIRED}: {changed}; they are listed in it ({NAME})")
+        return "\n".join([*lines, "to resume from it, give it the name and place of the damaged one"])
+
+    def as_json(self) -> dict[str, Any]:
+        now, older = self.now, self.older
+        return {
+            "schema": SCHEMA,
+            "output": str(self.output),
+            "source": {"path": str(older.path), "step": older.step} if older else None,
+            "repaired": [
+                {"array": key[0], "shard": key[1], "source": now.sources[key], "elements": now.elements(key)}
+                for key in now.ranges
+            ],
+            "verdict": REPAIRED,
+        }
 
 
 def repair(
@@ -42,7 +66,6 @@ def repair(
     workers: int,
     *,
     reset_moments: bool = False,
-    trust_source: bool = False,
     say: Callable[[str], object] = lambda line: None,
 ) -> Result:
     """Audit, plan, write the repaired copy, and audit it. Only damaged elements change, and moments that are reset.
@@ -54,52 +77,54 @@ def repair(
     """
     with new_copy(path, output) as copy:
         report = audit(path, workers)
+        found, older = report.checkpoint, None
         if report.verdict in TO_RESUME_FROM:
             raise NothingToDo(f"{path} is {report.verdict}: nothing to repair")
-        older = audit(older_path, workers) if older_path else None
-        if older:
-            same_run.check(report.checkpoint, older.checkpoint, trust=trust_source)
-            if older.verdict not in TO_RESUME_FROM:
-                expected = f"expected a checkpoint that is {WHOLE}, found it {older.verdict} (audit {older_path})"
-                raise UserError(f"--from {older_path}: {expected}")
-        fills = _planned(report, older, reset_moments, workers)
+        if older_path:
+            older = _source(found, older_path, workers)
+        fills = plan(report, FROM_OLDER if older else RESET)
+        if not reset_moments and any(fill.source == RESET for fill in fills):
+            raise UserError(
+                f"{path}: expected a source of lost moments, found none, and nothing was written: repeat with --from "
+                f"{_neighbor(found, workers) or 'OLDER'}, a whole checkpoint of the run, or with --reset-moments, "
+                "which sets both moments of these elements to zero"
+            )
         copy_checkpoint(path, copy, output, say)
-        now = _change(copy, fills, older.checkpoint if older else None)
-        _check(path, audit(copy, workers))
+        now = _change(copy, fills, older)
+        result = audit(copy, workers)
+        if result.verdict != REPAIRED:
+            left = sorted({finding.kind.name for finding in result.findings if finding.kind.severity != NOTE})
+            raise UserError(f"{path} cannot be repaired, and nothing was written: the copy still has {', '.join(left)}")
         sync_all(copy)
         os.replace(copy, output)
         sync_folder(output.parent)
-        return Result(now, older.checkpoint if older else None)
+        return Result(output, now, older)
 
 
-def _planned(report: Report, older: Report | None, reset_moments: bool, workers: int) -> list[Fill]:
-    """The plan; moments are only reset if that was asked for."""
-    path = report.checkpoint.path
-    try:
-        fills = plan(report, FROM_OLDER if older else RESET)
-    except UserError as error:
-        if ZEROS not in str(error):
-            raise
-        source = _neighbor(report.checkpoint, workers) or "OLDER"
-        raise UserError(f"{error}\nrepeat with --from {source}, a whole checkpoint of the run") from None
-    reset = next((fill for fill in fills if fill.source == RESET), None)
-    if reset and not reset_moments:
+def _source(found: Checkpoint, path: Path, workers: int) -> Checkpoint:
+    """The older checkpoint.
+
+    Raises:
+        UserError: it is damaged, or not known to be of the same run.
+    """
+    report = audit(path, workers)
+    same_run.check(found, report.checkpoint)
+    if report.verdict not in TO_RESUME_FROM:
         raise UserError(
-            f"{path}: expected a source of lost moments, as of {shown(reset.stream.array)}, found none, and nothing "
-            f"was written: repeat with --from {_neighbor(report.checkpoint, workers) or 'OLDER'}, a whole checkpoint "
-            "of the run, or with --reset-moments, which sets both moments of these elements to zero"
+            f"--from {path}: expected a checkpoint that is {WHOLE}, found it {report.verdict} (audit {path})"
         )
-    return fills
+    return report.checkpoint
 
 
 def _neighbor(found: Checkpoint, workers: int) -> Path | None:
     """The newest older checkpoint in the run's folder that is whole."""
     path = found.path.resolve()
-    save, older = unit_of(path, path.parent), []
+    save = unit_of(path, path.parent)
+    older: list[tuple[int, Path]] = []
     for other in (entry / path.relative_to(save) for entry in save.parent.iterdir()):
-        with suppress(Exception):  # it is no checkpoint, or none that can be a source
+        with suppress(Exception):  # it is no checkpoint, or not of the run
             reader = reader_of(other)
-            same_run.check(found, source := reader(other) if reader else found, trust=False)
+            same_run.check(found, source := reader(other) if reader else found)
             older.append((source.step or 0, other))
     return next((other for _, other in sorted(older, reverse=True) if audit(other, workers).verdict == WHOLE), None)
 
@@ -114,12 +139,12 @@ def _change(copy: Path, fills: list[Fill], older: Checkpoint | None) -> Repaired
     source = same_run.tensors(older) if older else {}
     changed = set[str]()
     for fill in fills:
-        own = replace(fill, shard=places[fill.stream.array, fill.shard.label][0])
+        target = Fill(places[fill.stream.array, fill.shard.label][0], fill.role, fill.source, fill.ranges)
         where = f": {older.path}, step {older.step}" if older and fill.source == FROM_OLDER else ""
-        ranges = [*_filled(own, source)]
+        ranges = [*_filled(target, source)]
         for each in (now, listed):
-            each.add((own.stream.array, own.shard.label), ranges, f"{fill.source}{where}")
-        changed |= {extent.path for extent in own.stream.extents if ranges}
+            each.add((fill.stream.array, fill.shard.label), ranges, f"{fill.source}{where}")
+        changed |= {extent.path for extent in target.stream.extents if ranges}
     for record in found.records:
         if record.path in changed:
             record_checksums.update_checksum(record)
@@ -159,14 +184,3 @@ def _content(fill: Fill, source: same_run.Tensors, begin: int, end: int) -> Bloc
     if values is None or dtype not in ("float32", "float64"):
         raise UserError(f"{fill.stream.array}: expected main parameters in fp32, found {dtype}, which is not written")
     return values.astype(dtype)
-
-
-def _check(path: Path, result: Report) -> None:
-    """Refuse a copy of which a finding is left.
-
-    Raises:
-        UserError: it is so.
-    """
-    if result.verdict != REPAIRED:
-        left = sorted({finding.kind.name for finding in result.findings if finding.kind.severity != NOTE})
-        raise UserError(f"{path} cannot be repaired, and nothing was written: the copy still has {', '.join(left)}")

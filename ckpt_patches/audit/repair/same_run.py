@@ -5,10 +5,9 @@ and weights: within a run, they move less than the distance between two initiali
 each checkpoint cuts them into shards.
 """
 
-import math
 from collections.abc import Iterator
 from statistics import median
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +28,7 @@ CONSTANT = ("betas", "eps", "momentum", "lr_mult", "wd_mult")  # settings of par
 
 # By the array's name, and the label of a shard that is no part of a tensor.
 Tensors: TypeAlias = "dict[tuple[str, str], list[tuple[Shard, Stream]]]"
+Edges: TypeAlias = "npt.NDArray[np.int64]"
 
 
 def tensors(found: Checkpoint) -> Tensors:
@@ -44,24 +44,21 @@ def _key(shard: Shard, stream: Stream) -> tuple[str, str]:
     return stream.array, "" if shard.begin else shard.label
 
 
-def _box(shard: Shard) -> "npt.NDArray[np.int64]":
-    """The edges of a shard in the tensor: a column for its first element, and one for the end, per axis a row."""
-    begin = np.array(shard.begin or (0,) * len(shard.shape), np.int64)
-    return np.stack([begin, begin + shard.shape], axis=1)
+def _edges(shard: Shard) -> tuple[Edges, Edges]:
+    """Where a shard begins and ends in its tensor, as columns with a row for each axis."""
+    begin = np.array(shard.begin or (0,) * len(shard.shape), np.int64).reshape(-1, 1)
+    return begin, begin + np.array(shard.shape, np.int64).reshape(-1, 1)
 
 
 def read(source: Tensors, shard: Shard, own: Stream, begin: int, end: int) -> "Block | None":
     """The bytes that a source has for some elements of a shard; None if it does not have all of them in this dtype."""
-    places = np.stack(np.unravel_index(np.arange(begin, end), shard.shape)) + _box(shard)[:, :1]
-    low, high = np.min(places, axis=1, keepdims=True), np.max(places, axis=1, keepdims=True)
+    places = np.stack(np.unravel_index(np.arange(begin, end), shard.shape)) + _edges(shard)[0]
     size, found = item_size(own.dtype), 0
     data = np.empty((end - begin, size), np.uint8)
     for other, stream in source.get(_key(shard, own), []):
         if len(other.shape) != len(shard.shape) or stream.dtype != own.dtype:
             return None
-        first, last = _box(other)[:, :1], _box(other)[:, 1:]
-        if (high < first).any() or (low >= last).any():
-            continue
+        first, last = _edges(other)
         there = np.flatnonzero(((places >= first) & (places < last)).all(axis=0))
         if len(there):
             flat: npt.NDArray[np.intp] = np.ravel_multi_index(tuple((places - first)[:, there]), other.shape)
@@ -71,26 +68,22 @@ def read(source: Tensors, shard: Shard, own: Stream, begin: int, end: int) -> "B
     return data.reshape(-1) if found == end - begin else None
 
 
-def check(own: Checkpoint, source: Checkpoint, *, trust: bool) -> None:
+def check(own: Checkpoint, source: Checkpoint) -> None:
     """Refuse a source that is not known to be an earlier checkpoint of the same run.
 
     Raises:
-        UserError: it is the checkpoint itself or a later one; or, unless `trust`, it fails a check of the run.
+        UserError: it is the checkpoint itself or a later one, or of another run.
     """
-    if own.path.samefile(source.path):
-        raise UserError(f"--from {source.path}: expected an older checkpoint, found the damaged one itself")
-    if own.step is not None and source.step is not None and source.step > own.step:
-        expected = f"expected step {own.step} at the latest, that of {own.path}"
-        raise UserError(f"--from {source.path}: {expected}, found step {source.step}")
-    if not trust and (why_not := next(_differences(own, source), "")):
-        raise UserError(
-            f"--from {source.path}: expected an earlier checkpoint of the run that saved {own.path}, but {why_not}; "
-            "--trust-source takes it nevertheless"
-        )
+    if reason := next(_differences(own, source), ""):
+        raise UserError(f"--from {source.path}: expected an older checkpoint of the run of {own.path}, but {reason}")
 
 
 def _differences(own: Checkpoint, source: Checkpoint) -> Iterator[str]:
-    """Why the source cannot be of the same run."""
+    """Why the source cannot be an earlier checkpoint of the same run."""
+    if own.path.samefile(source.path):
+        yield "it is the damaged one itself"
+    if own.step is not None and source.step is not None and source.step > own.step:
+        yield f"its step is {source.step}, expected {own.step} at the latest"
     here, there = tensors(own), tensors(source)
     for key in sorted(here.keys() & there.keys()):
         if (expected := _shape(here[key])) != (found := _shape(there[key])):
@@ -98,22 +91,22 @@ def _differences(own: Checkpoint, source: Checkpoint) -> Iterator[str]:
     parameters, others = ({shard.parameter for shard in found.shards} for found in (own, source))
     for name in sorted(others - parameters):
         yield f"it has {shown(name)}, which is not here"
-    if own.groups and source.groups and len(own.groups) != len(source.groups):
-        yield f"it has {len(source.groups)} param groups, and here are {len(own.groups)}"
-    for number, (mine, other) in enumerate(zip(own.groups, source.groups, strict=False)):
-        for name in (name for name in CONSTANT if name in mine and name in other):
-            if not np.array_equal(mine[name], other[name]):
-                yield f"{name} of group {number} is {shown(other[name])} there, and {shown(mine[name])} here"
-    apart = distance(own, source)
-    if apart is None:
+    if own.groups and source.groups and _settings(own) != _settings(source):
+        yield f"its param groups have {shown(_settings(source))} there, and {shown(_settings(own))} here"
+    if (apart := distance(own, source)) is None:
         yield "no weights of two dimensions can be compared"
     elif apart > BOUND:
         yield f"its weights are {apart:.2f} away from those here, relative to their norm, expected {BOUND} at most"
 
 
+def _settings(found: Checkpoint) -> list[dict[str, Any]]:
+    """The constant settings of each param group."""
+    return [{name: np.asarray(own[name]).tolist() for name in CONSTANT if name in own} for own in found.groups]
+
+
 def _shape(parts: list[tuple[Shard, Stream]]) -> list[int]:
     """The shape of a tensor, from its shards."""
-    return list(map(max, zip(*(_box(shard)[:, 1].tolist() for shard, _ in parts), strict=False)))
+    return list(map(max, zip(*(_edges(shard)[1].ravel().tolist() for shard, _ in parts), strict=False)))
 
 
 def distance(own: Checkpoint, source: Checkpoint) -> float | None:
@@ -139,6 +132,5 @@ def _distance(shard: Shard, source: Tensors) -> Iterator[float]:
             return
         chosen = np.isfinite(here) & np.isfinite(there) & (here != 0) & (there != 0)
         norm = float(np.linalg.norm(here[chosen].astype(np.float64)))
-        apart = float(np.linalg.norm(here[chosen].astype(np.float64) - there[chosen]))
-        if np.count_nonzero(chosen) >= LEAST and norm and math.isfinite(apart):
-            yield apart / norm
+        if norm and np.count_nonzero(chosen) >= LEAST:
+            yield float(np.linalg.norm(here[chosen].astype(np.float64) - there[chosen])) / norm
