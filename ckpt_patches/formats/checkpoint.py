@@ -146,7 +146,7 @@ class Checkpoint:
     step: int | None = None  # the optimizer's; None if unknown
     iteration: int | None = None  # training iteration that Megatron-LM saves; None if unknown
     beta1: float | None = None  # decay factor of the first moment per step
-    data_parallel: int | None = None  # number of ranks
+    data_parallel: int | None = None  # ranks that share the optimizer's states, those of context parallelism included
     model_parallel: tuple[int, int] = (1, 1)  # tensor- and pipeline-parallel sizes, from the run's arguments
     torch_fsdp2: bool | None = None  # whether it sharded the parameters, from the run's arguments; None if unknown
     sharding: str = ""  # Megatron's sharding type of the optimizer state; empty if unknown

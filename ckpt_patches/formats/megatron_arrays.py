@@ -162,7 +162,10 @@ def set_run(found: Checkpoint, optimizers: list[list[dict[str, Any]]], arguments
     found.step = last_step(steps) if steps else (0 if found.groups else None)
     found.beta1 = first_beta(found.groups)
     if isinstance(arguments, torch_file.Instance):
-        found.data_parallel = arguments.fields.get("data_parallel_size")
+        stated = {kind: arguments.fields.get(f"{kind}_parallel_size") for kind in ("data", "context")}
+        sizes = {kind: size for kind, size in stated.items() if type(size) is int and 0 < size < MOST_RANKS}
+        if "data" in sizes:  # the ranks of context parallelism share the optimizer's states, too
+            found.data_parallel = sizes["data"] * sizes.get("context", 1)
         tensor, pipeline = (arguments.fields.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline"))
         if all(type(size) is int and 0 < size < MOST_RANKS for size in (tensor, pipeline)):
             found.model_parallel = int(tensor), int(pipeline)  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ PLAIN_LOAD: Case = {
     "fingerprint": False,  # the save records fingerprints, and the load compares them
     "migrated": False,  # the load uses a checkpoint migrated from a format of another release
     "format": "same",  # the format that the run requests
+    "ckpt_step": False,  # `--ckpt-step` names the checkpoint, of a run whose tracker names the last one
 }  # fmt: skip
 PLAIN_CASE: Case = {"two_saves": False}
 LAYOUT = ("tp", "pp", "ep", "cp")
@@ -152,6 +153,10 @@ def drawn(seed: str, version: str) -> Case:
     if _has_trainer(version, run, load) and one_in(4):  # megatron.training saves and loads
         run |= {"trainer": True, "parallel_load": run["format"] != "torch" and one_in(2)}
         load["restore"] = "everything" if load["restore"] == "without scheduler" else load["restore"]
+        if two_saves and load["restore"] == "everything" and run["steps"]:  # `--ckpt-step 0` names none
+            # Megatron-LM loads a newer non-persistent checkpoint unless `--ckpt-step` names another one.
+            run["non_persistent"] = run["format"] != "torch" and one_in(3)
+            load["ckpt_step"] = (run["non_persistent"] and load["tag"] == "first") or one_in(2)
     if _has_zarr(load["saved_by"] or version, run) and (run["format"] == ZARR_ALONE or one_in(2)):
         run |= {"backend": "zarr", "asynchronous": False, "persistent": False}
     if EMERGING and run["optimizer"] == "whole" and not run["trainer"] and one_in(2):
@@ -192,7 +197,8 @@ def _migrate(generator: random.Random, run: Case, load: Case) -> None:
 
 def fixed(load: Case) -> tuple[str, ...]:
     """The options of a load that are not plainer on their own."""
-    return (*LAYOUT, "tag", "restore", *(("migrated", "format", "saved_by") if load["migrated"] else ()))
+    named = ("ckpt_step",) if load["tag"] == "first" else ()
+    return (*LAYOUT, "tag", "restore", *named, *(("migrated", "format", "saved_by") if load["migrated"] else ()))
 
 
 def smaller(case: Case) -> list[Case]:

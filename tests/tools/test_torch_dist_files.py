@@ -1,5 +1,6 @@
 """The reader of torch.distributed.checkpoint reads the files that torch writes."""
 
+import argparse
 import io
 import json
 import pickle
@@ -89,6 +90,20 @@ def test_neither_a_file_nor_an_object_of_what_is_not_sharded(folder: Path) -> No
     change_index(folder, lambda index: index.storage_data.pop(the_key(index, torch_dist.COMMON_OBJECT)))
     found = audit(folder)
     assert [(f.kind.name, f.array) for f in found.findings] == [("bad_metadata", "common.pt")]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [({"data": 2}, 2), ({"data": 2, "context": 4}, 8), ({"data": 2, "context": 1 << 40}, 2), ({"data": "2"}, None)],
+)
+def test_ranks_of_context_parallelism_share_the_optimizers_states(
+    sizes: dict[str, Any], ranks: int | None, folder: Path
+) -> None:
+    """How many slices can be lost depends on them. Megatron-LM's `data_parallel_size` counts others alone."""
+    args = argparse.Namespace(**{f"{kind}_parallel_size": size for kind, size in sizes.items()})
+    torch.save({**common(), "args": args, "checkpoint_version": 3.0}, folder / "common.pt")
+    report = audit(folder)
+    assert (report.verdict, report.checkpoint.data_parallel) == (WHOLE, ranks)
 
 
 def change_index(folder: Path, change: Callable[[Any], object]) -> None:

@@ -76,10 +76,16 @@ def arguments(folder: Path, tensor: int, expert: int, expert_tensor: int | None 
 
 
 def save(
-    checkpointing: Any, model: Any, args: Any, optimizer: Any = None, scheduler: Any = None, iteration: int = 1
+    checkpointing: Any,
+    model: Any,
+    args: Any,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    iteration: int = 1,
+    **more: Any,
 ) -> None:
     checkpointing.get_args = lambda: args
-    checkpointing.save_checkpoint(iteration, [model], optimizer, scheduler, 0)
+    checkpointing.save_checkpoint(iteration, [model], optimizer, scheduler, 0, **more)
 
 
 def load(checkpointing: Any, model: Any, args: Any, optimizer: Any = None, scheduler: Any = None, **more: Any) -> None:

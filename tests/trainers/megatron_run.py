@@ -51,7 +51,7 @@ def of_run(run: Run, options: Options, iteration: int) -> Options:
         pipeline_model_parallel_size=options["pp"],
         expert_model_parallel_size=max(1, options["ep"]),
         context_parallel_size=options["cp"],
-        data_parallel_size=dist.get_world_size() // options["tp"] // options["pp"],
+        data_parallel_size=dist.get_world_size() // options["tp"] // options["pp"] // options["cp"],
         use_distributed_optimizer=options["optimizer"] == "distributed",
     )
     rest: Options = {"iteration": iteration, "checkpoint_version": 3.0, "args": args}
@@ -69,12 +69,13 @@ def rank_folder(folder: Path) -> Path:
     return folder / name
 
 
-def save(run: Run, options: Options, iteration: int, folder: Path) -> Any:
-    """Save, and return the request of an asynchronous save, or None."""
+def save(run: Run, options: Options, iteration: int, folder: Path, *, non_persistent: bool = False) -> Any:
+    """Save, and return the request of an asynchronous save, or None. Only Megatron-LM has non-persistent saves."""
     from megatron.core import dist_checkpointing, parallel_state
 
     if options["trainer"]:
-        save_by_trainer(run, options, iteration, folder)
+        more = {"non_persistent_ckpt": True} if non_persistent else {}
+        save_by_trainer(run, options, iteration, folder, **more)
         return None
     if options["format"] == "torch":
         own = rank_folder(folder)
@@ -96,25 +97,29 @@ def save(run: Run, options: Options, iteration: int, folder: Path) -> Any:
     return asked
 
 
-def save_by_trainer(run: Run, options: Options, iteration: int, folder: Path) -> None:
-    """Save with Megatron-LM's own function into a folder of runs."""
-    checkpointing, runs = megatron_lm.import_training(), folder.with_suffix(".run")
-    megatron_lm.save(checkpointing, run.model, arguments(options, runs), run.optimizer, run.scheduler, iteration)
+def save_by_trainer(run: Run, options: Options, iteration: int, folder: Path, **more: Any) -> None:
+    """Save with Megatron-LM's own function into the folder of the run, where a link to the checkpoint stays."""
+    checkpointing, runs = megatron_lm.import_training(), folder.with_name("run")
+    args = arguments(options, runs)
+    megatron_lm.save(checkpointing, run.model, args, run.optimizer, run.scheduler, iteration, **more)
     dist.barrier()
     if dist.get_rank() == 0:
-        (runs / f"iter_{iteration:07}").rename(folder)
+        (saved,) = (own for own in runs.rglob(f"iter_{iteration:07}") if not own.is_symlink())
+        saved.rename(folder)
+        saved.symlink_to(folder)
     dist.barrier()
 
 
-def load_by_trainer(run: Run, options: Options, folder: Path, restore: str) -> None:
-    """Load from a folder of runs that contains a link to the checkpoint."""
-    checkpointing, runs = megatron_lm.import_training(), folder.with_suffix(".run")
-    if dist.get_rank() == 0:
-        last = int((runs / "latest_checkpointed_iteration.txt").read_text())
-        (runs / f"iter_{last:07}").unlink(missing_ok=True)
-        (runs / f"iter_{last:07}").symlink_to(folder)
+def load_by_trainer(run: Run, options: Options, folder: Path, restore: str, *, ckpt_step: bool) -> None:
+    """Load from the folder of the run: the checkpoint that `--ckpt-step` names, or the one that Megatron-LM chooses."""
+    checkpointing, runs = megatron_lm.import_training(), folder.with_name("run")
+    (link,) = (own for own in runs.rglob("iter_*") if own.is_symlink() and own.samefile(folder))
+    iteration, tracker = int(link.name.removeprefix("iter_")), link.with_name("latest_checkpointed_iteration.txt")
     dist.barrier()
-    args = arguments(options, runs, finetune=restore == "weights")
+    if dist.get_rank() == 0 and not ckpt_step:
+        tracker.write_text(str(iteration))
+    dist.barrier()
+    args = arguments(options, runs, finetune=restore == "weights", ckpt_step=iteration if ckpt_step else None)
     megatron_lm.load(checkpointing, run.model, args, run.optimizer, run.scheduler)
 
 
@@ -137,6 +142,7 @@ def arguments(options: Options, runs: Path, **more: Any) -> Any:
         use_dist_ckpt=options["format"] != "torch",
         ckpt_fully_parallel_load=options["parallel_load"],
         num_layers=LAYERS,
+        non_persistent_ckpt_type="global" if options["non_persistent"] else None,
         **{name: options["dtype"] == name for name in ("bf16", "fp16")},
         **more,
     )
@@ -161,12 +167,12 @@ def finished_after(asked: Any, sign: Path, persistent: bool) -> Any:
     return finish
 
 
-def load_into(run: Run, options: Options, folder: Path, restore: str) -> None:
+def load_into(run: Run, options: Options, folder: Path, restore: str, *, ckpt_step: bool = False) -> None:
     """Load in the same order as Megatron-LM."""
     from megatron.core import dist_checkpointing
 
     if options["trainer"]:
-        load_by_trainer(run, options, folder, restore)
+        load_by_trainer(run, options, folder, restore, ckpt_step=ckpt_step)
         return
     if options["format"] == "torch":
         loaded = torch.load(rank_folder(folder) / "model_optim_rng.pt", weights_only=False)

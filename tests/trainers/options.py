@@ -24,7 +24,7 @@ MEGATRON: dict[str, Any] = {
         (
             "overlap", "precision_aware", "decoupled_rate", "mup", "fp32_norms", "gated", "untied", "biases", "frozen",
             "zero_initialized", "scheduler", "overflow", "asynchronous", "persistent", "clipping", "learned_positions",
-            "trainer", "parallel_load", "fsdp2",
+            "trainer", "parallel_load", "fsdp2", "non_persistent",
         ),
         False,
     ),

@@ -38,7 +38,8 @@ def begin(rank: int, case: Options, folder: Path) -> Options:
         saved = complete(run, options)
         try:
             with mock.patch("torch.save", explored.saver(case, tag, rank)):
-                asked = save(run, options, at, folder / tag)
+                non_persistent = options["non_persistent"] and tag == LAST
+                asked = save(run, options, at, folder / tag, non_persistent=non_persistent)
             if asked is not None:
                 ends.append(finished_after(asked, folder / f"{tag}.go", options["persistent"]))
         except Exception as error:
@@ -75,7 +76,7 @@ def load(rank: int, case: Options, folder: Path) -> Options:
             train(run, 60, 1)
         before = now(run)
         with explored.proof() as proof:
-            load_into(run, options, folder / wanted["tag"], wanted["restore"])
+            load_into(run, options, folder / wanted["tag"], wanted["restore"], ckpt_step=wanted["ckpt_step"])
     if wanted.get("spoil"):
         explored.spoil(parts(run), wanted["spoil"])
     found, expected = now(run), promised(truth, before, started(options, wanted, seed=3, **changed), wanted)
