@@ -116,9 +116,9 @@ def _of_the_wrapper(path: Path, value: dict[str, Any]) -> Iterator[Finding]:
     for key in (*SCALE, *(DYNAMIC if wrapper.get("dynamic_loss_scale") else ())):
         if key not in wrapper:
             yield Finding(damages.CONTRADICTION, path.name, f"no {key} of the optimizer, without which no load begins")
-    if not any(key in wrapper for key in torch_optimizers.MASTERS):
-        masters = " and ".join(torch_optimizers.MASTERS)
-        yield Finding(damages.MISSING_STATE, path.name, f"no main parameters: none of {masters}")
+    if not any(masters for _, masters in torch_optimizers.within(wrapper)):
+        names = " and ".join(torch_optimizers.MASTERS)
+        yield Finding(damages.MISSING_STATE, path.name, f"no main parameters: none in {names}")
 
 
 def stage_of(config: Any) -> int:

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ import zero_resumes
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
 from ckpt_patches.cli import main
 from ckpt_patches.runtime.progress import Progress
-from crafted_files import Change, both, found_in, names, without
+from crafted_files import Change, both, copied, found_in, names, with_other_value, without
 from megatron_checkpoints import ZARR, written
 from zero_checkpoints import trained
 
@@ -195,6 +195,14 @@ def test_a_checkpoint_without_zero_is_audited(tmp_path: Path) -> None:
     report = audit(run / fp16 / ZERO)
     assert (report.verdict, names(report)) == (WHOLE, set())
     assert report.checkpoint.step == 2  # the file has 3: DeepSpeed creates the state with an extra step
+    path = copied(run / fp16 / ZERO, tmp_path)
+    with_other_value(path / "mp_rank_00_model_states.pt", lambda value: main_parameters(value["optimizer"]).clear())
+    assert found_in(path) == (DAMAGED, {"missing_state"})
+
+
+def main_parameters(optimizer: Any) -> Any:
+    """The list of those of FP16_Optimizer, or of FP16_UnfusedOptimizer."""
+    return optimizer.get("fp32_groups_flat") or optimizer["fp32_groups"]
 
 
 # Several runs below one folder

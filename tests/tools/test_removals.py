@@ -162,7 +162,7 @@ UNTOLD: tuple[tuple[str, str], ...] = (
     ("deepspeed: zero [123]*", r"model_states\.pt\['optimizer'\] deleted"),  # its own files have it
     ("deepspeed: zero 3*", "model_states.pt from its neighbor"),  # they are equal but for the rank's random states
     ("deepspeed: zero 0*", r"\['state'\]\[\d+\] deleted"),  # a frozen parameter has none
-    ("deepspeed: zero 0*", r"\['fp32_groups'\]\[\d+\] deleted|\['param_shapes'\] deleted"),
+    ("deepspeed: zero 0*", r"\['param_shapes'\] deleted"),
     ("universal*", rf"model_states\.pt\['({NOT_LOADED}|optimizer|param_shapes)'\]|\['cat_dim'\]"),
     ("universal*", r"zero/optimizer_state\.pt\['(?!param_groups|optimizer_state_dict|base_optimizer_state)"),
     ("universal*", r"\['params'\]\[0\] deleted|optimizer_state\.pt\['param_groups'\] deleted"),
