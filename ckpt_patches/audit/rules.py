@@ -7,7 +7,7 @@ gradient have their shape.
 import bisect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,7 +55,7 @@ class Seen:
         """The fewest elements of a lost slice: in a bucket, more than any padding."""
         return LEAST if self.shard.has_rows else max(PADDING, ALIGNMENT * (self.found.data_parallel or 1))
 
-    def findings(self, kind: FindingKind, role: str, ranges: Sequence[Range], detail: str = "") -> Iterator[Finding]:
+    def findings(self, kind: FindingKind, role: str, ranges: list[Range], detail: str = "") -> Iterator[Finding]:
         """A finding for each range, or for all of them if they are too many to show."""
         if len(ranges) > MOST_FINDINGS:
             ranges, detail = [(ranges[0][0], ranges[-1][1])], f"{len(ranges)} places of these"
@@ -63,9 +63,25 @@ class Seen:
             own = ", ".join(filter(None, (detail, written_by(self.shard, begin, end, self.found.data_parallel))))
             yield Finding(kind, self.shard.streams[role].array, own, self.shard.label, begin, end)
 
-    def of_all(self, kind: FindingKind, role: str, detail: str = "") -> Iterator[Finding]:
-        """A finding for all elements."""
-        return self.findings(kind, role, [(0, self.shard.numel)], detail)
+    def hull(self, kind: FindingKind, role: str, ranges: list[Range] | None = None, detail: str = "") -> Finding:
+        """One finding, of all elements or from the first to the last of the ranges."""
+        begin, end = (ranges[0][0], ranges[-1][1]) if ranges else (0, self.shard.numel)
+        return next(self.findings(kind, role, [(begin, end)], detail))
+
+    def wrong(self, kind: FindingKind, role: str, bit: int) -> Iterator[Finding]:
+        """Findings for the elements with a bit; nearby elements form one range."""
+        if (tally := self.odd.tallies.get(bit)) is None:
+            return
+        kind = kind if self.shard.has_rows else damages.ODD_IN_BUCKET
+        own = self.odd.chosen(self.odd.code & bit > 0)
+        cuts = np.flatnonzero(own.begin[1:] - own.end[:-1] > NEAR) + 1
+        if tally.elements != (own.end - own.begin).sum() or len(cuts) >= MOST_FINDINGS:  # dropped, or many
+            yield self.hull(kind, role, [tally[1:]], f"{tally.elements} elements of these")
+            return
+        for first, last in zip(np.split(own.begin, cuts), np.split(own.end, cuts), strict=True):
+            low, high, count = int(first[0]), int(last[-1]), int((last - first).sum())
+            detail = "" if count == high - low else f"{count} elements of these"
+            yield self.hull(kind, role, [(low, high)], detail)
 
 
 def written_by(shard: Shard, begin: int, end: int, data_parallel: int | None) -> str:
@@ -84,29 +100,33 @@ def written_by(shard: Shard, begin: int, end: int, data_parallel: int | None) ->
 
 def judge(shard: Shard, odd: Odd, found: Checkpoint) -> Iterator[Finding]:
     """The findings of a shard; none for padding, which can hold anything."""
-    for rule in () if shard.is_padding else RULES:
-        yield from rule(Seen(shard, odd, found))
+    if not shard.is_padding:
+        seen = Seen(shard, odd, found)
+        yield from lost_master(seen)
+        if set(MOMENTS) <= shard.streams.keys():
+            yield from lost_moment(seen)
+            yield from lost_in_both(seen)
+        yield from unrounded_master(seen)
+        yield from not_finite(seen)
+        yield from seen.wrong(damages.NEGATIVE_SQUARE, EXP_AVG_SQ, blocks.NEGATIVE)
+        yield from not_judged(seen)
 
 
-# Rule 1: NaN and infinity. A negative second moment
+# Rule 1: NaN and infinity
 
 
 def not_finite(seen: Seen) -> Iterator[Finding]:
     """NaN or infinity in a tensor that has states, and NaN in the model's tensors."""
-    if seen.shard.parameter in seen.found.neither:
+    shard, found = seen.shard, seen.found
+    if shard.parameter in found.neither:
         return
     for role in ROLES:
-        yield from wrong(seen, damages.NOT_FINITE, role, blocks.NOT_FINITE[role])
+        yield from seen.wrong(damages.NOT_FINITE, role, blocks.NOT_FINITE[role])
     # Without moments, infinity is a state, a trained weight, or the content of a buffer such as a mask.
-    is_state = OF_OPTIMIZER.search(seen.shard.parameter) is not None and seen.shard.numel > 1
-    is_buffer = seen.shard.parameter in seen.found.buffers
-    if is_state or (MASTER in seen.shard.streams and not is_buffer):
-        for role in seen.shard.streams:
-            yield from wrong(seen, damages.NOT_FINITE, role, blocks.INFINITE)
-
-
-def negative_square(seen: Seen) -> Iterator[Finding]:
-    yield from wrong(seen, damages.NEGATIVE_SQUARE, EXP_AVG_SQ, blocks.NEGATIVE)
+    is_state = OF_OPTIMIZER.search(shard.parameter) is not None and shard.numel > 1
+    if is_state or (MASTER in shard.streams and shard.parameter not in found.buffers):
+        for role in shard.streams:
+            yield from seen.wrong(damages.NOT_FINITE, role, blocks.INFINITE)
 
 
 # Rule 2: main parameters round to the weights
@@ -119,18 +139,18 @@ def unrounded_master(seen: Seen) -> Iterator[Finding]:
         return
     if masters.are_remainders(seen.shard):
         detail = "whole numbers of 16 bits, what a bf16 weight lacks of its main parameter: nothing contradicts them"
-        yield from seen.of_all(damages.NOT_JUDGED, MASTER, detail)
+        yield seen.hull(damages.NOT_JUDGED, MASTER, detail=detail)
     elif 2 * unrounded.elements > seen.shard.numel and masters.are_near(seen.shard):
         if masters.have_few_bits(seen.shard):
-            yield from seen.of_all(damages.FEW_BITS, WEIGHT)
+            yield seen.hull(damages.FEW_BITS, WEIGHT)
         else:
             detail = f"{unrounded.elements} of {seen.shard.numel} elements"
-            yield from seen.findings(damages.OTHER_MASTERS, MASTER, [(unrounded.begin, unrounded.end)], detail)
+            yield seen.hull(damages.OTHER_MASTERS, MASTER, [(unrounded.begin, unrounded.end)], detail)
     else:
         # If all other masters round to their weights, a reload did reach the masters, and the weights are lost.
         is_lost_weight = zeros is not None and unrounded.elements == zeros.elements
         kind = damages.LOST_WEIGHT if is_lost_weight else damages.UNROUNDED_MASTER
-        yield from wrong(seen, kind, MASTER, blocks.UNROUNDED)
+        yield from seen.wrong(kind, MASTER, blocks.UNROUNDED)
 
 
 def lost_master(seen: Seen) -> Iterator[Finding]:
@@ -157,19 +177,15 @@ def lost_moment(seen: Seen) -> Iterator[Finding]:
     """
     code, row = seen.odd.code, seen.shard.row
     certain = {EXP_AVG: code & BOTH == blocks.NO_AVG, EXP_AVG_SQ: code & blocks.AVG_IS_LARGE > 0}
-    for role in MOMENTS if set(MOMENTS) <= seen.shard.streams.keys() else ():
-        if role == EXP_AVG and seen.found.beta1 == 0:
-            continue
+    for role in (EXP_AVG_SQ,) if seen.found.beta1 == 0 else MOMENTS:
         every = holes(seen.odd, ZERO[role], certain[role])
         alone = few(seen, every)
         if len(every) > len(alone) and any(begin % row or end % row for begin, end in every):
-            detail = f"{len(every)} places"
-            yield from seen.findings(damages.SPARSE_MOMENT, role, [(every[0][0], every[-1][1])], detail)
+            yield seen.hull(damages.SPARSE_MOMENT, role, every, f"{len(every)} places")
         decayed = [own for own in alone if role == EXP_AVG and _has_decayed(seen, *own)]
         yield from seen.findings(damages.LOST_MOMENT, role, [own for own in alone if own not in decayed])
         if decayed:
-            hull = decayed[0][0], decayed[-1][1]
-            yield from seen.findings(damages.NO_GRADIENT, role, [hull], "the first moment has decayed to zero")
+            yield seen.hull(damages.NO_GRADIENT, role, decayed, "the first moment has decayed to zero")
 
 
 def _has_decayed(seen: Seen, begin: int, end: int) -> bool:
@@ -184,7 +200,7 @@ def _has_decayed(seen: Seen, begin: int, end: int) -> bool:
 
 def lost_in_both(seen: Seen) -> Iterator[Finding]:
     """Both moments are zero, over runs that are neither rows nor columns that other rows share."""
-    ranges = stretches(seen.odd, BOTH) if set(MOMENTS) <= seen.shard.streams.keys() else []
+    ranges = stretches(seen.odd, BOTH)
     if not ranges or ranges == [(0, seen.shard.numel)]:
         return  # the full shard: see `of_moments`
     known = {edge for own in seen.found.repaired_in(seen.shard) for edge in own}  # not of a loss
@@ -194,9 +210,7 @@ def lost_in_both(seen: Seen) -> Iterator[Finding]:
         yield from seen.findings(damages.LOST_MOMENT, role, lost)
     if natural := sorted({*ranges} - {*odd}):
         elements = sum(end - begin for begin, end in natural)
-        detail = f"{elements} elements in {len(natural)} places"
-        hull = natural[0][0], natural[-1][1]
-        yield from seen.findings(damages.NO_GRADIENT, EXP_AVG, [hull], detail)
+        yield seen.hull(damages.NO_GRADIENT, EXP_AVG, natural, f"{elements} elements in {len(natural)} places")
 
 
 # What was not judged
@@ -206,25 +220,14 @@ def not_judged(seen: Seen) -> Iterator[Finding]:
     streams = seen.shard.streams
     if MASTER in streams and WEIGHT in streams and not blocks.is_compared(streams[WEIGHT].dtype):
         detail = f"the model's weights are of torch.{streams[WEIGHT].dtype}, with which no master was compared"
-        yield from seen.of_all(damages.NOT_JUDGED, WEIGHT, detail)
+        yield seen.hull(damages.NOT_JUDGED, WEIGHT, detail=detail)
     for role in (MASTER, *MOMENTS):
         if role in streams and not elements.is_number(streams[role].dtype):
             detail = f"elements of torch.{streams[role].dtype}, which are no numbers by themselves"
-            yield from seen.of_all(damages.NOT_JUDGED, role, detail)
+            yield seen.hull(damages.NOT_JUDGED, role, detail=detail)
     if seen.odd.is_cut:
         detail = f"zeros in more places than are kept, {len(seen.odd.begin)}: the shorter ones were not judged"
-        yield from seen.of_all(damages.NOT_JUDGED, next(iter(streams)), detail)
-
-
-RULES: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
-    lost_master,
-    lost_moment,
-    lost_in_both,
-    unrounded_master,
-    not_finite,
-    negative_square,
-    not_judged,
-)
+        yield seen.hull(damages.NOT_JUDGED, next(iter(streams)), detail=detail)
 
 
 # Ranges of odd elements
@@ -253,25 +256,6 @@ def few(seen: Seen, ranges: list[Range]) -> list[Range]:
     return found
 
 
-def wrong(seen: Seen, kind: FindingKind, role: str, bit: int) -> Iterator[Finding]:
-    """Findings for the elements with a bit; nearby elements form one range."""
-    if bit not in seen.odd.tallies:
-        return
-    if not seen.shard.has_rows:
-        kind = damages.ODD_IN_BUCKET
-    chosen, tally = seen.odd.code & bit > 0, seen.odd.tallies[bit]
-    begin, end = seen.odd.begin[chosen], seen.odd.end[chosen]
-    cuts = np.flatnonzero(begin[1:] - end[:-1] > NEAR) + 1
-    if tally.elements != (end - begin).sum() or len(cuts) >= MOST_FINDINGS:  # some runs were dropped, or they are many
-        hull = tally.begin, tally.end
-        yield from seen.findings(kind, role, [hull], f"{tally.elements} elements of these")
-        return
-    for first, last in zip(np.split(begin, cuts), np.split(end, cuts), strict=True):
-        low, high, count = int(first[0]), int(last[-1]), int((last - first).sum())
-        detail = "" if count == high - low else f"{count} elements of these"
-        yield from seen.findings(kind, role, [(low, high)], detail)
-
-
 def irregular(ranges: list[Range], row: int, known: set[int]) -> list[Range]:
     """The ranges whose edges are neither those of rows, nor of columns that are zero in two rows that follow.
 
@@ -295,6 +279,12 @@ class Part:
     begin: int
     end: int
     is_zero: bool  # whether both moments of all its elements are zero
+
+    @property
+    def parameter(self) -> str:
+        """Its name. Each expert-parallel rank has other experts under the same name."""
+        own = self.shard
+        return f"{own.parameter} {own.label}" if own.label.startswith("expert") else own.parameter
 
 
 def parts_of(shard: Shard, runs: Odd) -> list[Part]:
@@ -366,9 +356,9 @@ def of_moments(found: Checkpoint, parts: list[Part]) -> Iterator[Finding]:
             found.step = None
             yield _at_step_0(found, f"moments that are not zero in {places} places, and ")
         return
-    with_moments: dict[str, set[str]] = {part.shard.parameter: set() for part in parts}  # by parameter, the ranks
+    with_moments: dict[str, set[str]] = {part.parameter: set() for part in parts}  # by parameter, the ranks
     for part in (part for part in parts if not part.is_zero):
-        with_moments[part.shard.parameter].add(part.rank)
+        with_moments[part.parameter].add(part.rank)
     if found.step is not None and parts and not any(with_moments.values()):
         yield from _zeros(damages.NO_MOMENTS, parts, f"step {found.step}")
         return
@@ -376,7 +366,7 @@ def of_moments(found: Checkpoint, parts: list[Part]) -> Iterator[Finding]:
     for part in (part for part in parts if part.is_zero):
         if part.rank in lost:
             yield from _zeros(damages.LOST_MOMENT, [part], f"as all that {part.rank} holds")
-        elif not with_moments[part.shard.parameter]:
+        elif not with_moments[part.parameter]:
             yield from _zeros(damages.PARAMETER_WITHOUT_MOMENTS, [part], f"step {found.step}")
 
 
@@ -393,8 +383,8 @@ def _is_lost(own: list[Part], with_moments: dict[str, set[str]]) -> bool:
 
     Unseen tokens, experts and units leave a rank without moments in a few parameters.
     """
-    names = {part.shard.parameter for part in own}
-    zero = names - {part.shard.parameter for part in own if not part.is_zero}
+    names = {part.parameter for part in own}
+    zero = names - {part.parameter for part in own if not part.is_zero}
     shared = {name for name in zero if any(rank != own[0].rank for rank in with_moments[name])}
     return (len(shared) > 1 and 2 * len(zero) > len(names)) or (len(shared) > 0 and len(zero) == len(names) > 1)
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
-from ckpt_patches.formats.checkpoint import Extent
+from ckpt_patches.audit.judging.record_checksums import update_checksum
+from ckpt_patches.formats.checkpoint import MOMENTS, Extent
 from crafted_files import Change, change, copied, found_in, names, with_other_value
 from every_checkpoint import experts
 from test_convert_experts import NEIGHBOURS, autoep
@@ -101,7 +102,20 @@ def a_changed_weight(number: int) -> Change:
     return lambda path: change(path / of_expert(number), add)
 
 
+def without_moments(path: Path) -> None:
+    """No token was routed to the experts of the first expert-parallel rank."""
+    found = audit(path).checkpoint
+    for shard in (shard for shard in found.shards if shard.label == "expert-parallel rank 0"):
+        for extent in (extent for role in MOMENTS if role in shard.streams for extent in shard.streams[role].extents):
+            with open(extent.path, "r+b") as file:
+                file.seek(extent.offset)
+                file.write(bytes(extent.nbytes))
+    for record in found.records:
+        update_checksum(record)
+
+
 DAMAGES: dict[str, tuple[Any, Change, str, set[str]]] = {
+    "experts that were never used": (partial(experts, 1), without_moments, WHOLE, set()),
     "swapped ranks": (partial(autoep, 3), of_swapped_ranks, DAMAGED, {"mixed_ranks"}),
     "an expert without a file": (
         partial(experts, 1),
