@@ -1,13 +1,13 @@
-"""Audit one checkpoint: read it, with one rank or several, and judge it."""
+"""Audit one checkpoint: read it, and judge it."""
 
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_patches.audit import repair_list, rules
 from ckpt_patches.audit.judging import blocks, coverage, record_checksums, recorded_states, scan
-from ckpt_patches.audit.run_folder import UNFINISHED, is_other_save, why_incomplete
+from ckpt_patches.audit.run_folder import UNFINISHED, why_not_read
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages
 from ckpt_patches.formats.checkpoint import Checkpoint, Shard
@@ -47,14 +47,6 @@ class Report:
         return sum(end - begin for ranges in self.checkpoint.repaired.values() for begin, end in ranges)
 
 
-class UnreadableError(Exception):
-    """A checkpoint cannot be read completely."""
-
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.detail)
-        self.finding = finding
-
-
 def audit(path: Path, workers: int | None = None, label: str = "") -> Report:
     """Read and judge one checkpoint. A read error becomes a finding.
 
@@ -63,9 +55,17 @@ def audit(path: Path, workers: int | None = None, label: str = "") -> Report:
     Raises:
         UserError: the path is not a checkpoint in a known format.
     """
-    report = audit_together(path, workers or Ranks().workers, Ranks(), label)
-    assert report is not None  # there is one rank
-    return report
+    found, shards = _structure(path)
+    workers = workers or Ranks().workers
+    spans = list(scan.spans(shards, frozenset(record.path for record in found.records)))
+    try:
+        found.repaired = repair_list.read(found).ranges
+        with Progress(sum(span.nbytes for span in spans), label=f"{label or path.name}:") as progress:
+            _apply_rules(found, shards, scan.scan(spans, workers, progress.show))
+        recorded_states.decide(found, workers)
+    except Exception as error:
+        found.findings.append(_unreadable(path, error))
+    return Report(found, tuple(found.findings))
 
 
 def audit_structure(path: Path) -> Report:
@@ -78,32 +78,12 @@ def audit_structure(path: Path) -> Report:
     return Report(found, tuple(found.findings))
 
 
-def audit_together(path: Path, workers: int, ranks: Ranks, label: str = "") -> Report | None:
-    """Like `audit`, for several ranks: rank 0 reads the structure and judges. Returns None on other ranks.
-
-    Raises:
-        UserError: the path is not a checkpoint in a known format, or a rank is missing.
-    """
-    own: list[tuple[Checkpoint, list[Shard]]] = []
-
-    def read() -> list[scan.Span]:
-        found, shards = _structure(path)
-        own.append((found, shards))
-        return list(scan.spans(shards, frozenset(record.path for record in found.records)))
-
-    spans, label = ranks.first(f"reading the headers of {path}", read), label or path.name
-    if ranks.size == 1:
-        return _judge(*own[0], _scan(label, spans, workers), workers)
-    shares = ranks.gather(f"reading {path}", lambda: _share(path, ranks.share(spans), workers, label))
-    return None if ranks.rank else _judge(*own[0], _in_order(shares, len(spans)), workers)
-
-
 def _structure(path: Path) -> tuple[Checkpoint, list[Shard]]:
     """A checkpoint before any element is read, and the shards to read: bytes outside all arrays have checksums, too."""
     found = Checkpoint(path, "unknown")
     try:
         reader = reader_of(path) if path.is_dir() else None
-        if (reader is None or path.name.endswith(UNFINISHED)) and (why := _why_not_read(path)):
+        if (reader is None or path.name.endswith(UNFINISHED)) and (why := why_not_read(path)):
             found.findings.append(why)
             return found, []
         if reader is not None:
@@ -117,15 +97,6 @@ def _structure(path: Path) -> tuple[Checkpoint, list[Shard]]:
     raise UserError(f"{path}: not a checkpoint in a format that is known")
 
 
-def _why_not_read(path: Path) -> Finding | None:
-    """The finding for an unfinished save or an unknown format; None if the path is not a save."""
-    if why := why_incomplete(path):
-        return Finding(damages.INCOMPLETE_SAVE, str(path), detail=why)
-    if is_other_save(path):
-        return Finding(damages.NOT_READ, str(path), detail="its files are of no format that is known here")
-    return None
-
-
 def _unreadable(path: Path, error: Exception) -> Finding:
     if isinstance(error, OSError):
         name = error.filename or str(path)
@@ -136,48 +107,6 @@ def _unreadable(path: Path, error: Exception) -> Finding:
     where = f"{Path(at.filename).name}, line {at.lineno}"
     detail = f"a defect of the audit, please report it: {type(error).__name__}: {error} ({where})"
     return Finding(damages.UNREADABLE, str(path), detail=detail)
-
-
-def _scan(label: str, spans: Sequence[scan.Span], workers: int) -> Iterator[scan.Part]:
-    with Progress(sum(span.nbytes for span in spans), label=f"{label}:") as progress:
-        yield from scan.scan(spans, workers, progress.show)
-
-
-def _share(path: Path, spans: Sequence[scan.Span], workers: int, label: str) -> list[scan.Part | Finding]:
-    """One rank's results for rank 0: the parts of its spans or, after the first read error, that as the last one."""
-    parts: list[scan.Part | Finding] = []
-    try:
-        parts.extend(_scan(label, spans, workers))
-    except Exception as error:
-        parts.append(_unreadable(path, error))
-    return parts
-
-
-def _in_order(shares: Sequence[list[scan.Part | Finding]], spans: int) -> Iterator[scan.Part]:
-    """The parts of all spans, of which each rank has every n-th.
-
-    Raises:
-        UnreadableError: a rank could not read its share completely.
-    """
-    for number in range(spans):
-        own = shares[number % len(shares)]
-        part = own[min(number // len(shares), len(own) - 1)]
-        if isinstance(part, Finding):
-            raise UnreadableError(part)
-        yield part
-
-
-def _judge(found: Checkpoint, shards: list[Shard], parts: Iterable[scan.Part], workers: int) -> Report:
-    """Judge a checkpoint from its scanned parts."""
-    try:
-        found.repaired = repair_list.read(found).ranges
-        _apply_rules(found, shards, parts)
-        recorded_states.decide(found, workers)
-    except UnreadableError as error:
-        found.findings.append(error.finding)
-    except Exception as error:
-        found.findings.append(_unreadable(found.path, error))
-    return Report(found, tuple(found.findings))
 
 
 def _apply_rules(found: Checkpoint, shards: list[Shard], parts: Iterable[scan.Part]) -> None:

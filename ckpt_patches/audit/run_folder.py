@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_patches.formats import dcp, files_reader
+from ckpt_patches.formats import damages, dcp, files_reader
 from ckpt_patches.formats.checkpoint import Checkpoint
+from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.megatron_torch import RANK, is_without_distributed_optimizer
 from ckpt_patches.formats.reading import HAS_OTHERS_BELOW, reader_of
 from ckpt_patches.formats.torch_dist import INDEX
@@ -91,7 +92,7 @@ def _visit(path: Path, root: Path, seen: set[tuple[int, int]]) -> _Visit:
             return _Visit(path)
         seen.add((stat.st_dev, stat.st_ino))
         reader = reader_of(path)
-        is_save = reader is not None or why_incomplete(path) is not None or is_other_save(path)
+        is_save = reader is not None or why_not_read(path) is not None
         has_data = is_save and _has_data(path, reader)
         if leaves(path, root):
             return _Visit(path, is_save, has_data)
@@ -136,39 +137,35 @@ def _not_there(tracker: Tracker) -> Path | None:
     return None if tracker.names.is_dir() else tracker.names
 
 
-def why_incomplete(path: Path) -> str | None:
-    """The reason why a path that no reader accepts is an unfinished save; None if it is not one."""
-    if path.name in TRACKERS and not path.is_dir():
-        return "it does not name a folder"
-    if not path.exists():
-        return "it is not there, and a tracker names it"
-    if path.name.endswith(UNFINISHED):
-        return "the tool that writes it did not finish"
-    names = _names(path)
-    if not names:
-        return "the folder is empty" if NAMED.fullmatch(path.name) else None
-    if is_other_save(path):
-        return None
-    parts = [name for name in names if PARTS.fullmatch(name) or (path / name / METADATA).exists()]
-    if INDEX in names:
-        return "metadata.json, which Megatron writes last, is not there"
-    return f"only a part of a save is there, such as {parts[0]}" if parts else None
+def why_not_read(path: Path) -> Finding | None:
+    """The finding on a path that no reader accepts and that is a save: unfinished, or in another format.
 
-
-def is_other_save(path: Path) -> bool:
-    """Whether a folder that no reader accepts is a save in another format. There are three cases.
-
-    It has the index of torch.distributed.checkpoint, which is written last. Megatron's folders, detected by name, are
-    excluded: they have `metadata.json` after it. Or it is Megatron's `torch` format without the distributed optimizer.
-    Or it is named like a save, has files, and has no part of a save in a known format.
+    Another format has the index of torch.distributed.checkpoint, which is written last (Megatron's folders, by their
+    name, have `metadata.json` after it), or is Megatron's `torch` format without the distributed optimizer, or is named
+    like a save, has files, and has no part of a save in a known format.
     """
-    names = _names(path)
-    if is_without_distributed_optimizer(path):
-        return True
-    if INDEX in names:
-        return dcp.ITERATION.fullmatch(path.name) is None
-    is_known = any(PARTS.fullmatch(name) or (path / name / METADATA).exists() for name in names)
-    return NAMED.fullmatch(path.name) is not None and not is_known and any(_is_file_of_save(path / n) for n in names)
+    why = ""
+    if path.name in TRACKERS and not path.is_dir():
+        why = "it does not name a folder"
+    elif not path.exists():
+        why = "it is not there, and a tracker names it"
+    elif path.name.endswith(UNFINISHED):
+        why = "the tool that writes it did not finish"
+    elif not (names := _names(path)):
+        why = "the folder is empty" if NAMED.fullmatch(path.name) else ""
+    else:
+        parts = [name for name in names if PARTS.fullmatch(name) or (path / name / METADATA).exists()]
+        is_named, has_index = NAMED.fullmatch(path.name) and not parts, INDEX in names
+        is_other = is_named and any(_is_file_of_save(path / name) for name in names)
+        if is_without_distributed_optimizer(path) or (
+            dcp.ITERATION.fullmatch(path.name) is None if has_index else is_other
+        ):
+            return Finding(damages.NOT_READ, str(path), detail="its files are of no format that is known here")
+        if has_index:
+            why = "metadata.json, which Megatron writes last, is not there"
+        elif parts:
+            why = f"only a part of a save is there, such as {parts[0]}"
+    return Finding(damages.INCOMPLETE_SAVE, str(path), detail=why) if why else None
 
 
 def _is_file_of_save(path: Path) -> bool:
