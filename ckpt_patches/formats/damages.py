@@ -42,9 +42,7 @@ LOST_MOMENT = _kind(
     "over most of what a rank holds",
     FROM_OLDER,
 )
-NO_MOMENTS = _kind(
-    "no_moments", DAMAGE, "the moments of every parameter are zero, and the optimizer's step is not", FROM_OLDER
-)
+NO_MOMENTS = _kind("no_moments", DAMAGE, "the moments of every parameter are zero, and the optimizer's step is not")
 PARAMETER_WITHOUT_MOMENTS = _kind(
     "parameter_without_moments",
     NOTE,

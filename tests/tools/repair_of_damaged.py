@@ -62,19 +62,12 @@ def difference(output: Path, before: Path, older: Path | None) -> str:
                     expected[key][begin:end] = weights[key][begin:end].view(np.uint8).reshape(end - begin, -1)
                 elif "exp_avg" in key[0]:
                     expected[key][begin:end] = source[key][begin:end] if older else 0
-    return next((str(key) for key in expected if not is_equal(found[key], expected[key], rounds=key in weights)), "")
+    return next((str(key) for key in expected if not np.array_equal(found[key], expected[key])), "")
 
 
 def square(array: str) -> str:
     """The second moment of a moment's parameter, which stands anywhere in the name."""
     return re.sub(r"exp_avg(_sq)?\b", "exp_avg_sq", array)
-
-
-def is_equal(found: Any, expected: Any, *, rounds: bool) -> bool:
-    """Whether elements are equal; main parameters with weights, as far as those tell: a change within it is none."""
-    if rounds:
-        return bool(np.allclose(found.view(np.float32), expected.view(np.float32), rtol=2**-7, atol=0, equal_nan=True))
-    return bool(np.array_equal(found, expected))
 
 
 def outcome(folder: Path, truth: Path, output: Path, older: Path | None, *options: str) -> str:

@@ -23,13 +23,13 @@ from ckpt_patches.audit.judging import record_checksums
 from ckpt_patches.audit.repair_list import NAME
 from ckpt_patches.cli import main
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, WEIGHT
-from ckpt_patches.formats.elements import read_elements
 from ckpt_patches.runtime.units import in_bytes
 from crafted_files import Change, both, copied, found_in, without
 from dcp_checkpoints import saved
 from every_checkpoint import EVERY, in_torch_file
 from every_checkpoint import put as put_bytes
 from megatron_checkpoints import ZARR, ZARR_TP, Configuration, written
+from repair_of_damaged import difference
 from test_audit import FIRST, IN_ZARR, UP, chunk, lose_first_moment, lose_square, put, state
 from test_audit_many import Arrays, arrays
 from test_audit_many import written as written_by_hand
@@ -64,32 +64,10 @@ def refused(said: Say, path: Path, output: Path, *options: object) -> str:
     return said.readouterr().err
 
 
-def values(folder: Path) -> dict[tuple[str, str], Any]:
-    """All elements of the arrays with states of optimizers, by array and shard."""
-    shards = [shard for shard in audit(folder, 1).checkpoint.shards if {*MOMENTS} & shard.streams.keys()]
-    return {
-        (stream.array, s.label): read_elements(stream, 0, s.numel).view(np.uint8).copy().reshape(s.numel, -1)
-        for s in shards
-        for stream in s.streams.values()
-    }
-
-
 def check_truth(output: Path, truth: Path, older: Path | None) -> None:
     """Check that all elements are the truth's but the listed ones, which are the older's; or both moments are zero."""
     assert audit(output, 1).verdict == REPAIRED
-    expected = values(truth)
-    for entry in listed(output):
-        both_moments = [k for k in expected if k[1] == entry["shard"] and square(k[0]) == square(entry["array"])]
-        for begin, end in entry["ranges"]:
-            for key in [(entry["array"], entry["shard"])] if older else both_moments:
-                expected[key][begin:end] = values(older)[key][begin:end] if older else 0
-    for key, found in values(output).items():
-        np.testing.assert_array_equal(found, expected[key], str(key))
-
-
-def square(array: str) -> str:
-    """The second moment of a moment's parameter, which stands anywhere in the name."""
-    return re.sub(r"exp_avg(_sq)?\b", "exp_avg_sq", array)
+    assert difference(output, truth, older) == ""
 
 
 def change(folder: Path, role: str, begin: int, end: int, value: float, files: str = "") -> None:

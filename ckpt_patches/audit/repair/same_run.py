@@ -84,29 +84,22 @@ def _differences(own: Checkpoint, source: Checkpoint) -> Iterator[str]:
         yield "it is the damaged one itself"
     if own.step is not None and source.step is not None and source.step > own.step:
         yield f"its step is {source.step}, expected {own.step} at the latest"
-    here, there = tensors(own), tensors(source)
-    for key in sorted(here.keys() & there.keys()):
-        if (expected := _shape(here[key])) != (found := _shape(there[key])):
-            yield f"{shown(key[0])} has the shape {found} there, and {expected} here"
-    parameters, others = ({shard.parameter for shard in found.shards} for found in (own, source))
-    for name in sorted(others - parameters):
-        yield f"it has {shown(name)}, which is not here"
-    if own.groups and source.groups and _settings(own) != _settings(source):
-        yield f"its param groups have {shown(_settings(source))} there, and {shown(_settings(own))} here"
+    here, there = _facts(own), _facts(source)
+    for name in sorted(here.keys() & there.keys()):
+        if here[name] != there[name]:
+            yield f"{name} is {shown(there[name])} there, and {shown(here[name])} here"
     if (apart := distance(own, source)) is None:
         yield "no weights of two dimensions can be compared"
     elif apart > BOUND:
         yield f"its weights are {apart:.2f} away from those here, relative to their norm, expected {BOUND} at most"
 
 
-def _settings(found: Checkpoint) -> list[dict[str, Any]]:
-    """The constant settings of each param group."""
-    return [{name: np.asarray(own[name]).tolist() for name in CONSTANT if name in own} for own in found.groups]
-
-
-def _shape(parts: list[tuple[Shard, Stream]]) -> list[int]:
-    """The shape of a tensor, from its shards."""
-    return list(map(max, zip(*(_edges(shard)[1].ravel().tolist() for shard, _ in parts), strict=False)))
+def _facts(found: Checkpoint) -> dict[str, list[Any]]:
+    """What the checkpoints of a run have in common, by its name: shapes of tensors, and constant settings."""
+    ends = {key: [_edges(shard)[1].ravel().tolist() for shard, _ in own] for key, own in tensors(found).items()}
+    shapes = {f"the shape of {shown(' '.join(key).strip())}": list(map(max, *own, own[0])) for key, own in ends.items()}
+    groups = [(n, name, group) for n, group in enumerate(found.groups) for name in CONSTANT if name in group]
+    return shapes | {f"{name} of group {n}": [np.asarray(group[name]).tolist()] for n, name, group in groups}
 
 
 def distance(own: Checkpoint, source: Checkpoint) -> float | None:
