@@ -82,17 +82,9 @@ def each_group(**settings: Any) -> Make:
     return lambda value: [group.update(settings) for group in value["param_groups"]]
 
 
-def swapped_ranks(folder: Path) -> None:
-    one, other, between = rank_file(folder, 0), rank_file(folder, 1), folder / "between"
-    one.rename(between)
-    other.rename(one)
-    between.rename(other)
-
-
+# States dropped on all ranks, copies of files and swapped ones: damage_kinds.py
 OF_ANY_STAGE: dict[str, tuple[Change, str]] = {
-    "a state on all ranks": (of_all(each_state(lambda state: state.pop("exp_avg_sq"))), "missing_state"),
     "both states on all ranks": (of_all(lambda value: value["state"].clear()), "missing_state"),
-    "the step on all ranks": (of_all(each_state(lambda state: state.pop("step"))), "missing_state"),
     "a rank's states": (of_rank(lambda value: value["state"].clear()), "missing_state"),
     "one group of a rank": (of_rank(lambda value: value["param_groups"].pop()), "contradiction"),
     "a rank at another step": (of_rank(each_state(lambda state: state.update(step=1.0))), "mixed_steps"),
@@ -102,8 +94,6 @@ OF_ANY_STAGE: dict[str, tuple[Change, str]] = {
     "betas beyond one": (of_all(each_group(betas=(2.0, -1.0))), "contradiction"),
     "another learning rate on one rank": (of_rank(each_group(lr=123.0)), "contradiction"),
     "another weight decay on one rank": (of_rank(each_group(weight_decay=7.0)), "contradiction"),
-    "a copy of a rank": (lambda path: shutil.copy(rank_file(path, 0), rank_file(path, 1)), "foreign_file"),
-    "two ranks swapped": (swapped_ranks, "foreign_file"),
     "other parallel ranks": (of_model(lambda value: value.update(mp_world_size=2)), "missing_rank"),
 }
 

@@ -51,13 +51,15 @@ def test_a_partition_of_padding_alone_can_hold_anything(kind: str, tmp_path: Pat
     assert padding or kind == "stage2"
 
 
-def test_what_pads_a_frozen_parameter_of_zero_3_is_not_judged_after_a_conversion(tmp_path: Path) -> None:
-    name, source = "ln.weight", trained("0.19.8", "stage3_frozen")["stage3_frozen"]
+def test_what_pads_a_frozen_parameter_of_zero_3_is_not_judged(tmp_path: Path) -> None:
+    """Nor after a conversion. The first 3 of 8 ranks have one element each."""
+    name, source = "ln.weight", copied(trained("0.19.8", "stage3_frozen")["stage3_frozen"], tmp_path)
     convert(source, tmp_path / "universal", Options(workers=1))
-    files = sorted((tmp_path / "universal").glob("zero_pp_rank_*_model_states.pt"))
-    for file, verdict in ((files[-1], WHOLE), (files[0], DAMAGED)):  # the first 3 of 8 ranks have one element each
-        change(file, lambda value: value["frozen_param_fragments"][name].fill_(torch.nan))
-        assert found_in(tmp_path / "universal")[0] == verdict
+    for folder in (source, tmp_path / "universal"):
+        files = sorted(folder.glob("zero_pp_rank_*_model_states.pt"))
+        for file, verdict in ((files[-1], WHOLE), (files[0], DAMAGED)):
+            change(file, lambda value: value["frozen_param_fragments"][name].fill_(torch.nan))
+            assert found_in(folder)[0] == verdict
 
 
 # Buckets

@@ -1,4 +1,4 @@
-"""Audit and repair torch.distributed.checkpoint folders, as training scripts write them."""
+"""Audit torch.distributed.checkpoint folders, as training scripts write them."""
 
 import itertools
 import pickle
@@ -10,40 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, REPAIRED, UNKNOWN, WHOLE, audit
+from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
 from ckpt_patches.cli import main
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
 from ckpt_patches.formats.chunked import TOO_MANY, Chunked
 from ckpt_patches.formats.torch_dist import INDEX, Tensor
 from crafted_files import Change, copied, found_in, names
 from dcp_checkpoints import saved
+from every_checkpoint import put, tensors
 from test_fingerprint_dcp_files import Model, flattened, training
 from test_fingerprint_dcp_files import saved as written
 from upstream import newest, once, run, tree
 
-SOUND = [
-    *("fsdp", "step-9", "hsdp", "fsdp_tp", "tp", "ddp", "one_rank", "bf16", "raw", "weights", "folders", "async"),
-    *("fresh", "first", "groups", "zeros", "tied", "sgd", "adagrad", "adafactor", "frozen", "unused"),
-]
+# Other meshes, types, groups and optimizers are drawn by healthy_kinds.py, and damage of elements by damage_kinds.py.
 VERDICTS: dict[str, tuple[str, set[str]]] = {
-    **{name: (WHOLE, set()) for name in SOUND},
+    **dict.fromkeys(("fsdp", "step-9", "hsdp", "one_rank", "raw", "weights", "folders", "fresh"), (WHOLE, set())),
+    **dict.fromkeys(("sgd", "adafactor", "frozen", "unused"), (WHOLE, set())),
     "strided": (UNKNOWN, {"not_judged"}),
     "fsdp1_flat_raw": (UNKNOWN, {"unusual"}),  # the states of one rank's part of each flat parameter
     "fsdp1_local": (UNKNOWN, {"unusual"}),
     "step-1000": (UNKNOWN, {"unusual"}),  # a new optimizer, as after a load without its state
     # A raw `optimizer.state_dict()` of FSDP1 with original parameters: the first moment is of another rank.
     "fsdp1_raw": (DAMAGED, {"contradiction", "unusual"}),
-    "nan_weight": (DAMAGED, {"not_finite"}),
-    "nan_moment": (DAMAGED, {"not_finite"}),
-    "lost_moment": (DAMAGED, {"lost_moment"}),
-    "lost_square": (DAMAGED, {"lost_moment"}),
-    "lost_weight": (DAMAGED, {"lost_master"}),
-    "negative": (DAMAGED, {"negative_square"}),
-    "infinite": (DAMAGED, {"not_finite"}),
-    "minus_infinite": (DAMAGED, {"not_finite"}),
 }
 
 
@@ -59,6 +49,21 @@ def test_what_is_left_out_is_noted(name: str, noted: set[str]) -> None:
     report = audit(saved() / name)
     assert {finding.kind.name for finding in report.findings} >= noted
     assert report.checkpoint.format.endswith("weights alone") == (not noted)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "value", "expected"),
+    [
+        ("fsdp", "model.layers.1.up.weight", 0.0, "lost_master"),  # beside moments that are not zero
+        ("sgd", "model.norm.weight", torch.inf, "not_finite"),
+        ("sgd", "model.norm.weight", -torch.inf, "not_finite"),
+    ],
+)
+def test_weights_alone_tell(name: str, tensor: str, value: float, expected: str, tmp_path: Path) -> None:
+    path = copied(saved() / name, tmp_path)
+    place = next(place for place in tensors(path) if place.name.startswith(tensor))
+    put(place, torch.full((place.numel // 2,), value).numpy().tobytes())
+    assert found_in(path) == (DAMAGED, {expected})
 
 
 # Files and the index
@@ -234,17 +239,3 @@ def test_megatron_fsdps_weights_are_found() -> None:
     trained = {s.parameter for s in report.checkpoint.shards if s.streams.keys() == {MASTER, EXP_AVG, EXP_AVG_SQ}}
     assert trained == {"model.module.a.weight", "model.module.b.weight"}
     assert main(["audit", str(path.parent)]) == 0
-
-
-# Repair
-
-
-def test_a_lost_moment_is_taken_from_an_older_checkpoint(tmp_path: Path) -> None:
-    older, new = saved() / "fsdp", tmp_path / "new"
-    assert main(["repair", str(saved() / "lost_moment"), "--output", str(new), "--from", str(older)]) == 0
-    assert audit(new).verdict == REPAIRED
-    name = "optimizer.state.layers.1.up.weight.exp_avg"
-    for path in (new, older):
-        value = torch.zeros(48, 24)
-        dcp.load({name: value}, checkpoint_id=path)
-        assert value.view(-1)[288:576].any()
