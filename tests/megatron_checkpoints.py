@@ -4,6 +4,7 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from upstream import once, run_json, tree
 
@@ -65,8 +66,12 @@ def written(configuration: Configuration) -> Written:
 
     def write(out: Path) -> None:
         release = tree("megatron-core", configuration.version)
-        delivery, env = ("hook", {"CKPT_PATCHES_FINGERPRINT": "1"}) if configuration.recorded else ("none", {})
-        lost = run_json("megatron_saving", out, *configuration.options(), tree=release, delivery=delivery, env=env)
+        on: dict[str, Any] = {"tree": release, "delivery": "none"}
+        if configuration.recorded:
+            on |= {"delivery": "hook", "env": {"CKPT_PATCHES_FINGERPRINT": "1"}}
+        elif configuration.backend == "zarr":  # else its ranks may race by themselves
+            on |= {"delivery": "hook", "fixes": ["zarr_create_synchronizer"]}
+        lost = run_json("megatron_saving", out, *configuration.options(), **on)
         (out / "lost.json").write_text(json.dumps(lost))
 
     name = f"megatron-{configuration}-{configuration.iterations}-{configuration.races}"

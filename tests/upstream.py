@@ -64,21 +64,18 @@ MEGATRON = (
     "trainers.stub_fused_adam",
     "torch._dynamo",
 )
-CORE_ALONE = ("megatron.core.dist_checkpointing", "megatron.core.optimizer", "torch._dynamo")  # without stubs
 ZARR_WRITES = ("trainers.zarr_saving", "megatron.core.dist_checkpointing.strategies.zarr")
 ZERO = ("deepspeed.checkpoint.ds_to_universal", "trainers.deepspeed_training")
 IMPORTED = {CORE: MEGATRON, DEEPSPEED: ZERO, TORCH: ("torch",)}  # by proofs, by the package of the fix
 # The programs by these modules.
 _PROGRAMS = {
     MEGATRON: """
-        async_saving exact_resume explore_megatron gpt_resume layer_wise
-        megatron_fsdp_saving megatron_healthy megatron_saving proof param_groups run_proof shifted_saving
+        exact_resume explore_megatron gpt_resume megatron_fsdp_saving megatron_healthy megatron_saving proof
+        param_groups run_proof shifted_saving
     """,
     ("torch",): "dcp_loading dcp_saving",
-    ZARR_WRITES: "zarr_race",
     ZERO: """
-        convert foreign_files same_universal autoep_training experts explore_deepspeed zero3_slices
-        zero_resuming write_parallel_checkpoint
+        convert same_universal autoep_training experts explore_deepspeed zero_resuming write_parallel_checkpoint
     """,
 }
 IMPORTS = {program: modules for modules, programs in _PROGRAMS.items() for program in programs.split()}
@@ -233,11 +230,6 @@ def without_fix(versions: list[Any]) -> Decorator:
 def with_fix(versions: list[Any]) -> Decorator:
     """Decorate a test of `version` and `delivery` that shows that a bug is gone."""
     return _deliveries(versions, DELIVERIES)
-
-
-def with_and_without_fix(versions: list[Any]) -> Decorator:
-    """Decorate a test of `version` and `delivery` whose result is the same with and without a fix."""
-    return _deliveries(versions, ["none", *DELIVERIES])
 
 
 def _deliveries(versions: list[Any], deliveries: Sequence[str]) -> Decorator:
@@ -589,19 +581,49 @@ def shown(file: str, version: str, delivery: str, function: str = "bug", **keywo
     return str(called(file, function, version=version, delivery=delivery, **keywords))
 
 
-def proof(file: str, wrong: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    """The two tests of a proof whose `bug` finds in words what is wrong: these words without the fix, none with it."""
-    versions = affected(Path(file).stem.removeprefix("test_"))
+def proof(
+    file: str, wrong: str | re.Pattern[str], versions: Sequence[Any] = (), **keywords: Any
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The two tests of a proof whose `bug` finds in words what is wrong: these words without the fix, none with it.
+
+    On the oldest and the newest affected release, or on these. `keywords` are those of `run`.
+    """
+    versions = [*versions] or affected(Path(file).stem.removeprefix("test_"))
+    said = re.compile(re.escape(wrong)) if isinstance(wrong, str) else wrong
 
     @without_fix(versions)
     def bug_shows(version: str, delivery: str) -> None:
-        found = shown(file, version, delivery)
-        assert wrong in found, f"expected {wrong!r}, found {found!r}"
+        found = shown(file, version, delivery, **keywords)
+        assert said.search(found), f"expected {said.pattern!r}, found {found!r}"
 
     @with_fix(versions)
     def bug_is_gone(version: str, delivery: str) -> None:
-        found = shown(file, version, delivery)
+        found = shown(file, version, delivery, **keywords)
         assert found == "", found
+
+    return bug_shows, bug_is_gone
+
+
+def outcomes(
+    file: str, function: str, without: object, fixed: object, *, rank: int | None = None, **keywords: Any
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The two tests of a proof of which a function returns one thing without the fix and another with it.
+
+    With a rank, what that one returns. `keywords` are those of `called`.
+    """
+    versions = affected(Path(file).stem.removeprefix("test_"))
+
+    def found(version: str, delivery: str) -> Any:
+        of_all = called(file, function, version=version, delivery=delivery, **keywords)
+        return of_all if rank is None else of_all[rank]
+
+    @without_fix(versions)
+    def bug_shows(version: str, delivery: str) -> None:
+        assert found(version, delivery) == without
+
+    @with_fix(versions)
+    def bug_is_gone(version: str, delivery: str) -> None:
+        assert found(version, delivery) == fixed
 
     return bug_shows, bug_is_gone
 

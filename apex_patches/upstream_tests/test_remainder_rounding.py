@@ -81,21 +81,6 @@ class RemainderRoundingTest(unittest.TestCase):
                     param.detach().cpu(), self.rounded_by_kernel(fp32), rtol=0, atol=0
                 )
 
-    def test_steps_are_those_of_fp32_params(self):
-        for first in ("model", "optimizer"):
-            fp32, state = self.saved()
-            ref, ref_optimizer = self.make(fp32, store_param_remainders=False)
-            ref_optimizer.load_state_dict(copy.deepcopy(state))
-            param, optimizer = self.make(fp32 if first == "model" else fp32 + 1)
-            optimizer.load_state_dict(copy.deepcopy(state))
-            if first == "optimizer":
-                param.detach().copy_(fp32)
-            self.step(ref, ref_optimizer)
-            self.step(param, optimizer)
-            torch.testing.assert_close(
-                self.masters(optimizer), self.masters(ref_optimizer), rtol=1e-5, atol=1e-7
-            )
-
     def test_other_weights_are_taken_without_remainders(self):
         fp32, state = self.saved()
         other = self.rounded_by_kernel(fp32)

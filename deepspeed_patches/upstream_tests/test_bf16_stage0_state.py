@@ -64,12 +64,3 @@ class TestBF16WithoutZeRO(DistributedTest):
         engine.load_checkpoint(str(tmpdir), tag=TAG, load_optimizer_states=False)
         found = engine.module.state_dict()
         assert all(found[name].equal(weight) for name, weight in saved.module.state_dict().items())
-
-    def test_weights_are_loaded_without_an_optimizer(self, tmpdir):
-        saved = _saved(tmpdir)
-
-        engine = _make_engine(seed=1, with_optimizer=False)
-        engine.load_checkpoint(str(tmpdir), tag=TAG)
-
-        found = engine.module.state_dict()
-        assert all(found[name].equal(weight) for name, weight in saved.module.state_dict().items())

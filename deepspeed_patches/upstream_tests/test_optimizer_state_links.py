@@ -76,14 +76,3 @@ class TestOptimizerStateLinks(DistributedTest):
         _check_moments(engine, steps=1)
         _step(engine)
         _check_moments(engine, steps=2)
-
-    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    def test_a_new_run_has_links_right_after_a_load(self, optimizer, tmpdir):
-        engine = _make_engine(optimizer)
-        _step(engine)
-        engine.save_checkpoint(str(tmpdir), tag="step1")
-
-        loaded = _make_engine(optimizer)
-        loaded.load_checkpoint(str(tmpdir), tag="step1")
-
-        _check_moments(loaded, steps=1)

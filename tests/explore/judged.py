@@ -1,7 +1,6 @@
 """Run one case of the explorer: train, save, convert if the case loads a universal checkpoint, load, and judge."""
 
 import json
-import os
 import re
 import tempfile
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, audit
 from explore import tools
 from explore.damaging import ALTERED, LOST, UNSEEN, damage
-from explore.megatron_space import EMERGING_OPTIMIZERS, FROZEN
+from explore.megatron_space import FROZEN
 from explore.spaces import SPACES, space_of
 from registered import FIXES
 from trainers.ranks import free_port
@@ -68,14 +67,13 @@ class Stack:
         delivery = "hook" if self.fixes else "none"
         recording = {"CKPT_PATCHES_FINGERPRINT": "warn"} if self.fingerprint else {}
         permissive = {} if self.fixes else PERMISSIVE
-        on: dict[str, Any] = {"tree": self.tree, "delivery": delivery, "fixes": others, "path": EMERGING}
+        on: dict[str, Any] = {"tree": self.tree, "delivery": delivery, "fixes": others}
         found: dict[str, Any] = run_json(
             SPACES[self.package].PROGRAM, *arguments, **on, env={**permissive, **recording}
         )
         return found
 
 
-EMERGING = list(filter(None, [os.environ.get(EMERGING_OPTIMIZERS)]))
 # Older upstream releases cannot load the checkpoint with torch 2.6 and later. See `torch_load_weights_only`.
 PERMISSIVE = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
 

@@ -1,6 +1,5 @@
 """The explorer's space for Megatron: a training, a save and a load, as plain data."""
 
-import os
 import random
 from typing import Any
 
@@ -10,9 +9,6 @@ from upstream import numbers, runnable
 
 Case = dict[str, Any]
 
-EMERGING_OPTIMIZERS = "CKPT_PATCHES_TEST_EMERGING_OPTIMIZERS"  # names a folder with it (`pip install --target`)
-# Whether Muon is drawn. Emerging-Optimizers is on no package index.
-EMERGING = bool(os.environ.get(EMERGING_OPTIMIZERS))
 # The numbers of tensor-, pipeline- and data-parallel ranks.
 LAYOUTS = (
     (1, 1, 1), (1, 1, 2), (1, 1, 2), (1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 1, 2),
@@ -159,10 +155,6 @@ def drawn(seed: str, version: str) -> Case:
             load["ckpt_step"] = (run["non_persistent"] and load["tag"] == "first") or one_in(2)
     if _has_zarr(load["saved_by"] or version, run) and (run["format"] == ZARR_ALONE or one_in(2)):
         run |= {"backend": "zarr", "asynchronous": False, "persistent": False}
-    if EMERGING and run["optimizer"] == "whole" and not run["trainer"] and one_in(2):
-        muon = generator.choice(["muon", "dist_muon"])  # the latter gives each rank whole parameters
-        run |= {"algorithm": muon, "dtype": "bf16", "overflow": False, "mup": False, "fp32_norms": False}
-        load["saved_by"] = ""
     load["by_upstream"] = not (load["damage"] or load["old"] or load["some_ranks"]) and one_in(8)
     if _has_fsdp2(version, run, load) and one_in(3):  # Megatron-LM shards over all ranks
         run |= {"fsdp2": True, "dtype": "fp32", "bucket": 0, "overflow": False, "inner": "torch", "untied": True}

@@ -5,20 +5,15 @@ from typing import Any
 
 import pytest
 
-from upstream import affected, newest_by_default, numbers, releases, run_json, tree, with_fix, without_fix
+from trainers.async_saving import held, load, save, stepped  # noqa: F401  which `saving` calls
+from upstream import affected, called, newest_by_default, numbers, releases, with_fix, without_fix
 
 FIX = "async_save_staging"
 AFFECTED = affected(FIX)
 
 
-def saving(version: str, delivery: str, what: str, folder: Path) -> dict[str, Any]:
-    return on(version, delivery, what, folder / what)
-
-
-def on(version: str, delivery: str, what: str, out: Path) -> dict[str, Any]:
-    root = tree("megatron-core", version)
-    found: dict[str, Any] = run_json("async_saving", out, what, tree=root, delivery=delivery)
-    return found
+def saving(version: str, delivery: str, function: str, out: Path) -> Any:
+    return called(__file__, function, version=version, delivery=delivery, folder=out, layout=[1])[0]
 
 
 def holds_staged_tensors(version: str) -> bool:
@@ -28,15 +23,15 @@ def holds_staged_tensors(version: str) -> bool:
 
 @without_fix(AFFECTED)
 def test_upstream_saves_what_a_later_step_has_put_there(version: str, delivery: str, tmp_path: Path) -> None:
-    held = saving(version, delivery, "held", tmp_path)
-    assert held == {"while writing": holds_staged_tensors(version), "after": False}
-    assert saving(version, delivery, "stepped", tmp_path) == {"elements of the next step": 5000}
+    kept = {"while writing": holds_staged_tensors(version), "after": False}
+    assert saving(version, delivery, "held", tmp_path / "held") == kept
+    assert saving(version, delivery, "stepped", tmp_path / "stepped") == 5000
 
 
 @with_fix(AFFECTED)
 def test_a_save_writes_what_was_there_when_it_was_asked_for(version: str, delivery: str, tmp_path: Path) -> None:
-    assert saving(version, delivery, "held", tmp_path) == {"while writing": True, "after": False}
-    assert saving(version, delivery, "stepped", tmp_path) == {"elements of the next step": 0}
+    assert saving(version, delivery, "held", tmp_path / "held") == {"while writing": True, "after": False}
+    assert saving(version, delivery, "stepped", tmp_path / "stepped") == 0
 
 
 @pytest.mark.slow
@@ -46,5 +41,5 @@ def test_a_checkpoint_loads_whether_the_fix_was_there_or_not(
     version: str, saves: str, loads: str, tmp_path: Path
 ) -> None:
     """Checkpoints with and without the fix load in both directions. Up to 0.12, current torch cannot save them."""
-    on(version, saves, "save", tmp_path / "checkpoint")
-    assert on(version, loads, "load", tmp_path / "checkpoint") == {"as saved": True}
+    saving(version, saves, "save", tmp_path / "checkpoint")
+    assert saving(version, loads, "load", tmp_path / "checkpoint") is True

@@ -6,21 +6,13 @@ from typing import Any
 import torch
 
 from trainers.lazy import dt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import affected, proof, shown, with_fix
 
 RELEASES = affected("autotp_fused_widths")
+test_parts_of_the_fused_layer_are_exchanged_or_the_conversion_fails, test_it_is_converted_and_loaded_bit_for_bit = (
+    proof(__file__, "states differ, and no error")
+)
 REFUSED = "qkv.bias: the checkpoint does not state how it is cut, though qkv.weight has sub-parameters"
-
-
-@without_fix(RELEASES)
-def test_parts_of_the_fused_layer_are_exchanged_or_the_conversion_fails(version: str, delivery: str) -> None:
-    found = shown(__file__, version, delivery)
-    assert "states differ, and no error" in found
-
-
-@with_fix(RELEASES)
-def test_it_is_converted_and_loaded_bit_for_bit(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
 
 
 @with_fix(RELEASES)

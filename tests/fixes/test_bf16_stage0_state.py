@@ -7,20 +7,12 @@ from typing import Any
 import pytest
 
 from trainers.lazy import dt
-from upstream import affected, newest_by_default, numbers, releases, shown, with_fix, without_fix
+from upstream import affected, newest_by_default, numbers, proof, releases, with_fix, without_fix
 from zero_resumes import exact, optimizers, resumed, trained
 
-RELEASES = affected("bf16_stage0_state")[-1:]
-
-
-@without_fix(RELEASES)
-def test_a_pipeline_of_the_newest_release_does_not_load(version: str, delivery: str) -> None:
-    assert "KeyError: " in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_a_pipeline_of_the_newest_release_resumes(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_a_pipeline_of_the_newest_release_does_not_load, test_a_pipeline_of_the_newest_release_resumes = proof(
+    __file__, "KeyError: ", affected("bf16_stage0_state")[-1:]
+)
 
 
 # Further cases

@@ -6,37 +6,24 @@ from typing import Any
 import pytest
 
 from trainers.lazy import mt
-from upstream import affected, called, with_fix, without_fix
+from upstream import affected, called, outcomes
 
-AFFECTED = affected("chained_group_steps")
-
-
-def steps_after_a_resume(version: str, delivery: str, function: str = "resume") -> Any:
-    """The steps of the groups with parameters on the second stage: those of the dense layer, those of the expert."""
-    found = called(__file__, function, version=version, delivery=delivery, layout=[2, 2])
-    return found[1]
+# The steps of the groups with parameters on the second stage: those of the dense layer, those of the expert.
+test_experts_lose_their_step, test_experts_keep_their_step = outcomes(
+    __file__, "resume", [2, 2, None, None], [2, 2, 2, 2], rank=1, layout=[2, 2]
+)
 
 
-@without_fix(AFFECTED)
-def test_experts_lose_their_step(version: str, delivery: str) -> None:
-    assert steps_after_a_resume(version, delivery) == [2, 2, None, None]
-
-
-@with_fix(AFFECTED)
-def test_experts_keep_their_step(version: str, delivery: str) -> None:
-    assert steps_after_a_resume(version, delivery) == [2, 2, 2, 2]
-
-
-@without_fix(AFFECTED)
-def test_with_torchs_adam_the_first_stage_cannot_save(version: str, delivery: str) -> None:
-    with pytest.raises(AssertionError, match="RankError: AssertionError"):
-        steps_after_a_resume(version, delivery, "resume_torchs_adam")
-
-
-@with_fix(AFFECTED)
+@pytest.mark.parametrize("delivery", ["none", "hook"])
+@pytest.mark.parametrize("version", affected("chained_group_steps"))
 def test_with_torchs_adam_experts_keep_their_step(version: str, delivery: str) -> None:
     """By dp_zero_empty_state, which counts the steps of an optimizer without parameters."""
-    assert steps_after_a_resume(version, delivery, "resume_torchs_adam") == [2, 2, 2, 2]
+    on: dict[str, Any] = {"version": version, "delivery": delivery, "layout": [2, 2]}
+    if delivery == "hook":
+        assert called(__file__, "resume", "torch", **on)[1] == [2, 2, 2, 2]
+        return
+    with pytest.raises(AssertionError, match="RankError: AssertionError"):
+        called(__file__, "resume", "torch", **on)
 
 
 # What the ranks run
@@ -59,10 +46,6 @@ def steps(optimizer: Any, inner: str) -> list[Any]:
     if inner == "torch":
         return [state["step"].item() for state in optimizer.state.values()]
     return [group.get("step") for group in optimizer.param_groups if group["params"]]
-
-
-def resume_torchs_adam(rank: int, folder: Path) -> list[Any]:
-    return resume(rank, folder, "torch")
 
 
 def stage(config: Any, dtype: Any, native_fp32: bool) -> Any:

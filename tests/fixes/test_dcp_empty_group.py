@@ -1,41 +1,31 @@
 """dcp_empty_group: the settings of a param group without parameters are loaded."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from upstream import affected, called, with_fix, without_fix
+from upstream import affected, called, outcomes
 
-AFFECTED = affected("dcp_empty_group")
 SETTINGS = ["betas", "eps", "lr", "weight_decay"]
-
-
-def resumed(version: str, delivery: str, function: str = "resume") -> Any:
-    """Of the group without parameters, the settings that are as they were saved; and the error of the next step."""
-    return called(__file__, function, version=version, delivery=delivery)
-
-
-@without_fix(AFFECTED)
-def test_the_settings_are_gone_and_the_next_step_dies(version: str, delivery: str) -> None:
-    assert resumed(version, delivery) == [[], "KeyError: 'betas'"]
-
-
-@with_fix(AFFECTED)
-def test_the_settings_are_those_that_were_saved(version: str, delivery: str) -> None:
-    assert resumed(version, delivery) == [SETTINGS, ""]
+# Of the group without parameters, the settings that are as they were saved; and the error of the next step.
+test_the_settings_are_gone_and_the_next_step_dies, test_the_settings_are_those_that_were_saved = outcomes(
+    __file__, "resume", [[], "KeyError: 'betas'"], [SETTINGS, ""]
+)
 
 
 @pytest.mark.parametrize("delivery", ["none", "hook"])
-@pytest.mark.parametrize("version", AFFECTED)
+@pytest.mark.parametrize("version", affected("dcp_empty_group"))
 def test_an_empty_group_at_the_end_is_loaded_as_before(version: str, delivery: str) -> None:
-    assert resumed(version, delivery, "resume_at_the_end") == [SETTINGS, ""]
+    at_the_end = ("weight", "bias", "")
+    assert called(__file__, "resume", at_the_end, version=version, delivery=delivery) == [SETTINGS, ""]
 
 
 # What the process runs
 
 
-def resume(folder: Path, groups: tuple[str, ...] = ("weight", "", "bias")) -> list[Any]:
+def resume(folder: Path, groups: Sequence[str] = ("weight", "", "bias")) -> list[Any]:
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -67,7 +57,3 @@ def resume(folder: Path, groups: tuple[str, ...] = ("weight", "", "bias")) -> li
     except KeyError as raised:
         error = f"KeyError: {raised}"
     return [[name for name in SETTINGS if name in now and now[name] == saved[name]], error]
-
-
-def resume_at_the_end(folder: Path) -> list[Any]:
-    return resume(folder, ("weight", "bias", ""))

@@ -5,30 +5,18 @@ from typing import Any
 
 import pytest
 
-from upstream import affected, called, with_fix, without_fix
+from upstream import affected, called, outcomes
 
-AFFECTED = affected("dcp_touched_state")
-
-
-def resumed(version: str, delivery: str, function: str = "resume") -> Any:
-    """The names of the states that a resume has restored as they were saved, of those that the saved run had."""
-    return called(__file__, function, version=version, delivery=delivery)
-
-
-@without_fix(AFFECTED)
-def test_no_state_is_restored_and_there_is_no_error(version: str, delivery: str) -> None:
-    assert resumed(version, delivery) == []
-
-
-@with_fix(AFFECTED)
-def test_each_state_is_restored(version: str, delivery: str) -> None:
-    assert resumed(version, delivery) == ["bias.exp_avg", "bias.step", "weight.exp_avg", "weight.step"]
+# The names of the states that a resume has restored as they were saved, of those that the saved run had.
+test_no_state_is_restored_and_there_is_no_error, test_each_state_is_restored = outcomes(
+    __file__, "resume", [], ["bias.exp_avg", "bias.step", "weight.exp_avg", "weight.step"]
+)
 
 
 @pytest.mark.parametrize("delivery", ["none", "hook"])
-@pytest.mark.parametrize("version", AFFECTED)
+@pytest.mark.parametrize("version", affected("dcp_touched_state"))
 def test_a_save_before_the_first_step_counts_no_step_in_the_settings(version: str, delivery: str) -> None:
-    assert resumed(version, delivery, "counted") == 0
+    assert called(__file__, "counted", version=version, delivery=delivery) == 0
 
 
 # What the process runs

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainers.lazy import mt
 from upstream import affected, called, checkpoint_formats, newest_affected, releases, shown, with_fix, without_fix
 
 FIX = "dp_zero_empty_state"
@@ -101,7 +102,6 @@ def bug(folder: Path) -> str:
 def resume_each(
     folder: Path, formats: list[str], inner: str, steps: int, lose: str, options: dict[str, Any]
 ) -> dict[str, str]:
-    from trainers import megatron_training as mt
     from trainers.ranks import RankError
 
     found = {}
@@ -114,8 +114,6 @@ def resume_each(
 
 
 def resume(rank: int, folder: Path, name: str, inner: str, steps: int, lose: str, options: dict[str, Any]) -> str:
-    from trainers import megatron_training as mt
-
     if not lose:
         return mt.resume(rank, name, folder, partial(mt.build, **options), steps, inner)
     mt.use_inner_optimizer(inner)

@@ -1,25 +1,18 @@
 """expert_main_params: fp32 weights that are loaded into experts reach their main parameters."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainers.lazy import mt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("expert_main_params")
-
-
-@without_fix(RELEASES)
-def test_main_parameters_of_experts_are_the_rounded_weights_or_the_load_fails(version: str, delivery: str) -> None:
-    found = shown(__file__, version, delivery)
-    assert "masters are the rounded weights, and no error" in found or "AssertionError" in found
-
-
-@with_fix(RELEASES)
-def test_all_main_parameters_are_the_fp32_values(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+(
+    test_main_parameters_of_experts_are_the_rounded_weights_or_the_load_fails,
+    test_all_main_parameters_are_the_fp32_values,
+) = proof(__file__, re.compile("masters are the rounded weights, and no error|AssertionError"))
 
 
 # What the ranks run

@@ -8,25 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from upstream import affected, called, newest_affected, shown, with_fix, without_fix
+from trainers.lazy import megatron_lm, mt
+from upstream import called, newest, newest_affected, proof, tree
 
-RELEASES = affected("expert_rng")
-
-
-@without_fix(RELEASES)
-def test_ranks_go_on_with_the_random_numbers_of_other_experts(version: str, delivery: str) -> None:
-    assert "for their experts than they were saved with, and no error" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_each_rank_goes_on_with_its_own(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_ranks_go_on_with_the_random_numbers_of_other_experts, test_each_rank_goes_on_with_its_own = proof(
+    __file__, "for their experts than they were saved with, and no error"
+)
 
 
 # Further cases
 
 FIX = "expert_rng"
 NEWEST = newest_affected(FIX)[1]
+NVRX = "nvidia-resiliency-ext"
 IGNORED = "RNG state will be ignored"
 SEEDED = "seeded"
 TORCH_DIST: dict[str, Any] = {}
@@ -137,6 +131,12 @@ def test_what_was_saved_in_fsdp_dtensor_has_the_state_of_each_tensor_parallel_ra
 
 
 @pytest.mark.parametrize("delivery", ["none", "hook"])
+def test_local_checkpoints_keep_the_state_of_each_rank(delivery: str, tmp_path: Path) -> None:
+    on: dict[str, Any] = {"layout": [2], "folder": tmp_path, "path": [tree(NVRX, newest(NVRX))]}
+    assert called(__file__, "resume", {"format": "local"}, version=NEWEST, delivery=delivery, **on) == [0, 1]
+
+
+@pytest.mark.parametrize("delivery", ["none", "hook"])
 def test_a_format_with_a_file_for_each_rank(delivery: str, tmp_path: Path) -> None:
     save(delivery, tmp_path, format="torch")
     assert load("hook", tmp_path, format="torch") == ([0, 1], True, "")
@@ -156,17 +156,14 @@ RUNS = (
 
 
 def bug(folder: Path) -> str:
-    from trainers import megatron_lm
-
     megatron_lm.import_training()
     return "; ".join(filter(None, (in_layout(folder / str(n), *one) for n, one in enumerate(RUNS))))
 
 
 def in_layout(folder: Path, ranks: int, tensor: int, expert: int, name: str) -> str:
-    from trainers import megatron_training as mt
-
-    right: list[bool] = mt.results(resume, ranks, folder, tensor, expert, name)
-    wrong = [rank for rank, same in enumerate(right) if not same]
+    folder.mkdir()
+    whose = mt.results(resume, ranks, folder, {"tp": tensor, "ep": expert, "format": name})
+    wrong = [rank for rank, saved in enumerate(whose) if saved != rank]
     if not wrong:
         return ""
     return (
@@ -175,22 +172,11 @@ def in_layout(folder: Path, ranks: int, tensor: int, expert: int, name: str) -> 
     )
 
 
-def resume(rank: int, folder: Path, tensor: int, expert: int, name: str) -> bool:
-    """Whether a resumed run draws the same random numbers for its experts as the saved run."""
-    from trainers import megatron_lm
-    from trainers import megatron_training as mt
-
-    checkpointing = megatron_lm.import_training()
-    fsdp = name == "fsdp_dtensor"  # its RNG code does not depend on Megatron-FSDP
-    args = megatron_lm.arguments(folder, tensor, expert, ckpt_format=name, use_megatron_fsdp=fsdp)
-    megatron_lm.start(tensor, expert)
-    model = mt.tiny_model(mt.transformer_config(torch.bfloat16), torch.bfloat16, False)
-    draw(rank + 1)
-    megatron_lm.save(checkpointing, model, args)
-    goes_on = draw()
-    megatron_lm.start(tensor, expert)
-    megatron_lm.load(checkpointing, model, args)
-    return bool(torch.equal(goes_on, draw()))
+def resume(rank: int, folder: Path, options: dict[str, Any]) -> Any:
+    """Save and load. Returns whose random numbers come next for the experts."""
+    context = save_drawn(rank, folder, options)
+    torch.distributed.barrier()
+    return load_drawn(rank, folder, options, context)[0]
 
 
 EXPERTS, MODEL = "expert-parallel-rng", "model-parallel-rng"
@@ -217,39 +203,55 @@ def peek() -> dict[str, torch.Tensor]:
 
 
 def begin(folder: Path, options: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Options: `tp`, `ep`, `etp`; `random`: with --data-parallel-random-init; `format`."""
-    from trainers import megatron_lm
-    from trainers import megatron_training as mt
-
+    """Options: `tp`, `ep`, `etp`; `random`: with --data-parallel-random-init; `format`, or "local" in its place."""
     checkpointing = megatron_lm.import_training()
     layout = options.get("tp", 1), options.get("ep", 2), options.get("etp")
-    name = options.get("format", "torch_dist")
-    more = {"ckpt_format": name, "use_dist_ckpt": name != "torch", "use_megatron_fsdp": name == "fsdp_dtensor"}
-    random = options.get("random", False)
-    args = megatron_lm.arguments(folder / "run", *layout, data_parallel_random_init=random, **more)
+    name, more = options.get("format", "torch_dist"), {"data_parallel_random_init": options.get("random", False)}
+    if name == "local":
+        name, more = "torch_dist", {"non_persistent_ckpt_type": "local", "non_persistent_local_ckpt_algo": "atomic"}
+    more |= {"ckpt_format": name, "use_dist_ckpt": name != "torch", "use_megatron_fsdp": name == "fsdp_dtensor"}
+    args = megatron_lm.arguments(folder / "run", *layout, **more)
     megatron_lm.start(*layout)
     return checkpointing, mt.tiny_model(mt.transformer_config(torch.bfloat16), torch.bfloat16, False), args
 
 
-def save_drawn(rank: int, folder: Path, options: dict[str, Any]) -> None:
-    """Save a run whose ranks have drawn random numbers, and beside it those that come next."""
-    from trainers import megatron_lm
+class InMemory:
+    """A stub of nvidia-resiliency-ext's manager of local checkpoints, for one rank."""
 
+    local_ckpt_dir = "memory"
+    iteration = -1
+
+    def save(self, state_dict: Any, iteration: int, is_async: bool) -> None:
+        self.state_dict, self.iteration = state_dict, iteration
+
+    def load(self) -> tuple[Any, str]:
+        return self.state_dict, "in memory"
+
+    def find_latest(self) -> int:
+        return self.iteration
+
+
+def save_drawn(rank: int, folder: Path, options: dict[str, Any]) -> Any:
+    """Save a run whose ranks have drawn random numbers, and beside it those that come next. Returns a context."""
     checkpointing, model, args = begin(folder, options)
     draw(rank + 1)
     draw(3, MODEL)
-    megatron_lm.save(checkpointing, model, args)
+    context = {"local_checkpoint_manager": InMemory()} if options.get("format") == "local" else None
+    if context:
+        checkpointing.get_args = lambda: args
+        checkpointing.save_checkpoint(1, [model], None, None, 0, context, non_persistent_ckpt=True)
+    else:
+        megatron_lm.save(checkpointing, model, args)
     torch.save(peek(), folder / f"{rank}.pt")
+    return context
 
 
-def load_drawn(rank: int, folder: Path, options: dict[str, Any]) -> tuple[Any, bool, list[str]]:
+def load_drawn(rank: int, folder: Path, options: dict[str, Any], context: Any = None) -> tuple[Any, bool, list[str]]:
     """Whose random numbers come next for the experts, whether the model's are the saved ones, and the output."""
-    from trainers import megatron_lm
-
     checkpointing, model, args = begin(folder, options)
     seeded = peek()[EXPERTS]
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        megatron_lm.load(checkpointing, model, args)
+        megatron_lm.load(checkpointing, model, args, checkpointing_context=context)
     saved = [torch.load(folder / f"{n}.pt") for n in range(len(list(folder.glob("*.pt"))))]
     found = peek()
     same = [n for n, numbers in enumerate(saved) if torch.equal(numbers[EXPERTS], found[EXPERTS])]

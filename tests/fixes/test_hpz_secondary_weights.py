@@ -35,27 +35,21 @@ def right(version: str, fixed: bool, *loads: str, **options: bool) -> list[str]:
     return [name for name, loss in found.items() if loss == expected]
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-def test_every_load(fixed: bool) -> None:
-    """Every load is right with the fix; without it, since 0.18.3, only loads into gathered parameters are."""
-    assert right(NEWEST, fixed, *LOADS) == (list(LOADS) if fixed else ["module", "weights"])
-
-
-def test_persistent_parameters_are_gathered_from_what_was_loaded() -> None:
-    """Every load is right: their secondary partitions are not read, so dropping them has no effect."""
-    assert right(NEWEST, True, *LOADS, persistent=True) == list(LOADS)
-
-
-@pytest.mark.parametrize("fixed", [False, True])
-def test_every_load_where_no_load_renews_them(fixed: bool) -> None:
-    assert right(NONE, fixed, *LOADS) == (list(LOADS) if fixed else [])
-
-
 @pytest.mark.parametrize(
-    ("version", "fixed", "expected"), [(NONE, False, []), (NONE, True, ["all"]), (TRAINED, False, ["all"])]
+    ("version", "fixed", "options", "loads", "expected"),
+    [
+        (NEWEST, True, {}, LOADS, [*LOADS]),
+        (NEWEST, False, {}, LOADS, ["module", "weights"]),  # since 0.18.3, loads into gathered parameters alone
+        (NEWEST, True, {"persistent": True}, LOADS, [*LOADS]),  # these are gathered from what was loaded
+        (NONE, True, {}, LOADS, [*LOADS]),
+        (NONE, False, {}, LOADS, []),
+        (NONE, True, {"trained": True}, ["all"], ["all"]),
+        (NONE, False, {"trained": True}, ["all"], []),
+        (TRAINED, False, {"trained": True}, ["all"], ["all"]),
+    ],
 )
-def test_trained_parameters(version: str, fixed: bool, expected: list[str]) -> None:
-    assert right(version, fixed, "all", trained=True) == expected
+def test_every_load(version: str, fixed: bool, options: dict[str, bool], loads: Any, expected: list[str]) -> None:
+    assert right(version, fixed, *loads, **options) == expected
 
 
 # What the ranks run

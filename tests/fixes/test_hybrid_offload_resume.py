@@ -9,6 +9,7 @@ import pytest
 
 import edits
 from ckpt_patches.audit.audit import UNKNOWN, audit
+from trainers.lazy import mt
 from upstream import affected, called, checkpoint_formats, newest_affected, run_lines, tree, with_fix, without_fix
 
 FIX = "hybrid_offload_resume"
@@ -72,15 +73,11 @@ FORMAT = "fully_reshardable"
 
 
 def build() -> Any:
-    from trainers import megatron_training as mt
-
     mt.use_inner_optimizer("fused")
     return mt.build(offload_fraction=0.0, precision_aware=True)
 
 
 def save(rank: int, folder: Path) -> None:
-    from trainers import megatron_training as mt
-
     model, optimizer = build()
     for iteration in range(5):
         mt.step(model, optimizer, iteration)
@@ -88,8 +85,6 @@ def save(rank: int, folder: Path) -> None:
 
 
 def load(rank: int, folder: Path) -> str:
-    from trainers import megatron_training as mt
-
     model, optimizer = build()
     try:
         mt.load(FORMAT, model, optimizer, folder / "checkpoint")

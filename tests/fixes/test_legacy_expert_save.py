@@ -1,12 +1,14 @@
 """legacy_expert_save: all experts are saved in `--ckpt-format torch`, each file by one rank."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from trainers.lazy import megatron_lm, mt
 from upstream import affected, called, newest_affected, shown, with_fix, without_fix
 
 RELEASES = affected("legacy_expert_save")
@@ -90,15 +92,11 @@ LAYOUTS = ((6, 2, 3, 1, 1), (2, 2, 1, 1, 1), (2, 1, 1, 1, 2), (4, 1, 2, 2, 1), (
 
 
 def bug(folder: Path) -> str:
-    from trainers import megatron_lm
-
     megatron_lm.import_training()
     return "; ".join(filter(None, (in_layout(folder / str(n), *one) for n, one in enumerate(LAYOUTS))))
 
 
 def in_layout(folder: Path, ranks: int, *layout: int) -> str:
-    from trainers import megatron_training as mt
-
     found = mt.results(resume, ranks, folder, *layout)
     errors = [error for error, *_ in found]
     if all(errors):
@@ -121,9 +119,6 @@ def resume(rank: int, folder: Path, *layout: int) -> tuple[str, str, list[str], 
         An error; the name of this rank's file; the files that this rank wrote; the number of different
         weights, main parameters and moments.
     """
-    from trainers import megatron_lm
-    from trainers import megatron_training as mt
-
     checkpointing = megatron_lm.import_training()
     args = arguments(folder, *layout)
     mt.use_inner_optimizer("fused")
@@ -146,8 +141,6 @@ def resume(rank: int, folder: Path, *layout: int) -> tuple[str, str, list[str], 
 
 def arguments(folder: Path, *layout: int) -> Any:
     """The arguments for `--ckpt-format torch` with a distributed optimizer."""
-    from trainers import megatron_lm
-
     *sizes, context = layout
     return megatron_lm.arguments(
         folder,
@@ -178,16 +171,12 @@ def noted(save: Callable[[], None]) -> list[str]:
 
 
 def build() -> tuple[Any, Any]:
-    from trainers import megatron_training as mt
-
     return mt.build(make_model=mt.dense_and_expert)
 
 
 def train(model: Any, optimizer: Any) -> None:
     """Set weights that depend on the tensor- and expert-parallel rank, and take a step."""
     from megatron.core import parallel_state as mpu
-
-    from trainers import megatron_training as mt
 
     ranks = {
         "dense": (mpu.get_tensor_model_parallel_rank(), 0),
@@ -215,9 +204,6 @@ def state(model: Any, optimizer: Any) -> list[torch.Tensor]:
 
 def caught(rank: int, folder: Path, what: str, options: dict[str, int]) -> tuple[str, bool]:
     """Save or load a model whose weights are all 7, with other numbers of expert-tensor-parallel ranks if asked."""
-    from trainers import megatron_lm
-    from trainers import megatron_training as mt
-
     checkpointing, etp = megatron_lm.import_training(), options.get("etp", 1)
     more = {"ckpt_format": "torch", "use_dist_ckpt": False, "num_experts": options.get("experts", 6)}
     args = megatron_lm.arguments(folder, 1, 1, etp, **more)
@@ -240,14 +226,10 @@ def resume_layer_wise(rank: int, folder: Path, context: int, lost: bool) -> tupl
 
     With `lost` the second file is deleted before the load.
     """
-    import layer_wise
-    from trainers import megatron_lm
-    from trainers import megatron_training as mt
-    from trainers.gpt_training import gathered
+    from trainers import layer_wise, megatron_lm
     from trainers.judge import alike
     from trainers.megatron_state import Run, kind_of, parts
 
-    torch.distributed.all_gather = gathered
     checkpointing = megatron_lm.import_training()
     args = megatron_lm.arguments(
         folder, 1, 1, ckpt_format="torch", use_dist_ckpt=False, optimizer="dist_muon",
@@ -255,10 +237,8 @@ def resume_layer_wise(rank: int, folder: Path, context: int, lost: bool) -> tupl
     )  # fmt: skip
     megatron_lm.start(1, 1, None, context)
 
-    def start() -> tuple[Any, Any]:
-        model, of_all = mt.build(make_model=two_alike, settings={"use_distributed_optimizer": False})
-        return model, layer_wise.layer_wise(of_all.config, [model])
-
+    settings = {"use_distributed_optimizer": False}
+    start = partial(mt.build, make_model=two_alike, settings=settings, make_optimizer=layer_wise.make)
     model, optimizer = start()
     mt.step(model, optimizer, 0)
     megatron_lm.save(checkpointing, model, args, optimizer)
@@ -276,6 +256,4 @@ def resume_layer_wise(rank: int, folder: Path, context: int, lost: bool) -> tupl
 
 def two_alike(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
     """A model in which each rank has a matrix and a bias of equal shapes."""
-    from trainers import megatron_training as mt
-
     return mt.tiny_model(config, dtype, native_fp32, hidden=16, out=16)

@@ -7,25 +7,17 @@ import numpy
 import pytest
 import torch
 
-from upstream import affected, called, newest_affected, shown, with_fix, without_fix
+from trainers.lazy import mt
+from upstream import called, newest_affected, proof
 
-FIX = "mixed_dtype_group_order"
-RELEASES = affected(FIX)
-
-
-@without_fix(RELEASES)
-def test_parameters_get_the_states_of_others(version: str, delivery: str) -> None:
-    assert "states differ, and no error" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_each_parameter_has_its_own_states(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_parameters_get_the_states_of_others, test_each_parameter_has_its_own_states = proof(
+    __file__, "states differ, and no error"
+)
 
 
 # Further cases
 
-NEWEST = newest_affected(FIX)[1]
+NEWEST = newest_affected("mixed_dtype_group_order")[1]
 REFUSED = "ValueError: Cannot tell whose states were loaded"
 FORMATS = ("fully_reshardable", "torch")
 
@@ -66,20 +58,14 @@ def bug(folder: Path) -> str:
 
 
 def save_on(folder: Path, ranks: int, kind: str = FORMATS[0], alike: bool = False) -> None:
-    from trainers import megatron_training as mt
-
     mt.results(save, ranks, folder, kind, alike)
 
 
 def load_on(folder: Path, ranks: int, kind: str = FORMATS[0], alike: bool = False) -> str:
-    from trainers import megatron_training as mt
-
     return str(mt.results(load, ranks, folder, kind, alike)[0])
 
 
 def save(rank: int, folder: Path, kind: str, alike: bool) -> None:
-    from trainers import megatron_training as mt
-
     model, optimizer = trained(0, alike)
     mt.save(kind, model, optimizer, folder / "checkpoint")
     states = live(model, optimizer)
@@ -88,8 +74,6 @@ def save(rank: int, folder: Path, kind: str, alike: bool) -> None:
 
 
 def load(rank: int, folder: Path, kind: str, alike: bool) -> str:
-    from trainers import megatron_training as mt
-
     model, optimizer = trained(3, alike)
     mt.load(kind, model, optimizer, folder / "checkpoint")
     return mt.how_many_differ(torch.load(folder / "states.pt"), live(model, optimizer))
@@ -97,7 +81,6 @@ def load(rank: int, folder: Path, kind: str, alike: bool) -> str:
 
 def trained(start: int, alike: bool) -> tuple[Any, Any]:
     """A run after three steps; with `alike` all weights are and stay 1, but moments differ."""
-    from trainers import megatron_training as mt
 
     def network(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
         tiny = mt.tiny_model(config, dtype, native_fp32)
@@ -121,8 +104,6 @@ def trained(start: int, alike: bool) -> tuple[Any, Any]:
 
 def live(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """Weights, and complete main parameters and moments, looked up as a step does, by pairs of parameter and shard."""
-    from trainers import megatron_training as mt
-
     own = mt.inner(optimizer)
     pairs = [
         pair

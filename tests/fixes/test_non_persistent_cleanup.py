@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from trainers.lazy import megatron_lm
 from upstream import affected, called, with_fix, without_fix
 
 AFFECTED = affected("non_persistent_cleanup")
@@ -37,12 +38,10 @@ def resume(rank: int, folder: Path) -> dict[str, Any]:
 
     import torch
 
-    import lm_run
-
     def fail(*args: Any, **keywords: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    run = lm_run.start(folder, non_persistent_ckpt_type="global")
+    run = megatron_lm.begin(folder, non_persistent_ckpt_type="global")
     run.train(1, 3)
     run.save(3, non_persistent_ckpt=True)
     saved = {3: run.state()}
@@ -58,7 +57,7 @@ def resume(rank: int, folder: Path) -> dict[str, Any]:
     saves.save = writes
     left = folders(folder)
     torch.distributed.barrier()
-    resumed = lm_run.start(folder, non_persistent_ckpt_type="global")
+    resumed = megatron_lm.begin(folder, non_persistent_ckpt_type="global")
     try:
         found = resumed.load()
     except Exception as error:

@@ -1,5 +1,6 @@
 """param_remainders: main parameters that were stored as remainders are loaded, with remainders and without."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +10,16 @@ from packaging.version import Version
 
 from ckpt_patches.audit.audit import UNKNOWN, WHOLE, audit
 from trainers.lazy import mt
-from upstream import affected, called, newest_affected, shown, with_fix, without_fix
+from upstream import called, newest_affected, proof
 
-FIX = "param_remainders"
-RELEASES = affected(FIX)
-
-
-@without_fix(RELEASES)
-def test_main_parameters_are_wrong_or_the_load_fails(version: str, delivery: str) -> None:
-    found = shown(__file__, version, delivery)
-    assert "states differ, and no error" in found or found.startswith("AssertionError")
-
-
-@with_fix(RELEASES)
-def test_main_parameters_are_those_of_the_run(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_main_parameters_are_wrong_or_the_load_fails, test_main_parameters_are_those_of_the_run = proof(
+    __file__, re.compile("states differ, and no error|^AssertionError")
+)
 
 
 # Further cases
 
-NEWEST = newest_affected(FIX)[1]
+NEWEST = newest_affected("param_remainders")[1]
 
 
 def run(delivery: str, function: str, folder: Path, *arguments: object) -> str:

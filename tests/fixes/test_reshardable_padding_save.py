@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from trainers.lazy import mt
 from upstream import affected, called, newest_affected, numbers, with_fix, without_fix
 
 FIX = "reshardable_padding_save"
@@ -86,7 +87,6 @@ FEW = "rank without parameters"
 
 
 def each(folder: Path, what: str, ranks: int, kind: str, names: list[str]) -> dict[str, str]:
-    from trainers import megatron_training as mt
     from trainers.ranks import RankError
 
     found = {}
@@ -99,21 +99,15 @@ def each(folder: Path, what: str, ranks: int, kind: str, names: list[str]) -> di
 
 
 def save(rank: int, folder: Path, case: str, kind: str) -> str:
-    from trainers import megatron_training as mt
-
     mt.save_and_keep(rank, kind, folder, build(case), steps=3)
     return ""
 
 
 def load(rank: int, folder: Path, case: str, kind: str) -> str:
-    from trainers import megatron_training as mt
-
     return mt.load_kept(kind, folder, build(case))
 
 
 def build(case: str) -> Callable[[], tuple[Any, Any]]:
-    from trainers import megatron_training as mt
-
     parameters, bucket_size = CASES[case]
 
     def network(config: Any, dtype: Any, native_fp32: bool) -> Any:

@@ -1,24 +1,16 @@
 """torch_dist_write_item: torch_dist saves of megatron-core 0.12 work with a current torch."""
 
+import re
 from pathlib import Path
 
 import torch
 
 from trainers.lazy import mt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("torch_dist_write_item")
-
-
-@without_fix(RELEASES)
-def test_the_save_fails(version: str, delivery: str) -> None:
-    found = shown(__file__, version, delivery)
-    assert found.startswith(("RuntimeError: Worker failure: _write_item()", "RuntimeError: Incomplete worker results"))
-
-
-@with_fix(RELEASES)
-def test_what_was_saved_is_loaded(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_save_fails, test_what_was_saved_is_loaded = proof(
+    __file__, re.compile(r"^RuntimeError: (Worker failure: _write_item\(\)|Incomplete worker results)")
+)
 
 
 # What the ranks run

@@ -1,21 +1,26 @@
 """torch_load_weights_only: DeepSpeed and its own checkpoints, with a torch that checks their classes."""
 
+import argparse
+import builtins
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 import edits
 from ckpt_patches.engine.plan import Outcome
 from ckpt_patches.engine.source import Source
+from test_zero_to_fp32_bf16 import by_the_script
 from trainers.lazy import dt
 from upstream import (
     DELIVERIES,
     affected,
     called,
     newest_affected,
-    run_json,
     shown,
     tree,
     with_fix,
@@ -48,9 +53,8 @@ def test_its_own_checkpoints_are_resumed_converted_and_merged_bit_for_bit(versio
 
 def foreign(tmp_path: Path, delivery: str, **keywords: Any) -> dict[str, Any]:
     called(__file__, "save", version=NEWEST, delivery="none", folder=tmp_path / "saved")
-    arguments = (tmp_path / "saved", tmp_path)
-    found = run_json("foreign_files", *arguments, tree=tree("deepspeed", NEWEST), delivery=delivery, **keywords)
-    assert isinstance(found, dict)
+    on: dict[str, Any] = {"version": NEWEST, "delivery": delivery, "folder": tmp_path, **keywords}
+    found: dict[str, Any] = called(__file__, "read_foreign_files", **on)
     return found
 
 
@@ -64,7 +68,7 @@ def test_other_classes_are_refused(delivery: str, tmp_path: Path) -> None:
         f"UnpicklingError: {tmp_path / 'client.pt'} holds classes that DeepSpeed does not allow by itself: "
     )
     path = f"{type(Path()).__module__}.PosixPath"  # another module in Python 3.13
-    assert f"__main__.Settings, {path}." in unknown
+    assert f"{path}, test_torch_load_weights_only.Settings." in unknown
     assert "torch.serialization.add_safe_globals" in unknown
     assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1" in unknown
     assert "numpy.dtype, numpy.ndarray." in found["numpy state"]
@@ -100,28 +104,22 @@ def test_no_other_file_is_loaded(version: str) -> None:
     assert left == {"inference", "module_inject"}
 
 
-@pytest.fixture(params=["0.15.0", NEWEST])
-def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """The edited files of a release, writable."""
-    return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
-
-
-def test_calls_that_are_repaired_stay(copy: Path) -> None:
-    module = "deepspeed.checkpoint.zero_checkpoint"
-    edits.rewrite(copy, module, "torch.load(state_file,", "torch.load(state_file, weights_only=False,")
+@pytest.mark.parametrize("version", ["0.15.0", NEWEST])
+@pytest.mark.parametrize(
+    "repaired", ["checkpoint.zero_checkpoint", "runtime.checkpoint_engine.torch_checkpoint_engine"]
+)
+def test_calls_that_are_repaired_stay(repaired: str, version: str, tmp_path: Path) -> None:
+    """If the engine has another fix, no file is edited: modules would import a missing function from it."""
+    copy, module = edits.copy_of(tree("deepspeed", version), FIX, tmp_path), f"deepspeed.{repaired}"
+    edits.rewrite(copy, module, "torch.load(", "torch.load(weights_only=False, f=")
     result, plan = edits.plan(copy, FIX)
-    assert result.outcome is Outcome.APPLIES
-    assert module not in plan.files
-    assert "deepspeed.checkpoint.ds_to_universal" in plan.files
-
-
-def test_where_the_engine_is_repaired_no_other_module_imports_from_it(copy: Path) -> None:
-    """If the engine has another fix, no file is edited: modules would import a missing function."""
-    engine = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine"
-    edits.rewrite(copy, engine, "torch.load(path,", "torch.load(path, weights_only=False,")
-    result, plan = edits.plan(copy, FIX)
-    assert (result.outcome, plan.files) == (Outcome.NO_MATCH, {})
-    assert "a part of this fix is there already (define_for_all in deepspeed.runtime" in result.reason
+    if repaired.startswith("checkpoint."):
+        assert result.outcome is Outcome.APPLIES
+        assert module not in plan.files
+        assert "deepspeed.checkpoint.ds_to_universal" in plan.files
+    else:
+        assert (result.outcome, plan.files) == (Outcome.NO_MATCH, {})
+        assert "a part of this fix is there already (define_for_all in deepspeed.runtime" in result.reason
 
 
 # What the ranks run
@@ -148,6 +146,8 @@ def of_each(folder: Path) -> dict[str, dict[str, str]]:
             "converted": error_of(lambda case=case, own=own: dt.converted(own, handed_over=case.startswith("stage3"))),
             "merged": error_of(lambda own=own: merged(own)),
         }
+        if case in ("stage1-2", "stage3-1"):  # by the script in the checkpoint, without the fixes
+            found[case]["merged alone"] = error_of(lambda own=own: merged(own, alone=True))
     assert set(torch.serialization.get_safe_globals()) == allowed
     return found
 
@@ -159,13 +159,106 @@ def error_of(call: Any) -> str:
         return str(error) if type(error).__name__ == "RankError" else f"{type(error).__name__}: {error}"
 
 
-def merged(folder: Path) -> str:
+def merged(folder: Path, *, alone: bool = False) -> str:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=dt.TAG)
+    merge = by_the_script if alone else get_fp32_state_dict_from_zero_checkpoint
+    weights = merge(str(folder))
     truth = torch.load(folder / dt.TRUTH)
     return ", ".join(name for name, states in truth.items() if not weights[name].equal(states["fp32"]))
 
 
 def save(folder: Path) -> None:
     dt.results(dt.train_and_keep, RANKS, folder, CASES[0], RANKS)
+
+
+# Files with objects that DeepSpeed does not write itself
+
+
+class Settings:
+    """A user's class."""
+
+    depth = 3
+
+
+class Attack:
+    """An object that runs code when unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return builtins.exec, (f"open({str(self.marker)!r}, 'w').close()",)
+
+
+class RawMemory:
+    """An object array whose addresses come from the file, if NumPy's arrays are allowed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return numpy.ndarray, ((1,), "O", b"A" * 8)
+
+
+def attacked_copy(checkpoint: Path, to: Path, marker: Path) -> Path:
+    """Copy a checkpoint, with an attack in the first rank's file; return that file."""
+    shutil.copytree(checkpoint, to)
+    path = min(to.glob("*/*optim_states.pt"))
+    torch.save({**torch.load(path, weights_only=False), "x": Attack(marker)}, path)
+    return path
+
+
+def read(rank_file: Path) -> dict[str, str]:
+    """The error of each reader of a checkpoint."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    tag = rank_file.parent
+    readers: dict[str, Any] = {
+        "engine": lambda: TorchCheckpointEngine().load(str(rank_file), map_location="cpu"),
+        "converter": lambda: dt.convert_by_upstream(0, tag, tag.parent / "universal", 1),
+        "fp32 weights": lambda: get_fp32_state_dict_from_zero_checkpoint(str(tag.parent), tag=tag.name),
+    }
+    return {name: raised(call) for name, call in readers.items()}
+
+
+def raised(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def read_foreign_files(folder: Path) -> dict[str, Any]:
+    """The error of each reader. `ran` is whether code inside a file was run."""
+    from deepspeed.checkpoint import SubparamShape
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    engine, path, marker = TorchCheckpointEngine(), str(folder / "client.pt"), folder / "ran"
+    plain = {  # includes the allowed classes that no test's training writes
+        "sub_param_shape": SubparamShape(patterns=["query"], shape=((2, 1), 3), partition_dim=0),
+        "args": argparse.Namespace(params_dtype=torch.half, lr=1e-4, data_path=["a", "b"], seed=None),
+        "random_rng_state": random.getstate(),
+        "torch_rng_state": torch.get_rng_state(),
+    }
+    # Megatron-DeepSpeed saves this, and DeepSpeed itself with curriculum learning.
+    of_numpy = {"np_rng_state": numpy.random.get_state()}
+    classes = [numpy.empty(0).__reduce__()[0], numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
+
+    def load(saved: object) -> str:
+        torch.save(saved, path)
+        return raised(lambda: engine.load(path))
+
+    found: dict[str, Any] = {
+        "plain": load(plain),
+        "unknown classes": load({"settings": Settings(), "path": Path("x"), **plain}),
+        "raw memory": load(RawMemory()),
+        "numpy state": load(of_numpy),
+    }
+    torch.serialization.add_safe_globals([Settings, type(Path("x")), argparse.Namespace, *classes])
+    allowed = set(torch.serialization.get_safe_globals())
+    found["allowed by the user"] = load({"settings": Settings(), "path": Path("x"), **plain, **of_numpy})
+    found["changed"] = len(set(torch.serialization.get_safe_globals()) ^ allowed)
+    Path(path).write_bytes(b"no checkpoint")
+    found["damaged"] = raised(lambda: engine.load(path))
+    found["attack"] = read(attacked_copy(folder / "saved", folder / "attack", marker))
+    return found | {"ran": marker.exists()}

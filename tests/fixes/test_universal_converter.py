@@ -6,11 +6,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import universal
+import upstream
+from trainers.lazy import dt
 from upstream import TIMEOUT, affected, in_place, run, run_json, tree, with_fix, without_fix
 from zero_checkpoints import PERMISSIVE, convert, converted, crafted, differences, element_counts, losses, trained
 
@@ -30,37 +33,36 @@ def checkpoint(version: str) -> Path:
 
 
 def called(
-    how: str, version: str, source: Path, output: Path, *options: str, env: Mapping[str, str] | None = None
+    how: str,
+    version: str,
+    source: Path,
+    output: Path,
+    *options: str,
+    delivery: str = "",
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Call DeepSpeed's converter, of a tree that is edited by the hook, or in place and then without a hook's help."""
-    root, env = tree("deepspeed", version), {"CKPT_PATCHES": "warn", **(env or {})}
+    root, delivery = tree("deepspeed", version), delivery or CALLS[how]
+    env = PERMISSIVE if delivery == "none" else {"CKPT_PATCHES": "warn", **(env or {})}
     if how == "imported":
         folders = (source, "--output", output.parent)
-        return run("convert", *folders, "--handed-over", tree=root, delivery=CALLS[how], env=env)
+        return run("convert", *folders, "--handed-over", tree=root, delivery=delivery, env=env)
     arguments: tuple[str | Path, ...] = ("--input_folder", source, "--output_folder", output, *options)
-    return run("converter_as", how, *arguments, tree=root, delivery=CALLS[how], env=env, check=False)
-
-
-def lines_of(version: str, delivery: str, source: Path, output: Path) -> str:
-    """What DeepSpeed's converter prints as a module of a tree."""
-    arguments: tuple[str | Path, ...] = ("module", "--input_folder", source, "--output_folder", output)
-    env = {"CKPT_PATCHES": "warn"} if delivery == "hook" else PERMISSIVE
-    # Upstream's can fail at this checkpoint by other bugs, such as that of universal_tensor_paddings.
-    done = run("converter_as", *arguments, tree=tree("deepspeed", version), delivery=delivery, env=env, check=False)
-    assert delivery == "none" or done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+    return run("converter_as", how, *arguments, tree=root, delivery=delivery, env=env, check=False)
 
 
 @without_fix(affected("universal_converter"))
 def test_upstreams_converter_writes_the_files(version: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
-    printed = lines_of(version, delivery, checkpoint, tmp_path / "stage2")
-    assert (BEGIN in printed, OURS in printed) == (True, False)
+    """They can fail at this checkpoint by other bugs, such as that of universal_tensor_paddings."""
+    done = called("module", version, checkpoint, tmp_path / "stage2", delivery=delivery)
+    assert (BEGIN in done.stdout, OURS in done.stderr) == (True, False)
 
 
 @with_fix(affected("universal_converter"))
 def test_ours_writes_the_files_and_says_so(version: str, delivery: str, checkpoint: Path, tmp_path: Path) -> None:
-    printed = lines_of(version, delivery, checkpoint, tmp_path / "stage2")
-    assert (BEGIN in printed, OURS in printed) == (False, True)
+    done = called("module", version, checkpoint, tmp_path / "stage2", delivery=delivery)
+    assert done.returncode == 0, done.stderr
+    assert (BEGIN in done.stdout, OURS in done.stderr) == (False, True)
     assert differences(converted(tmp_path / "stage2"), checkpoint) == []
 
 
@@ -180,8 +182,9 @@ def test_zero_3_resumes_on_another_number_of_ranks(delivery: str, tmp_path: Path
 @pytest.mark.parametrize("version", ["0.15.4", "0.19.3"])
 def test_slices_of_tensor_parallel_ranks_at_zero_3(version: str, delivery: str, tmp_path: Path) -> None:
     """Up to 0.19.3 upstream silently takes the ranks' slices for partitions of one slice."""
-    source, root = tmp_path / "slices" / "global_step2", tree("deepspeed", version)
-    slices = torch.tensor(run_json("zero3_slices", source.parent, tree=root, env=PERMISSIVE))
+    source = tmp_path / "slices" / "global_step2"
+    on: dict[str, Any] = {"version": version, "delivery": "none", "folder": source.parent, "env": PERMISSIVE}
+    slices = torch.tensor(upstream.called(__file__, "slices", **on))
     assert convert(tmp_path / "made", source, version=version, delivery=delivery) == {"slices": ""}
     found = converted(tmp_path / "made" / "slices")["weight"]["fp32"]
     assert found.flatten().equal(slices.flatten()) is (delivery != "none")
@@ -207,3 +210,32 @@ def universal_info_removed(source: Path, to: Path) -> Path:
     for path in to.glob("mp_rank_*_model_states.pt"):
         universal.changed(path, lambda state: state.pop("universal_checkpoint_info"))
     return to
+
+
+# What the ranks run
+
+SLICES = 2
+
+
+def slices(folder: Path) -> list[list[float]]:
+    """Train and save at ZeRO-3 on two tensor-parallel ranks. Returns each one's slice of the weight in memory."""
+    return dt.results(save_slice, SLICES, folder)
+
+
+def save_slice(rank: int, folder: Path) -> list[float]:
+    import deepspeed
+    from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+
+    torch.manual_seed(rank)
+    topology = PipeModelDataParallelTopology(num_pp=1, num_mp=SLICES, num_dp=1)
+    run: Any = deepspeed.initialize(
+        model=(model := torch.nn.Linear(dt.HIDDEN, 2, bias=False)),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        config=dt.config(1, False, dt.BF16, dt.zero(3)),
+        mpu=PipelineParallelGrid(topology=topology),
+    )[0]
+    run.backward(run(torch.ones(1, dt.HIDDEN, dtype=torch.bfloat16)).float().pow(2).mean())
+    run.step()
+    dt.save(run, folder)
+    values: list[float] = run.optimizer.fp32_partitioned_groups_flat[0].tolist()
+    return values

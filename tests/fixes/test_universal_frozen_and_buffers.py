@@ -1,5 +1,6 @@
 """universal_frozen_and_buffers: a universal load loads frozen parameters and buffers."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,20 +8,11 @@ from typing import Any
 import torch
 
 from trainers.lazy import dt
-from upstream import affected, shown, with_fix, without_fix
+from upstream import proof
 
-RELEASES = affected("universal_frozen_and_buffers")
-
-
-@without_fix(RELEASES)
-def test_frozen_parameters_and_buffers_are_not_those_saved(version: str, delivery: str) -> None:
-    found = shown(__file__, version, delivery)
-    assert found == "seen, w1.bias, w1.weight are not those saved, and no error"
-
-
-@with_fix(RELEASES)
-def test_frozen_parameters_and_buffers_are_those_saved(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_frozen_parameters_and_buffers_are_not_those_saved, test_frozen_parameters_and_buffers_are_those_saved = proof(
+    __file__, re.compile("^seen, w1.bias, w1.weight are not those saved, and no error$")
+)
 
 
 # What the ranks run

@@ -1,21 +1,14 @@
 """universal_optimizer_states: universal checkpoints of Lion, SGD and Muon have their states."""
 
+import re
 from pathlib import Path
 
-from upstream import affected, shown, with_fix, without_fix
+from trainers.lazy import dt, optimizers
+from upstream import proof
 
-RELEASES = affected("universal_optimizer_states")
-
-
-@without_fix(RELEASES)
-def test_the_conversion_fails_or_a_load_misses_states(version: str, delivery: str) -> None:
-    found = shown(__file__, version, delivery)
-    assert "KeyError: " in found or "are not as saved" in found
-
-
-@with_fix(RELEASES)
-def test_they_are_converted_and_loaded_bit_for_bit(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_conversion_fails_or_a_load_misses_states, test_they_are_converted_and_loaded_bit_for_bit = proof(
+    __file__, re.compile("KeyError: |are not as saved")
+)
 
 
 # What the ranks run
@@ -25,9 +18,6 @@ FIRST_OF_MUON_AT_ZERO3, EQUAL_AGAIN = (0, 18, 9), (0, 19, 8)
 
 
 def bug(folder: Path) -> str:
-    from trainers import deepspeed_training as dt
-    from trainers import optimizers
-
     dt.allow_pickles()
     every = [f"{name}-{stage}" for stage in (1, 3) for name in optimizers.OPTIMIZERS]
     chosen = [*every, *(f"Muon-{stage}" for stage in stages_of_muon())]
@@ -45,9 +35,6 @@ def stages_of_muon() -> tuple[int, ...]:
     """From 0.18.9 to 0.19.7 ranks' momenta of a matrix differ at ZeRO 1, and CPU ranks cannot train at ZeRO 3."""
     import deepspeed
 
-    from trainers import deepspeed_training as dt
-    from trainers import optimizers
-
     if not optimizers.has_muon():
         return ()
     release = dt.numbers(deepspeed.__version__)
@@ -61,8 +48,6 @@ def convert(rank: int, folder: Path, chosen: list[str]) -> dict[str, str]:
 
     It alone can locate the momentum of Muon at ZeRO 1.
     """
-    from trainers import deepspeed_training as dt
-
     found = {}
     for case in chosen:
         if case == "Muon-1":

@@ -1,31 +1,21 @@
 """universal_tensor_paddings: DeepSpeed's own converter converts paddings that are larger than a partition."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import edits
-from ckpt_patches.engine.plan import Outcome
 from trainers.lazy import dt
-from upstream import affected, newest, releases, run, run_json, shown, tree, with_fix, without_fix
+from upstream import affected, newest, proof, releases, run, run_json, tree, with_fix, without_fix
 from zero_checkpoints import CRASH, convert, converted, differences, dp768, losses, trained
 
-RELEASES = affected("universal_tensor_paddings")[-1:]
-
-
-@without_fix(RELEASES)
-def test_the_conversion_fails(version: str, delivery: str) -> None:
-    assert "RuntimeError: narrow(): length must be non-negative" in shown(__file__, version, delivery)
-
-
-@with_fix(RELEASES)
-def test_it_is_converted_bit_for_bit(version: str, delivery: str) -> None:
-    assert shown(__file__, version, delivery) == ""
+test_the_conversion_fails, test_it_is_converted_bit_for_bit = proof(
+    __file__, "RuntimeError: narrow(): length must be non-negative", affected("universal_tensor_paddings")[-1:]
+)
 
 
 # Further cases
-
-FIX = "universal_tensor_paddings"
 
 RELEASES = releases("deepspeed")
 OLD_WRITER, NEW_WRITER = "0.16.2", newest("deepspeed")
@@ -75,48 +65,28 @@ def test_resumes_on_another_number_of_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "version"), [("module", NEW_WRITER), ("script", NEW_WRITER), ("script", OLD_WRITER)])
+@pytest.mark.parametrize(("how", "version"), [("module", NEW_WRITER), ("script", OLD_WRITER), ("spawn", NEW_WRITER)])
 def test_as_a_program(how: str, version: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """The output is right as `python -m`, and as a script: its __main__ bypasses the hook, but not its imports."""
-    arguments = ("--input_folder", checkpoints["stage1"], "--output_folder", tmp_path / "universal")
-    env = {"CKPT_PATCHES_SKIP": "universal_converter"}
-    run("converter_as", how, *arguments, tree=tree("deepspeed", version), delivery="hook", env=env)
-    assert differences(converted(tmp_path / "universal"), checkpoints["stage1"]) == []
+    """As `python -m`; as a script, whose __main__ bypasses the hook, but not its imports; with spawned workers."""
+    source = checkpoints["stage1"]
+    on: dict[str, Any] = {"tree": tree("deepspeed", version), "delivery": "hook"}
+    if how == "spawn":  # new interpreters import the converter themselves
+        run("convert", source, "--output", tmp_path, "--start-method", "spawn", **on)
+    else:
+        arguments = ("--input_folder", source, "--output_folder", tmp_path / "stage1")
+        run("converter_as", how, *arguments, **on, env={"CKPT_PATCHES_SKIP": "universal_converter"})
+    assert differences(converted(tmp_path / "stage1"), source) == []
 
 
-@pytest.mark.slow
-def test_spawned_workers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Spawned workers convert correctly: new interpreters import the converter themselves."""
-    options = ("--start-method", "spawn")
-    found = convert(
-        tmp_path, checkpoints["stage1"], version=NEW_WRITER, delivery="hook", by_upstream=True, options=options
-    )
-    assert found == {"stage1": ""}
-    assert differences(converted(tmp_path / "stage1"), checkpoints["stage1"]) == []
-
-
-# The edits themselves
-
-STRIP_AT_MOST = "raw_length = max(0, state_value.numel() - group_paddings[key])"
-
-
-@pytest.fixture(params=["0.15.0", OLD_WRITER, NEW_WRITER])
-def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """The edited files of a release, writable."""
-    return edits.copy_of(tree("deepspeed", request.param), FIX, tmp_path)
-
-
-def test_fixed_upstream_in_another_form(copy: Path) -> None:
+@pytest.mark.parametrize("version", ["0.15.0", OLD_WRITER, NEW_WRITER])
+def test_fixed_upstream_in_another_form(version: str, tmp_path: Path) -> None:
     """A release that bounds the length in its own way and asks for no stripping needs no edit."""
-    edits.write(edits.plan(copy, FIX)[1])
-    edits.rewrite(
-        copy,
-        "deepspeed.checkpoint.zero_checkpoint",
-        STRIP_AT_MOST,
-        STRIP_AT_MOST.replace("0, ", "").replace("[key])", "[key], 0)"),
-    )
-    result, plan = edits.plan(copy, FIX)
-    assert (result.outcome, plan.files) == (Outcome.NOT_NEEDED, {})
+    fix, strip = "universal_tensor_paddings", "raw_length = max(0, state_value.numel() - group_paddings[key])"
+    copy = edits.copy_of(tree("deepspeed", version), fix, tmp_path)
+    edits.write(edits.plan(copy, fix)[1])
+    other = strip.replace("0, ", "").replace("[key])", "[key], 0)")
+    edits.rewrite(copy, "deepspeed.checkpoint.zero_checkpoint", strip, other)
+    edits.check_not_needed(copy, fix)
 
 
 # What the ranks run

@@ -16,71 +16,58 @@ An optimizer's name is `plain`, `precision-aware`, or `hybrid-F` with an offload
 
 import argparse
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from program_arguments import parsed
 from trainers import megatron_training as mt
 
 STEPS_BEFORE, STEPS_AFTER = 3, 2
 
 
-@dataclass(frozen=True)
-class Optimizer:
-    """A configuration of the optimizer, given by its name."""
-
-    name: str
-
-    def build(self) -> tuple[Any, Any]:
-        words = self.name.split("-")
-        return mt.build(
-            offload_fraction=float(words[1]) if words[0] == "hybrid" else None,
-            precision_aware="precision" in words,
-            overlap="overlap" in words,
-            native_fp32="fp32" in words,
-        )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--formats", required=True, type=lambda text: text.split(","))
-    parser.add_argument("--inner", default="fused")
-    parser.add_argument(
-        "--optimizers", default=[Optimizer("plain")], type=lambda text: [Optimizer(n) for n in text.split(",")]
-    )
-    parser.add_argument("--resume-ranks", default=[2, 4], type=lambda text: [int(n) for n in text.split(",")])
-    parser.add_argument("--only", choices=["save", "resume"])
-    options = parser.parse_args()
+    options = parsed({"out": Path}, formats=[""], inner="fused", optimizers=["plain"], resume_ranks=[2, 4], only="")
     if options.only != "resume":
         mt.spawn(train_and_save, 2, options)
     for ranks in options.resume_ranks if options.only != "save" else []:
         mt.spawn(resume, ranks, options)
 
 
+def build(name: str) -> tuple[Any, Any]:
+    words = name.split("-")
+    return mt.build(
+        offload_fraction=float(words[1]) if words[0] == "hybrid" else None,
+        precision_aware="precision" in words,
+        overlap="overlap" in words,
+        native_fp32="fp32" in words,
+    )
+
+
+def take_steps(run: tuple[Any, Any], first: int, steps: int) -> dict[str, torch.Tensor]:
+    for iteration in range(first, first + steps):
+        mt.step(*run, iteration)
+    return mt.everything(*run)
+
+
 def train_and_save(rank: int, options: argparse.Namespace) -> None:
     mt.use_inner_optimizer(options.inner)
     for kind in options.optimizers:
-        folder = options.out / kind.name
+        folder = options.out / kind
         try:
-            model, optimizer = kind.build()
+            run = build(kind)
         except Exception as error:
             write(folder / "refused", error)
             continue
-        for iteration in range(STEPS_BEFORE):
-            mt.step(model, optimizer, iteration)
+        saved = take_steps(run, 0, STEPS_BEFORE)
         for name in options.formats:
             try:
-                mt.save(name, model, optimizer, folder / name)
+                mt.save(name, *run, folder / name)
             except Exception as error:
                 write(folder / f"{name}.died", error)
-        saved = mt.everything(model, optimizer)
-        for iteration in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
-            mt.step(model, optimizer, iteration)
-        reference = mt.everything(model, optimizer)
+        reference = take_steps(run, STEPS_BEFORE, STEPS_AFTER)
         if rank == 0:
             torch.save((saved, reference), folder / "reference.pt")
 
@@ -98,36 +85,29 @@ def said(error: Exception) -> str:
 def resume(rank: int, options: argparse.Namespace) -> None:
     mt.use_inner_optimizer(options.inner)
     for kind in options.optimizers:
-        folder = options.out / kind.name
         for name in options.formats:
-            result = resumed(kind, name, folder)
-            results = mt.gathered(result)
+            results = mt.gathered(resumed(kind, name, options.out / kind))
+            # The worst result: a failure, else a difference, else "bit-equal".
+            result = min(results, key=lambda text: (text == "bit-equal", text.startswith("differs")))
             if rank == 0:
-                line = {"inner": options.inner, "optimizer": kind.name, "format": name, "ranks": dist.get_world_size()}
-                print(json.dumps({**line, "result": worst(results)}), flush=True)
+                line = {"inner": options.inner, "optimizer": kind, "format": name, "ranks": dist.get_world_size()}
+                print(json.dumps({**line, "result": result}), flush=True)
 
 
-def worst(results: list[str]) -> str:
-    """The worst result: a failure, else a difference, else "bit-equal"."""
-    return sorted(results, key=lambda text: (text == "bit-equal", text.startswith("differs")))[0]
-
-
-def resumed(kind: Optimizer, name: str, folder: Path) -> str:
+def resumed(kind: str, name: str, folder: Path) -> str:
     """The result of one resume on this rank."""
-    if (folder / "refused").exists():
-        return f"refused: {(folder / 'refused').read_text()}"
-    if (folder / f"{name}.died").exists():
-        return f"save died: {(folder / f'{name}.died').read_text()}"
-    model, optimizer = kind.build()
+    for file, what in (("refused", "refused"), (f"{name}.died", "save died")):
+        if (folder / file).exists():
+            return f"{what}: {(folder / file).read_text()}"
+    run = build(kind)
     try:
-        mt.load(name, model, optimizer, folder / name)
-        loaded = mt.everything(model, optimizer)
-        for iteration in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
-            mt.step(model, optimizer, iteration)
+        mt.load(name, *run, folder / name)
+        loaded = mt.everything(*run)
+        end = take_steps(run, STEPS_BEFORE, STEPS_AFTER)
     except Exception as error:
         return f"load died: {said(error)}"
     saved, reference = torch.load(folder / "reference.pt")
-    in_load, in_step = difference(saved, loaded), difference(reference, mt.everything(model, optimizer))
+    in_load, in_step = difference(saved, loaded), difference(reference, end)
     if in_load == in_step == 0:
         return "bit-equal"
     return f"differs by {in_step:.2g}" + ("" if in_load else ", the loaded state is bit-equal")
@@ -135,7 +115,7 @@ def resumed(kind: Optimizer, name: str, folder: Path) -> str:
 
 def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
     """The largest difference; NaN differs from everything."""
-    if mt.equal(left, right):
+    if left.keys() == right.keys() and not mt.how_many_differ(left, right):
         return 0.0
     return max((left[name] - right[name]).abs().max().item() for name in left) or float("nan")
 

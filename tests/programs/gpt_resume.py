@@ -8,10 +8,10 @@ and with --save-as in any case, in that format.
 
     gpt_resume.py save|resume OUT [--checkpoint FOLDER] [--format fully_sharded_model_space] [--backend torch_dist]
         [--save-as dp_reshardable] [--tp 1] [--pp 1] [--ep 1] [--dp 2] [--experts] [--of-each 2] [--fp32]
-        [--inner fused|torch]
-        [--optimizer distributed|whole|none]
+        [--inner fused|torch] [--optimizer distributed|whole|layer_wise|none]
 
-A `whole` optimizer is not distributed: each rank has all of its state. With `none` only the model's weights are saved.
+A `whole` optimizer is not distributed: each rank has all of its state. Of the `layer_wise` one (layer_wise.py) each
+data-parallel rank has that of whole parameters. With `none` only the model's weights are saved.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from program_arguments import parsed
-from trainers import gpt_training, judge
+from trainers import gpt_training, judge, layer_wise
 from trainers import megatron_training as mt
 from trainers.judge import State
 from trainers.megatron_state import Run, kind_of, live
@@ -54,13 +54,15 @@ def build(options: argparse.Namespace) -> tuple[Any, Any]:
         "clipping": True,
         "gated": True,
         **{name: getattr(options, name) for name in ("tp", "pp", "inner", "optimizer")},
+        **({"optimizer": "whole"} if options.optimizer == "layer_wise" else {}),
         "ep": options.ep if options.experts else 0,
         "experts": options.of_each,
         "dtype": "fp32" if options.fp32 else "bf16",
     }
     parallel_state.destroy_model_parallel()
     gpt_training.initialize(chosen)
-    return gpt_training.build(chosen, seed=0)
+    make = layer_wise.make if options.optimizer == "layer_wise" else None
+    return gpt_training.build(chosen, seed=0, make_optimizer=make)
 
 
 def step(model: Any, optimizer: Any, number: int) -> None:
@@ -79,7 +81,7 @@ def everything(options: argparse.Namespace, model: Any, optimizer: Any) -> State
 def sharded(options: argparse.Namespace, model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     if options.optimizer == "none":
         return {"model": model.module.sharded_state_dict()}
-    name = "default" if options.optimizer == "whole" else options.format
+    name = "default" if options.optimizer in ("whole", "layer_wise") else options.format
     return mt.sharded_state_dict(name, model.module, optimizer, is_loading=is_loading, chained_optim_avoid_prefix=True)
 
 
@@ -88,7 +90,9 @@ def save(rank: int, options: argparse.Namespace) -> None:
     for number in range(STEPS_BEFORE):
         step(model, optimizer, number)
     state = sharded(options, model, optimizer, is_loading=False)
-    mt.write({**state, "args": argparse.Namespace(iteration=3)}, options.out / "checkpoint", options.backend)
+    args = argparse.Namespace(iteration=STEPS_BEFORE, bf16=not options.fp32)
+    common = {"args": args, "iteration": STEPS_BEFORE, "checkpoint_version": 3.0}
+    mt.write({**state, **common}, options.out / "checkpoint", options.backend)
     saved = everything(options, model, optimizer)
     for number in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
         step(model, optimizer, number)

@@ -30,7 +30,7 @@ def main() -> None:
     spec = importlib.util.spec_from_file_location(args.file.stem, args.file)
     assert spec
     assert spec.loader
-    proof = importlib.util.module_from_spec(spec)
+    proof = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where pickle looks for its classes
     spec.loader.exec_module(proof)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary, "checkpoint")

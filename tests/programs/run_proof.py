@@ -11,8 +11,8 @@ import argparse
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from trainers import megatron_lm
 from trainers import megatron_training as mt
 from trainers.ranks import RankError
 
-ITERATION, SAMPLES = 3, 24
+ITERATION = 3
 
 
 def main() -> None:
@@ -36,32 +36,15 @@ def main() -> None:
     print(json.dumps({"error": error}), flush=True)
 
 
-def begin(options: argparse.Namespace) -> tuple[Any, Any, Any, Any, Any]:
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    args = megatron_lm.arguments(
-        options.out / "run", options.tp, options.ep, use_distributed_optimizer=True, no_load_rng=options.no_rng
-    )
-    megatron_lm.start(options.tp, options.ep)
-    mt.use_inner_optimizer("fused")
-    model, optimizer = mt.build(settings={"min_lr": 1e-4})
-    steps: dict[str, Any] = {"lr_warmup_steps": 4, "lr_decay_steps": 80, "wd_incr_steps": 80}
-    scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-4, lr_decay_style="linear", start_wd=0.1, end_wd=0.1,
-        wd_incr_style="constant", **steps,
-    )  # fmt: skip
-    return megatron_lm.import_training(), model, optimizer, scheduler, args
+def begin(options: argparse.Namespace) -> megatron_lm.Run:
+    return megatron_lm.begin(options.out / "run", options.tp, options.ep, no_load_rng=options.no_rng)
 
 
 def save(rank: int, options: argparse.Namespace) -> None:
-    checkpointing, model, optimizer, scheduler, args = begin(options)
-    for number in range(ITERATION):
-        mt.step(model, optimizer, number)
-        scheduler.step(increment=SAMPLES // ITERATION)
-    args.consumed_train_samples = SAMPLES
+    run = begin(options)
+    run.train(1, ITERATION)
     draw(rank)
-    checkpointing.get_args = lambda: args
-    checkpointing.save_checkpoint(ITERATION, [model], optimizer, scheduler, 0)
+    run.save(ITERATION)
 
 
 def draw(rank: int) -> None:
@@ -77,23 +60,22 @@ def draw(rank: int) -> None:
 
 
 def load(rank: int, options: argparse.Namespace) -> None:
-    checkpointing, model, optimizer, scheduler, args = begin(options)
-    checkpointing.get_args = lambda: args
-    checkpointing.update_num_microbatches = lambda **_: odd_position(options, args)
+    run = begin(options)
+    run.checkpointing.update_num_microbatches = lambda **_: odd_position(options, run)
     if options.odd == "scheduler":
-        scheduler.step(increment=8)
+        run.scheduler.step(increment=8)
     try:
-        checkpointing.load_checkpoint([model], optimizer, None if options.odd == "no_scheduler" else scheduler)
+        (replace(run, scheduler=None) if options.odd == "no_scheduler" else run).load()
     except Exception as error:
         print(error, file=sys.stderr, flush=True)  # all lines of it
         raise
     if options.odd == "no_scheduler":
-        scheduler.step(increment=8)
+        run.scheduler.step(increment=8)
     dist.barrier()
 
 
-def odd_position(options: argparse.Namespace, args: Any) -> None:
-    args.consumed_train_samples += 8 if options.odd == "position" else 0
+def odd_position(options: argparse.Namespace, run: megatron_lm.Run) -> None:
+    run.args.consumed_train_samples += 8 if options.odd == "position" else 0
 
 
 if __name__ == "__main__":

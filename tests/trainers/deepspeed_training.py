@@ -5,7 +5,6 @@ spans 3 ranks. Every rank gets its share of the same 16 samples per step, so run
 comparable.
 """
 
-import argparse
 import functools
 import gc
 import inspect
@@ -471,10 +470,3 @@ def join(rank: int, ranks: int, node: int, port: int) -> None:
         share_gpu(rank)
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="nccl" if REAL_GPU else "gloo", verbose=False)
-
-
-def rank_main(rank: int, port: int, args: argparse.Namespace) -> None:
-    join(rank, args.ranks, getattr(args, "node", None) or args.ranks, port)
-    args.work(rank, args)
-    torch.distributed.barrier()
-    os._exit(0)  # Gloo and DeepSpeed leave threads behind

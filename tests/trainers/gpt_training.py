@@ -68,12 +68,10 @@ def gathered(
     return None
 
 
-def build(options: Options, seed: int) -> tuple[Any, Any]:
-    """Create the model under Megatron's DDP and its optimizer."""
+def build(options: Options, seed: int, **more: Any) -> tuple[Any, Any]:
+    """Create the model under Megatron's DDP and its optimizer; `more` is for the tiny model's `build`."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[options["dtype"]]
     network = gpt(options, dtype, seed)
-    if options["algorithm"] == "dist_muon":
-        dist.all_gather = gathered
     if options["fsdp2"]:
         return fully_sharded(network, options)
     return mt.build(
@@ -86,6 +84,7 @@ def build(options: Options, seed: int) -> tuple[Any, Any]:
         make_model=lambda config, dtype, native: network,
         settings=settings(options),
         overrides=of_mup if options["mup"] else None,
+        **more,
     )
 
 

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["dcp_saving", "dt", "gpt_training", "megatron_lm", "mt", "nvrx_saving", "optimizers"]
+__all__ = ["dcp_saving", "dt", "gpt_training", "megatron_lm", "mt", "nvrx_saving", "optimizers", "zarr_saving"]
 
 
 class Lazy:
@@ -22,10 +22,10 @@ class Lazy:
 
 
 if TYPE_CHECKING:
-    from trainers import dcp_saving, gpt_training, megatron_lm, nvrx_saving, optimizers
+    from trainers import dcp_saving, gpt_training, megatron_lm, nvrx_saving, optimizers, zarr_saving
     from trainers import deepspeed_training as dt
     from trainers import megatron_training as mt
 else:
     dt, mt, dcp_saving = (Lazy(name) for name in ("deepspeed_training", "megatron_training", "dcp_saving"))
     gpt_training, megatron_lm = Lazy("gpt_training"), Lazy("megatron_lm")
-    nvrx_saving, optimizers = Lazy("nvrx_saving"), Lazy("optimizers")
+    nvrx_saving, optimizers, zarr_saving = Lazy("nvrx_saving"), Lazy("optimizers"), Lazy("zarr_saving")

@@ -1,6 +1,7 @@
 """Save and load with the real `megatron.training`, as Megatron-LM's scripts do, on CPU ranks."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from trainers import megatron_training as mt
 from trainers import stub_imports
 
 SEED = 123
+SAMPLES = 8  # per step of a `Run`
 
 
 def import_training() -> Any:
@@ -92,3 +94,57 @@ def load(checkpointing: Any, model: Any, args: Any, optimizer: Any = None, sched
     checkpointing.get_args = lambda: args
     checkpointing.update_num_microbatches = lambda **_: None  # its schedule is not set up here
     checkpointing.load_checkpoint([model], optimizer, scheduler, **more)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A process of Megatron-LM: its arguments, model, optimizer and scheduler."""
+
+    checkpointing: Any  # the module
+    args: Any
+    model: Any
+    optimizer: Any
+    scheduler: Any
+
+    def train(self, first: int, last: int) -> None:
+        for iteration in range(first, last + 1):
+            mt.step(self.model, self.optimizer, iteration)
+            self.scheduler.step(increment=SAMPLES)
+
+    def save(self, iteration: int, **more: Any) -> None:
+        self.args.consumed_train_samples = SAMPLES * iteration
+        self.checkpointing.save_checkpoint(iteration, [self.model], self.optimizer, self.scheduler, 0, **more)
+
+    def load(self) -> int:
+        """Load as the arguments say. Returns the iteration that Megatron-LM goes on from."""
+        iteration, _ = self.checkpointing.load_checkpoint([self.model], self.optimizer, self.scheduler)
+        return int(iteration)
+
+    def state(self) -> dict[str, Any]:
+        """Every weight, main parameter and moment."""
+        return mt.everything(self.model, self.optimizer)
+
+    def is_at(self, saved: dict[int, dict[str, Any]], *, weights: bool = False) -> int | None:
+        """The iteration whose saved state (or weights) these are; None if they are of none of them."""
+        own = mt.weights(self.model) if weights else self.state()
+        equal = (at for at, state in saved.items() if all(state[name].equal(value) for name, value in own.items()))
+        return next(equal, None)
+
+
+def begin(folder: Path, tensor: int = 1, expert: int = 1, *, ckpt_format: str = "torch_dist", **more: Any) -> Run:
+    """Start Megatron-LM, which saves to a folder and loads from it, unless the arguments name others."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    checkpointing = import_training()
+    more = {"use_distributed_optimizer": True, "bf16": True, **more}
+    args = arguments(folder, tensor, expert, ckpt_format=ckpt_format, use_dist_ckpt=ckpt_format != "torch", **more)
+    start(tensor, expert)
+    mt.use_inner_optimizer("fused")
+    checkpointing.get_args = lambda: args
+    checkpointing.update_num_microbatches = lambda **_: None  # its schedule is not set up here
+    model, optimizer = mt.build(settings={"min_lr": 1e-4})
+    scheduler = OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-4, lr_warmup_steps=4, lr_decay_steps=80, lr_decay_style="linear",
+        start_wd=0.1, end_wd=0.1, wd_incr_steps=80, wd_incr_style="constant",
+    )  # fmt: skip
+    return Run(checkpointing, args, model, optimizer, scheduler)

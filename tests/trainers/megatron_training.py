@@ -122,13 +122,14 @@ def build(
     settings: Mapping[str, Any] | None = None,
     overrides: Callable[[Any], Any] | None = None,
     config: Any = None,
+    make_optimizer: Callable[..., Optimizer] | None = None,
 ) -> tuple[Model, Optimizer]:
     """The model in Megatron's DDP, and its distributed optimizer; `config` is the transformer's.
 
     A number as `offload_fraction` selects the hybrid optimizer. `native_fp32` adds a parameter in fp32. All parameters
     are in one bucket, unless `bucket_size` (elements) is set. `instances` of the optimizer share the data-parallel
     ranks (since 0.10). `settings` extend the optimizer's configuration; `overrides` computes overrides of single
-    parameters from it (since 0.16).
+    parameters from it (since 0.16). `make_optimizer` takes the place of Megatron's function.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -178,7 +179,7 @@ def build(
             stack.enter_context(torch.no_grad())
         chosen = OptimizerConfig(**{**options, **(settings or {})})
         more = {"config_overrides": overrides(chosen)} if overrides else {}
-        return model, get_megatron_optimizer(chosen, [model], **more)
+        return model, (make_optimizer or get_megatron_optimizer)(chosen, [model], **more)
 
 
 @contextlib.contextmanager
@@ -440,11 +441,6 @@ def how_many_differ(expected: dict[str, torch.Tensor], found: dict[str, torch.Te
     """How many states differ, in words, or "" if none."""
     different = [name for name, state in expected.items() if not torch.equal(state, found[name])]
     return f"{len(different)} of {len(expected)} states differ, and no error" if different else ""
-
-
-def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Whether all tensors are equal, bit for bit."""
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def weights_lost(model: Model, optimizer: Optimizer) -> list[str]:

@@ -70,6 +70,11 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
+def patience(seconds: float) -> float:
+    """These seconds of a fast machine, times the environment variable CKPT_PATCHES_TEST_PATIENCE."""
+    return seconds * float(os.environ.get("CKPT_PATCHES_TEST_PATIENCE", "1"))
+
+
 def free_port() -> int:
     """A TCP port of this machine that is free, and that Linux does not assign to connections."""
     while True:

@@ -33,15 +33,3 @@ def test_an_outdated_step_of_an_empty_group_is_replaced():
     chained = _chain([{"params": [0], "step": 3}], [{"params": [], "step": 1}])
     chained._synchronize_steps()
     assert _steps(chained) == [[3], [3]]
-
-
-def test_loaded_groups_without_a_step_get_it():
-    chained = _chain([{"params": [0], "step": 3}], [{"params": [1]}])
-    chained._synchronize_steps()
-    assert _steps(chained) == [[3], [3]]
-
-
-def test_no_group_gets_a_step_before_the_first():
-    chained = _chain([{"params": [0]}], [{"params": []}])
-    assert chained._synchronize_steps() is None
-    assert _steps(chained) == [[None], [None]]

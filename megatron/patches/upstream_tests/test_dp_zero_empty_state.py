@@ -5,22 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 
 SIZES = {"a": 6, "b": 4}
 NUMEL = 10
 PADDED_NUMEL = 12
-
-
-class PrecisionAwareAdam(torch.optim.AdamW):
-    """Holds the main params in its state, as Transformer Engine's FusedAdam does when asked to."""
-
-    master_weights = True
-    store_param_remainders = False
-
-    def get_unscaled_state(self, param, state_name):
-        return self.state[param][state_name]
 
 
 @pytest.fixture
@@ -90,19 +79,6 @@ def test_state_before_first_step_is_saved_as_zeros(optimizer):
     assert len(optimizer.optimizer.state) == 0
 
 
-def test_precision_aware_optimizer_before_first_step(optimizer):
-    main_params = optimizer.optimizer.param_groups[0]["params"]
-    optimizer.optimizer = PrecisionAwareAdam(main_params, lr=0.1)
-    optimizer.config.use_precision_aware_optimizer = True
-    optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-    tensors = _gathered(optimizer)
-
-    assert torch.equal(tensors["param"], torch.cat([param.detach() for param in main_params]))
-    for key in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(tensors[key], torch.zeros(NUMEL))
-    assert len(optimizer.optimizer.state) == 0
-
-
 def test_frozen_param_is_saved_as_zeros(optimizer):
     optimizer.model_chunks[0]["b"].requires_grad = False
     _step(optimizer, [0])
@@ -131,37 +107,3 @@ def test_state_that_is_lost_as_a_whole_is_an_error(optimizer):
     optimizer.optimizer.state.clear()
     with pytest.raises(KeyError, match="lost"):
         _gathered(optimizer)
-
-
-@pytest.fixture
-def torch_adam(optimizer, monkeypatch):
-    """An optimizer that keeps its step in the states alone."""
-    if not hasattr(distrib_optimizer, "HAVE_APEX_OR_TE"):
-        pytest.skip("The distributed optimizer needs Apex or Transformer Engine.")
-    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", False)
-    return optimizer
-
-
-def test_state_dict_before_first_step_of_torch_adam(torch_adam):
-    (group,) = torch_adam.state_dict()["optimizer"]["param_groups"]
-    assert group.get("step", 0) == 0
-
-
-def test_lost_step_of_torch_adam_is_an_error(torch_adam):
-    _step(torch_adam, [0, 1])
-    del torch_adam.optimizer.state[torch_adam.optimizer.param_groups[0]["params"][1]]["step"]
-    with pytest.raises(KeyError, match="step"):
-        torch_adam.state_dict()
-
-
-def test_states_of_torch_adam_that_are_lost_after_a_step_are_an_error(torch_adam):
-    torch_adam.step_count = 1
-    with pytest.raises(KeyError, match="lost"):
-        torch_adam.state_dict()
-
-
-def test_a_rank_without_parameters_has_the_step_of_torch_adam(torch_adam):
-    torch_adam.optimizer.param_groups[0]["params"] = []
-    torch_adam.step_count = 3
-    (group,) = torch_adam.state_dict()["optimizer"]["param_groups"]
-    assert group["step"] == 3

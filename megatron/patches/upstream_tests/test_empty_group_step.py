@@ -65,11 +65,6 @@ def test_an_empty_group_is_saved_with_the_step_of_the_others(optimizer):
     assert _steps(optimizer.state_dict()["optimizer"]["param_groups"]) == [2, 2]
 
 
-def test_an_outdated_step_of_an_empty_group_is_not_saved(optimizer):
-    optimizer.optimizer.param_groups[1]["step"] = 1  # from a load
-    assert _steps(optimizer.state_dict()["optimizer"]["param_groups"]) == [2, 2]
-
-
 def test_a_missing_step_is_loaded_from_the_other_groups(optimizer):
     state_dict = optimizer.state_dict()
     state_dict["optimizer"]["param_groups"][1].pop("step", None)

@@ -106,22 +106,6 @@ def test_states_of_another_layout_are_ignored(monkeypatch, capsys, dp_size, ep, 
     assert "RNG state will be ignored" in capsys.readouterr().out
 
 
-def test_a_shared_key_beside_those_of_ranks_is_a_placeholder(monkeypatch, capsys):
-    own = run_of(monkeypatch, 1, 2, ep=2, random_init=True, ckpt_format="fsdp_dtensor")
-    shared = run_of(monkeypatch, 1, 2, ep=1, ckpt_format="fsdp_dtensor")
-    other = {"(0, 0), DP rank 1 of 4": []}
-    assert to_load(shared, 2, shared, other) is None
-    assert to_load(own, 2, shared, other) is None
-    assert "RNG state will be ignored" in capsys.readouterr().out
-
-
-def test_keys_of_other_numbers_of_ranks_are_others(monkeypatch):
-    own = run_of(monkeypatch, 0, 2, ep=2)
-    other = ShardedObject("rng_state", None, (1, 1, 24), (0, 0, 0))
-    assert own.unique_key in other.unique_key
-    assert to_load(own, 2, other) is None
-
-
 def test_a_local_checkpoint_keeps_one_state_a_rank(monkeypatch):
     own = checkpointing.rng_state_of_all_ranks(run_of(monkeypatch, 1, 2, ep=2))
     assert isinstance(own, ShardedObject)

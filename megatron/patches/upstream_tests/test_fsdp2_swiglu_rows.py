@@ -109,12 +109,6 @@ def test_same_sizes_ask_for_mixed_rows_as_they_were_saved(tmp_path, tp_size, dp_
         assert found == [(rank * half, half), ((rank + shards) * half, half)]
 
 
-@pytest.mark.parametrize("chunks", [4, 1])
-def test_rows_in_their_places_are_asked_for_there(tmp_path, chunks):
-    folder = checkpoint(tmp_path, chunks, 1, 4)
-    assert asked(1, 1, 2, folder) == [(ROWS // 2, ROWS // 2)]
-
-
 def test_other_sizes_refuse_mixed_rows(tmp_path):
     folder = checkpoint(tmp_path, 4, 1, 2)
     for tp_size, dp_size in ((1, 1), (2, 1), (1, 4)):
@@ -133,12 +127,6 @@ def test_writers_tell_for_an_odd_number_of_shards(tmp_path, ranks, mixed):
             asked(0, 1, 2, folder)
     else:
         assert asked(0, 1, 2, folder) == [(0, ROWS // 2)]
-
-
-def test_what_cannot_be_told_is_refused(tmp_path):
-    folder = checkpoint(tmp_path, 6, 1, 3)
-    with pytest.raises(CheckpointingException, match="Cannot tell"):
-        asked(0, 1, 2, folder)
 
 
 def test_runs_without_fsdp2_refuse_mixed_rows(tmp_path):

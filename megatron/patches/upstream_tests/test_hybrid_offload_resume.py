@@ -1,6 +1,5 @@
 # Copyright (c) 2025, NVIDIA CORPORATION. All rights reserved.
 
-import io
 from types import SimpleNamespace
 
 import pytest
@@ -89,14 +88,6 @@ def test_sub_optimizers_count_on_from_loaded_step(hybrid):
     assert sub_optimizer.param_groups[0]["step"] == 4
 
 
-def test_param_groups_can_be_loaded_with_weights_only(hybrid):
-    file = io.BytesIO()
-    torch.save({key: v for key, v in hybrid.param_groups[0].items() if key != "params"}, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    assert loaded["cpu_optimizer_cls"] is torch.optim.AdamW
-
-
 @pytest.mark.parametrize("precision_aware", [False, True])
 def test_state_gets_loaded_main_param_and_keeps_its_step(hybrid, precision_aware):
     (param,) = hybrid.param_groups[0]["params"]
@@ -115,18 +106,3 @@ def test_state_gets_loaded_main_param_and_keeps_its_step(hybrid, precision_aware
     assert torch.equal(state["exp_avg"], tensors["exp_avg"])
     assert state["step"] == 3
     assert state["exp_avg"].untyped_storage().nbytes() == 4 * NUMEL, "keeps the whole bucket alive"
-
-
-def test_every_load_hands_the_state_to_sub_optimizers(hybrid, monkeypatch):
-    synced = []
-    monkeypatch.setattr(hybrid, "_sync_hdo_state_to_sub_optimizers", lambda: synced.append(True))
-    optimizer, _ = _distributed(hybrid)
-    optimizer.gbuf_ranges = []
-    optimizer.per_bucket_numel_unpadded = []
-    for load in (
-        "load_parameter_state_from_fs_bucket_space",
-        "load_parameter_state_from_dp_reshardable",
-    ):
-        if hasattr(optimizer, load):
-            getattr(optimizer, load)({"per_bucket_numel_unpadded": []})
-    assert synced

@@ -94,11 +94,6 @@ def test_files_that_are_not_of_one_part_are_refused(monkeypatch, world, tp, ep, 
         checkpointing.check_checkpoint_names_of_experts(args, "name")
 
 
-@pytest.mark.parametrize("args", [None, arguments(2, 1, 1, 2, 1, None)])
-def test_without_experts_nothing_is_refused(args):
-    checkpointing.check_checkpoint_names_of_experts(args, "name")
-
-
 def test_a_rank_alone_in_a_group_writes():
     """Also with the stub groups of one rank that tools/checkpoint makes."""
     alone = SimpleNamespace(size=lambda: 1)

@@ -36,7 +36,3 @@ def test_the_checkpoint_that_the_tracker_names_is_kept(tmp_path, iterations, lat
 
 def test_an_asynchronous_save_may_still_write(tmp_path):
     assert _left(tmp_path, [5, 10, 20], 10, do_async=True) == [10, 20]
-
-
-def test_several_complete_ones_can_be_kept(tmp_path):
-    assert _left(tmp_path, [5, 10, 20, 30], 20, leave_ckpt_num=2) == [10, 20]

@@ -50,10 +50,6 @@ def test_the_newest_one_below_load_and_save_is_loaded(tmp_path, below_load, belo
     assert _loaded_from(tmp_path, below_load, below_save) == loaded
 
 
-def test_finetuning_begins_with_load(tmp_path):
-    assert _loaded_from(tmp_path, None, 6, finetune=True) is None
-
-
 def test_a_folder_of_their_own_is_the_only_one(tmp_path):
     own = tmp_path / "own"
     own.mkdir()

@@ -72,22 +72,3 @@ def test_bounds_that_are_changed_later_hold():
     scheduler.step(increment=10)
 
     assert scheduler.optimizer.param_groups[0]["lr"] == DECOUPLED["min_lr"]
-
-
-def test_override_of_a_weight_decay_of_a_group():
-    scheduler = make_scheduler(OWN, bounds=OWN, override_opt_param_scheduler=True)
-
-    resume(scheduler, {**SAVED, "start_wd": 0.3, "end_wd": 0.3})
-
-    assert scheduler.optimizer.param_groups[0]["weight_decay"] == 0.1
-
-
-def test_the_checkpoint_holds_where_it_is_asked_for():
-    scheduler = make_scheduler(OWN, bounds=OWN, use_checkpoint_opt_param_scheduler=True)
-
-    assert resume(scheduler, SAVED) == pytest.approx([5.5e-4])
-
-
-def test_without_a_flag_another_rate_is_an_error():
-    with pytest.raises(AssertionError, match="learning rate"):
-        resume(make_scheduler(OWN, bounds=OWN), SAVED)

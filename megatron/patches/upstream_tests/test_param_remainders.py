@@ -67,10 +67,3 @@ def test_remainders_in_a_run_that_keeps_main_params(main_param, remainders, dtyp
 def test_main_params_in_a_run_that_keeps_remainders(main_param):
     with pytest.raises(ValueError, match="store_param_remainders=False"):
         load(main_param, main_param, store_param_remainders=True)
-
-
-@pytest.mark.parametrize("value", [0.0, 1.0])
-def test_whole_numbers_that_are_main_params(value):
-    main_param = torch.full((OWNED.size,), value)
-    loaded = load(main_param, main_param.clone(), store_param_remainders=False)
-    assert torch.equal(loaded, main_param)

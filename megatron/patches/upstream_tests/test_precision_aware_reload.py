@@ -41,10 +41,6 @@ def test_remainders_become_zero():
     assert state["master_param"].eq(0).all()
 
 
-def test_before_the_first_step_there_are_none():
-    assert reloaded({}) == {}
-
-
 def test_main_params_of_a_checkpoint_are_refused():
     copy = DistributedOptimizer._copy_model_params_to_main_params
     if "state_dict" not in copy.__code__.co_varnames:

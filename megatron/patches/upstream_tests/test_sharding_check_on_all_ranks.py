@@ -30,14 +30,3 @@ def test_all_ranks_refuse_a_missing_layer(rank):
 def test_missing_optimizer_state_may_be_that_of_a_frozen_layer(rank):
     with pytest.raises(CheckpointingException, match="are they frozen"):
         _check(rank, "optimizer.state.exp_avg.decoder.layers.weight", [1])
-
-
-def test_optimizer_state_of_two_ranks_is_no_frozen_layer():
-    with pytest.raises(CheckpointingException, match="Invalid access pattern") as error:
-        _check(0, "optimizer.state.exp_avg.decoder.layers.weight", [0, 1, 1])
-    assert "frozen" not in str(error.value)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_all_layers_are_there(rank):
-    _check(rank, "decoder.layers.weight", [0, 1])

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from patience import seconds
 from trainers.judge import Part, State
-from trainers.ranks import free_port
+from trainers.ranks import free_port, patience
 
 Options = dict[str, Any]
 Work = Callable[[int], Options]  # takes a rank and returns its result for JSON
@@ -161,12 +160,12 @@ def _told(folder: Path) -> list[Options]:
 
 def _hang(processes: list[Any], told: Path) -> bool:
     """Wait for the ranks, and return whether they hang. If one fails, the others must end soon, or this kills them."""
-    limit, failed = time.monotonic() + seconds(60), float("inf")
+    limit, failed = time.monotonic() + patience(60), float("inf")
     while any(process.is_alive() for process in processes):
         time.sleep(0.01)
         if any(process.exitcode for process in processes) or any("error" in one for one in _told(told)):
             failed = min(failed, time.monotonic())
-        if time.monotonic() > min(limit, failed + seconds(1)):
+        if time.monotonic() > min(limit, failed + patience(1)):
             for process in processes:
                 process.kill()
                 process.join()

@@ -1,6 +1,6 @@
 """Save an optimizer with the real megatron-core while something damages the save, and load it again.
 
-damaged_saving.py OUT race    two ranks lose slices of a zarr checkpoint, as zarr_race.py describes
+damaged_saving.py OUT race    two ranks lose slices of a zarr checkpoint, as test_zarr_create_synchronizer.py describes
 damaged_saving.py OUT step    the next step runs while a persistent worker writes main parameters on the CPU
 damaged_saving.py OUT load-race|load-step
 """
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-import async_saving
 from program_arguments import parsed
+from trainers import async_saving
 from trainers import megatron_training as mt
 from trainers.zarr_saving import force_race
 

@@ -1,40 +1,17 @@
-"""Save asynchronously with the real megatron-core, while a training continues.
+"""Asynchronous saves with the real megatron-core, while a training continues."""
 
-Prints a line of JSON.
-
-    async_saving.py OUT held      whether a forked writer's staged tensors are kept alive while it writes, and after
-    async_saving.py OUT stepped   what a persistent worker saved of a CPU tensor that a step changes while it writes
-    async_saving.py OUT save      nothing: a persistent worker writes a checkpoint in torch_dist
-    async_saving.py OUT load      whether it loads as it was saved
-"""
-
-import argparse
 import gc
 import inspect
-import json
 import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from program_arguments import parsed
-from trainers import megatron_training as mt
 from trainers.ranks import call_after
 
 NUMEL = 5000
-
-
-def main() -> None:
-    options = parsed({"out": Path, "what": str})
-    mt.spawn(worker, 1, options)
-
-
-def worker(rank: int, options: argparse.Namespace) -> None:
-    found = WHAT[options.what](options.out)
-    print(json.dumps(found), flush=True)
 
 
 def ignore(*arguments: Any) -> None:
@@ -45,7 +22,8 @@ class Staged(list[torch.Tensor]):
     """A list that supports weak references."""
 
 
-def held(out: Path) -> dict[str, bool]:
+def held(rank: int, out: Path) -> dict[str, bool]:
+    """Whether a forked writer's staged tensors are kept alive while it writes, and after."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 
     watched = []
@@ -98,14 +76,15 @@ def schedule(asked: Any, sign: Path) -> Any:
     return calls
 
 
-def stepped(out: Path) -> dict[str, int]:
+def stepped(rank: int, out: Path) -> int:
+    """The elements of the next step in what a persistent worker saves of a CPU tensor that the step changes."""
     tensor, sign = torch.zeros(NUMEL), out.with_suffix(".go")
     calls = schedule(request(tensor, out), sign)
     tensor.add_(1)
     sign.touch()
     calls.maybe_finalize_async_calls(blocking=True)
     calls.close()
-    return {"elements of the next step": int(torch.load(out).sum())}
+    return int(torch.load(out).sum())
 
 
 def checkpoint(tensor: torch.Tensor) -> dict[str, Any]:
@@ -114,7 +93,8 @@ def checkpoint(tensor: torch.Tensor) -> dict[str, Any]:
     return {"w": ShardedTensor.from_rank_offsets("w", tensor)}
 
 
-def save(out: Path) -> dict[str, str]:
+def save(rank: int, out: Path) -> None:
+    """Save in torch_dist by a persistent worker."""
     from megatron.core import dist_checkpointing
 
     out.mkdir()
@@ -127,23 +107,11 @@ def save(out: Path) -> dict[str, str]:
     calls.schedule_async_request(asked)
     calls.maybe_finalize_async_calls(blocking=True)
     calls.close()
-    return {}
 
 
-def load(out: Path) -> dict[str, bool]:
+def load(rank: int, out: Path) -> bool:
+    """Whether that loads as it was saved."""
     from megatron.core import dist_checkpointing
 
     loaded = dist_checkpointing.load(checkpoint(torch.zeros(NUMEL)), str(out))
-    return {"as saved": torch.equal(loaded["w"], torch.arange(float(NUMEL)))}
-
-
-WHAT: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "held": held,
-    "stepped": stepped,
-    "save": save,
-    "load": load,
-}
-
-
-if __name__ == "__main__":
-    main()
+    return bool(torch.equal(loaded["w"], torch.arange(float(NUMEL))))
