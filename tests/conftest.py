@@ -56,11 +56,6 @@ def pytest_configure_node(node: Any) -> None:
         atexit.register(shutil.rmtree, folder)
 
 
-def pytest_report_header() -> list[str]:
-    is_numpy_2 = _version("numpy").split(".")[0] == "2"
-    return ["NumPy 2: megatron-core before 0.16 runs with numpy2_product on both sides"] * is_numpy_2
-
-
 # Test files that `make quick` runs: the engine, the hook, in-place files, file formats, and planning.
 QUICK = """
     audit_many checksum convert_plan convert_writer durable hook in_place plan
@@ -186,12 +181,3 @@ def _no_gpu() -> str:
     import torch
 
     return "" if torch.cuda.is_available() else "needs a GPU; torch.cuda.is_available() is false here"
-
-
-def _version(distribution: str) -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"

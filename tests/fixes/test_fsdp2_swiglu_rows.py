@@ -1,7 +1,7 @@
 """fsdp2_swiglu_rows: the rows of SwiGLU under torch FSDP2 are loaded on other ranks as they were."""
 
 import inspect
-import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ IN_PLACE, MIXED = "", " of 0.18"  # as the release saves, and as those up to 0.1
 Layout = tuple[int, int, bool]  # ranks, tensor-parallel size, FSDP2
 TWO, THREE, FOUR, ALONE = (2, 1, True), (3, 1, True), (4, 2, True), (1, 1, False)
 REFUSED = "refused"
-TRUTH = "truth.json"  # the rows that the run had, beside its checkpoints
+TRUTH = "truth.pt"  # the rows that the run had, beside its checkpoints
 
 
 def saved(layout: Layout, delivery: str = "hook") -> Path:
@@ -95,22 +95,12 @@ def bug(folder: Path) -> str:
 
 def save_on(folder: Path, ranks: int, tensor_parallel: int) -> int:
     """Save in each form, and the rows beside it. Returns their number."""
-    saved = mt.results(save, ranks, folder, parallel=(tensor_parallel, 1))
-    (folder / TRUTH).write_text(json.dumps(saved))
-    return sum(map(len, whole([rank[IN_PLACE] for rank in saved]).values()))
+    return int(mt.results(save, ranks, folder, parallel=(tensor_parallel, 1))[0])
 
 
 def load_on(folder: Path, ranks: int, tensor_parallel: int, fsdp2: bool) -> dict[str, int | str]:
     """By form, the number of rows that differ from the saved run's."""
-    loaded = mt.results(load, ranks, folder, fsdp2, parallel=(tensor_parallel, 1))
-    saved = json.loads((folder / TRUTH).read_text())
-    found: dict[str, int | str] = {}
-    for form in FORMS:
-        if None in [rank[form] for rank in loaded]:
-            found[form] = REFUSED
-            continue
-        truth, own = (whole([rank[form] for rank in of_run]) for of_run in (saved, loaded))
-        found[form] = sum(int((truth[name] != own[name]).any(1).sum()) for name in truth)
+    found: dict[str, int | str] = mt.results(load, ranks, folder, fsdp2, parallel=(tensor_parallel, 1))[0]
     return found
 
 
@@ -127,13 +117,12 @@ def write_as_torch_asks() -> None:
         filesystem_async._write_item = lambda *item: write(transforms, *item[-4:], form)
 
 
-def save(rank: int, folder: Path) -> dict[str, Any]:
-    """Save a checkpoint in each form. Returns this rank's rows by form."""
+def save(rank: int, folder: Path) -> int:
+    """Save a checkpoint in each form, and the rows beside it. Returns their number."""
     from megatron.core import dist_checkpointing
 
     write_as_torch_asks()
     mlp, optimizer, state_dict = training(seed=1)
-    found: dict[str, Any] = {}
     for form in FORMS:
         checkpoint = folder / f"saved{form}"
         mt.make_folder(checkpoint)
@@ -141,17 +130,18 @@ def save(rank: int, folder: Path) -> dict[str, Any]:
         if form:
             file_as_up_to_0_18(state)
         dist_checkpointing.save(state, str(checkpoint), ("torch_dist", 1))
-        found[form] = local_rows(mlp, optimizer)
-    return found
+    found = rows(mlp, optimizer)
+    if rank == 0:
+        torch.save(found, folder / TRUTH)
+    return sum(map(len, found.values()))
 
 
 def file_as_up_to_0_18(state: dict[str, Any]) -> None:
     """Save half of each shard as rows of W, and half as rows of V."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    tensor_parallel, data_parallel = place()
-    shards = tensor_parallel[1] * data_parallel[1]
-    shard = tensor_parallel[0] * data_parallel[1] + data_parallel[0]
+    (tp, dp), sizes = place()
+    shards, shard = math.prod(sizes), tp * sizes[1] + dp
 
     def halves(factory: Any) -> Any:
         return [
@@ -168,32 +158,30 @@ def file_as_up_to_0_18(state: dict[str, Any]) -> None:
 
 
 def place() -> tuple[tuple[int, int], tuple[int, int]]:
-    """The tensor-parallel rank and size, and the data-parallel rank and size."""
+    """The tensor- and data-parallel rank, and the number of both."""
     from megatron.core import parallel_state as state
 
-    return (
-        (state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
-        (
-            state.get_data_parallel_rank(with_context_parallel=True),
-            state.get_data_parallel_world_size(with_context_parallel=True),
-        ),
-    )
+    tp, dp = state.get_tensor_model_parallel_group(), state.get_data_parallel_group(with_context_parallel=True)
+    return (tp.rank(), dp.rank()), (tp.size(), dp.size())
 
 
-def load(rank: int, folder: Path, fsdp2: bool) -> dict[str, Any]:
-    """Load as Megatron does: FSDP2 weights in place. None for a rejected checkpoint."""
+def load(rank: int, folder: Path, fsdp2: bool) -> dict[str, int | str]:
+    """Load as Megatron does: FSDP2 weights in place."""
     from megatron.core import dist_checkpointing
 
-    found: dict[str, Any] = {}
+    truth = torch.load(folder / TRUTH)
+    found: dict[str, int | str] = {}
     for form in FORMS:
         mlp, optimizer, state_dict = training(seed=2, fsdp2=fsdp2)
         try:
             dist_checkpointing.load(state_dict(), str(folder / f"saved{form}"))
-            found[form] = local_rows(mlp, optimizer)
         except BaseException as error:  # of all ranks: torch's CheckpointException, which is not an Exception
             if WHY_REFUSED not in str(error):
                 raise
-            found[form] = None
+            found[form] = REFUSED
+        else:
+            own = rows(mlp, optimizer)
+            found[form] = sum(int((truth[name] != own[name]).any(1).sum()) for name in truth)
     return found
 
 
@@ -256,29 +244,16 @@ def fully_sharded(module: Any) -> Any:
     return module
 
 
-def local_rows(mlp: Any, optimizer: Any) -> dict[str, Any]:
-    """This rank's rows, and its tensor- and data-parallel rank."""
-    weight = mlp.linear_fc1.weight
-    tensors = {FC1: weight, MOMENT: optimizer.state[weight]["exp_avg"]}
-    return {
-        "at": [rank for rank, _ in place()],
-        **{name: local_tensor(tensor).tolist() for name, tensor in tensors.items()},
-    }
-
-
 def local_tensor(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def whole(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """The full W of all tensor-parallel ranks, then the full V."""
-    in_order = [(rank["at"][0], rank) for rank in sorted(ranks, key=lambda rank: rank["at"])]
-    tensor_parallel = sorted({place for place, _ in in_order})
-    found = {}
-    for name in (FC1, MOMENT):
-        halves = [
-            torch.tensor([row for at, rank in in_order if at == place for row in rank[name]]).chunk(2)
-            for place in tensor_parallel
-        ]
-        found[name] = torch.cat([half for side in zip(*halves, strict=True) for half in side])
+def rows(mlp: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """The full W of all tensor-parallel ranks, then the full V; of the weight and of a moment."""
+    weight, found = mlp.linear_fc1.weight, {}
+    for name, tensor in {FC1: weight, MOMENT: optimizer.state[weight]["exp_avg"]}.items():
+        parts = sorted(mt.gathered((place()[0], local_tensor(tensor).tolist())))
+        of_tp = [[row for (tp, _), own in parts if tp == number for row in own] for number in range(place()[1][0])]
+        halves = zip(*(torch.tensor(own).chunk(2) for own in of_tp), strict=True)
+        found[name] = torch.cat([half for side in halves for half in side])
     return found

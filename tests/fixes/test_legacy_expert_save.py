@@ -1,9 +1,9 @@
 """legacy_expert_save: all experts are saved in `--ckpt-format torch`, each file by one rank."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -126,9 +126,11 @@ def resume(rank: int, folder: Path, *layout: int) -> tuple[str, str, list[str], 
     model, optimizer = build()
     train(model, optimizer)
     try:
-        written = noted(lambda: megatron_lm.save(checkpointing, model, args, optimizer))
+        with mock.patch("torch.save", wraps=torch.save) as saving:
+            megatron_lm.save(checkpointing, model, args, optimizer)
     except RuntimeError as error:
         return str(error), "", [], 0
+    written = [str(call.args[1]) for call in saving.call_args_list]
     own = checkpointing.get_checkpoint_name(str(folder), 1)
     by_all = [name for names in mt.gathered(written) for name in names]
     if not all(by_all.count(name) == 1 for name in mt.gathered(own)):
@@ -152,22 +154,6 @@ def arguments(folder: Path, *layout: int) -> Any:
         use_dist_ckpt=False,
         use_distributed_optimizer=True,
     )
-
-
-def noted(save: Callable[[], None]) -> list[str]:
-    """The names of the files that `torch.save` writes during a call."""
-    written, torch_save = [], torch.save
-
-    def save_and_note(what: Any, path: Any) -> None:
-        written.append(str(path))
-        torch_save(what, path)
-
-    torch.save = save_and_note
-    try:
-        save()
-    finally:
-        torch.save = torch_save
-    return written
 
 
 def build() -> tuple[Any, Any]:

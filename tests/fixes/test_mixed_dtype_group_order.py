@@ -104,24 +104,7 @@ def trained(start: int, alike: bool) -> tuple[Any, Any]:
 
 def live(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """Weights, and complete main parameters and moments, looked up as a step does, by pairs of parameter and shard."""
-    own = mt.inner(optimizer)
-    pairs = [
-        pair
-        for params, shards in (
-            (own.model_float16_groups, own.shard_fp32_from_float16_groups),
-            (own.model_fp32_groups, own.shard_fp32_groups),
-        )
-        for group in zip(params, shards, strict=True)
-        for pair in zip(*group, strict=True)
-    ]
-    states = mt.weights(model)
-    for name, param in model.named_parameters():
-        for key in ("param", "exp_avg", "exp_avg_sq"):
-            full = torch.zeros(param.numel())
-            for shard in (shard for other, shard in pairs if other is param):
-                owned = own._get_model_param_range_map(param)["param"]
-                state = shard if key == "param" else own.optimizer.state[shard][key]
-                full[owned.start : owned.end] = state.detach()
-            torch.distributed.all_reduce(full)
-            states[f"{name}.{key}"] = full
-    return states
+    from trainers import megatron_state
+
+    found = megatron_state.live(megatron_state.Run(model, optimizer, None))
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}

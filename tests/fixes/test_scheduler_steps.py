@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from explore.judged import RIGHT, SILENT, Stack, outcome
 from explore.spaces import plainer
@@ -33,7 +34,8 @@ def test_a_training_that_rolls_back_goes_on_as_it_was_saved(load: dict[str, obje
 
 
 def bug(folder: Path) -> str:
-    scheduler = mt.scheduler(1e-3, style="linear")
+    group = {"params": [torch.nn.Parameter(torch.ones(4))], "max_lr": 1e-3, "min_lr": 0.0, "wd_mult": 1.0}
+    scheduler = mt.scheduler(torch.optim.AdamW([group]))
     scheduler.step(increment=4)
     saved = scheduler.state_dict()
     scheduler.step(increment=6)

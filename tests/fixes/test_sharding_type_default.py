@@ -15,27 +15,16 @@ test_the_save_fails, test_a_resume_goes_on_bit_for_bit = proof(
 
 # Further cases
 
-FIX = "sharding_type_default"
-NEWEST = newest_affected(FIX)[1]
-EXACT = {"plain": ""}
-BUCKETS = "dp_reshardable"
-
-
-def run_plain(what: str, delivery: str, folder: Path, kind: str = "default") -> dict[str, str]:
-    return run(what, NEWEST, delivery, folder, "plain", ranks=2, kind=kind)
-
 
 @pytest.mark.slow
-def test_what_is_saved_is_dp_reshardable_to_a_run_without_the_fix(tmp_path: Path) -> None:
-    assert run_plain("save", "hook", tmp_path) == EXACT
-    assert run_plain("load", "none", tmp_path, BUCKETS) == EXACT
-    assert run_plain("load", "none", tmp_path) != EXACT
-
-
-@pytest.mark.slow
-def test_a_dp_reshardable_checkpoint_loads_by_default(tmp_path: Path) -> None:
-    assert run_plain("save", "none", tmp_path, BUCKETS) == EXACT
-    assert run_plain("load", "hook", tmp_path) == EXACT
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("hook", "none"), ("none", "hook")])
+def test_it_is_dp_reshardable_to_a_run_without_the_fix_and_from_one(
+    saved_by: str, loaded_by: str, tmp_path: Path
+) -> None:
+    version, kinds = newest_affected("sharding_type_default")[1], {"hook": "default", "none": "dp_reshardable"}
+    for what, delivery in (("save", saved_by), ("load", loaded_by)):
+        found = run(what, version, delivery, tmp_path, "plain", ranks=2, kind=kinds[delivery])
+        assert found == {"plain": ""}
 
 
 # What the ranks run

@@ -1,6 +1,6 @@
 """Convert checkpoint folders with DeepSpeed's converter, imported; print the error of each, as JSON.
 
-    convert.py INPUT... [--output FOLDER] [--workers 2] [--start-method fork] [--handed-over]
+    convert.py INPUT... [--output FOLDER] [--start-method fork] [--handed-over]
 
 INPUT/… is converted to FOLDER/<name of INPUT's parent>. Errors of pool workers are raised in this program. With
 --handed-over, the fix universal_converter may hand over to ours, as for a user.
@@ -14,9 +14,9 @@ from pathlib import Path
 from trainers.deepspeed_training import convert_by_upstream
 
 
-def convert(source: Path, output: Path, workers: int, *, handed_over: bool = False) -> str:
+def convert(source: Path, output: Path, *, handed_over: bool = False) -> str:
     try:
-        convert_by_upstream(0, source, output, workers, handed_over=handed_over)
+        convert_by_upstream(0, source, output, handed_over=handed_over)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -26,7 +26,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("inputs", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--start-method", default="fork")
     parser.add_argument("--handed-over", action="store_true")
     args = parser.parse_args()
@@ -34,7 +33,7 @@ def main() -> None:
     outcome = {}
     for source in args.inputs:
         output = args.output / source.parent.name
-        outcome[source.parent.name] = convert(source, output, args.workers, handed_over=args.handed_over)
+        outcome[source.parent.name] = convert(source, output, handed_over=args.handed_over)
     print("\n" + json.dumps(outcome))
 
 

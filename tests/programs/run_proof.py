@@ -4,7 +4,7 @@ Prints a line of JSON: the error, if any. `--odd` makes the loaded run differ fr
 with a scheduler that has taken some steps, `position` changes the consumed samples during the load, `no_scheduler`
 loads no scheduler and steps it.
 
-    run_proof.py save|load OUT [--ranks 2] [--tp 1] [--ep 1] [--odd scheduler|position|no_scheduler] [--no-rng]
+    run_proof.py save|load OUT [--ranks 2] [--tp 1] [--ep 1] [--odd scheduler|position|no_scheduler]
 """
 
 import argparse
@@ -26,7 +26,7 @@ ITERATION = 3
 
 
 def main() -> None:
-    options = parsed({"what": str, "out": Path}, ranks=2, tp=1, ep=1, odd="", no_rng=False)
+    options = parsed({"what": str, "out": Path}, ranks=2, tp=1, ep=1, odd="")
     megatron_lm.import_training()
     error = ""
     try:
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def begin(options: argparse.Namespace) -> megatron_lm.Run:
-    return megatron_lm.begin(options.out / "run", options.tp, options.ep, no_load_rng=options.no_rng)
+    return megatron_lm.begin(options.out / "run", options.tp, options.ep)
 
 
 def save(rank: int, options: argparse.Namespace) -> None:

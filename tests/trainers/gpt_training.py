@@ -129,13 +129,10 @@ def of_mup(config: Any) -> Any:
 
 
 def scheduler(optimizer: Any, options: Options) -> Any:
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    return OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=rate(options), min_lr=RATE / 10, lr_warmup_steps=2 * SEQUENCES,
-        lr_decay_steps=20 * SEQUENCES, lr_decay_style="linear", start_wd=DECAY, end_wd=2 * DECAY,
-        wd_incr_steps=20 * SEQUENCES, wd_incr_style="linear", use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=bool(options.get("override")),
+    return mt.scheduler(
+        optimizer, max_lr=rate(options), min_lr=RATE / 10, lr_warmup_steps=2 * SEQUENCES,
+        lr_decay_steps=20 * SEQUENCES, start_wd=DECAY, end_wd=2 * DECAY, wd_incr_steps=20 * SEQUENCES,
+        wd_incr_style="linear", override_opt_param_scheduler=bool(options.get("override")),
     )  # fmt: skip
 
 

@@ -133,8 +133,6 @@ class Run:
 
 def begin(folder: Path, tensor: int = 1, expert: int = 1, *, ckpt_format: str = "torch_dist", **more: Any) -> Run:
     """Start Megatron-LM, which saves to a folder and loads from it, unless the arguments name others."""
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
     checkpointing = import_training()
     more = {"use_distributed_optimizer": True, "bf16": True, **more}
     args = arguments(folder, tensor, expert, ckpt_format=ckpt_format, use_dist_ckpt=ckpt_format != "torch", **more)
@@ -143,8 +141,6 @@ def begin(folder: Path, tensor: int = 1, expert: int = 1, *, ckpt_format: str = 
     checkpointing.get_args = lambda: args
     checkpointing.update_num_microbatches = lambda **_: None  # its schedule is not set up here
     model, optimizer = mt.build(settings={"min_lr": 1e-4})
-    scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-4, lr_warmup_steps=4, lr_decay_steps=80, lr_decay_style="linear",
-        start_wd=0.1, end_wd=0.1, wd_incr_steps=80, wd_incr_style="constant",
-    )  # fmt: skip
+    bounds = {"max_lr": 1e-2, "min_lr": 1e-4, "lr_warmup_steps": 4, "use_checkpoint_opt_param_scheduler": True}
+    scheduler = mt.scheduler(optimizer, **bounds)
     return Run(checkpointing, args, model, optimizer, scheduler)

@@ -460,24 +460,13 @@ def one_weight(tensor: torch.Tensor) -> dict[str, Any]:
     return {"weight": ShardedTensor.from_rank_offsets("weight", tensor)}
 
 
-def scheduler(rate: float, *, style: str = "constant", override: bool = False) -> Any:
-    """The learning-rate scheduler of an optimizer of torch's."""
+def scheduler(optimizer: Any, **settings: Any) -> Any:
+    """Megatron's scheduler of the learning rate and the weight decay."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    least = rate if style == "constant" else 0.0
-    group = {"params": [torch.nn.Parameter(torch.ones(4))], "max_lr": rate, "min_lr": least, "wd_mult": 1.0}
-    return OptimizerParamScheduler(
-        torch.optim.AdamW([group]),
-        init_lr=0.0,
-        max_lr=rate,
-        min_lr=least,
-        lr_warmup_steps=0,
-        lr_decay_steps=80,
-        lr_decay_style=style,
-        start_wd=0.1,
-        end_wd=0.1,
-        wd_incr_steps=80,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=override,
-    )
+    plain = {
+        "init_lr": 0.0, "max_lr": 1e-3, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 80,
+        "lr_decay_style": "linear", "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 80, "wd_incr_style": "constant",
+        "use_checkpoint_opt_param_scheduler": False, "override_opt_param_scheduler": False,
+    }  # fmt: skip
+    return OptimizerParamScheduler(optimizer, **{**plain, **settings})

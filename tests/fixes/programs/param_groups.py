@@ -14,12 +14,13 @@ With `--stages` there are two pipeline stages, the second of which starts with a
 a norm and a layer.
 
 Prints for each RUN a list by rank: the groups with parameters, by the parameters' names, after the load and at the end
-of the schedule; or the error. Up to 0.8 there is no scheduler in megatron-core, and none here.
+of the schedule; or the error.
 """
 
 import argparse
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ STEPS, SCHEDULE = 3, 20
 SHOWN = ("wd_mult", "max_lr", "min_lr", "start_wd", "end_wd", "eps", "lr", "weight_decay", "step")
 
 Run = dict[str, Any]
-Made = tuple[Any, Any, Any]  # model, optimizer, scheduler
 
 
 def main() -> None:
@@ -44,119 +44,99 @@ def main() -> None:
     parser.add_argument("--optimizer", default="distributed")
     options = parser.parse_args()
     ranks = 2 if options.stages else 1
-    mt.spawn(worker, ranks, options, pipeline_parallel=ranks)
+    found = mt.results(worker, ranks, options, parallel=(1, ranks))
+    print(json.dumps([list(of_ranks) for of_ranks in zip(*found, strict=True)]))
 
 
-def worker(rank: int, options: argparse.Namespace) -> None:
+def worker(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     mt.use_inner_optimizer("fused")
-    found = [outcome(rank, options, run) for run in options.runs]
-    everyone = mt.gathered(found)
-    if rank == 0:
-        print(json.dumps([list(of_ranks) for of_ranks in zip(*everyone, strict=True)]))
+    return [outcome(rank, options, run) for run in options.runs]
 
 
 def outcome(rank: int, options: argparse.Namespace, run: Run) -> dict[str, Any]:
-    said = Said()
-    logging.getLogger("megatron.core.optimizer.optimizer").addHandler(said)
+    said: list[str] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("megatron.core.optimizer.optimizer")
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
     try:
-        do = {"save": save, "load": load, "train": train}[run["do"]]
-        return {**do(rank, options, run), "warnings": said.lines}
+        return {**done(rank, options, run), "warnings": said}
     except Exception as error:  # the tests check it
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
-        logging.getLogger("megatron.core.optimizer.optimizer").removeHandler(said)
+        logger.removeHandler(handler)
 
 
-class Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def train(rank: int, options: argparse.Namespace, run: Run) -> dict[str, Any]:
-    made = build(rank, options, run)
-    tell_all_groups(run, *made[1:])
-    take_steps(*made)
-    return groups_now_and_at_the_end(*made)
-
-
-def save(rank: int, options: argparse.Namespace, run: Run) -> dict[str, Any]:
-    made = build(rank, options, run)
-    take_steps(*made)
-    write(options, run["name"], made)
-    return groups_now_and_at_the_end(*made)
-
-
-def write(options: argparse.Namespace, name: str, made: Made) -> None:
-    state = sharded(options, made, is_loading=False)
-    mt.write(state, options.folder / name, mt.sharded_backend(options.format))
-
-
-def load(rank: int, options: argparse.Namespace, run: Run) -> dict[str, Any]:
-    from megatron.core import dist_checkpointing
-
-    made = build(rank, options, run)
-    wanted = sharded(options, made, is_loading=True)
-    loaded = dist_checkpointing.load(wanted, str(options.folder / run["name"]))
-    _, optimizer, scheduler = made
-    parts = [(optimizer, loaded["optimizer"]), *([(scheduler, loaded["scheduler"])] if scheduler else [])]
-    for part, state in reversed(parts) if run.get("scheduler_first") else parts:
-        part.load_state_dict(state)
-    tell_all_groups(run, optimizer, scheduler)
-    if "resave" in run:
-        write(options, run["resave"], made)
-    return groups_now_and_at_the_end(*made)
-
-
-def build(rank: int, options: argparse.Namespace, run: Run) -> Made:
-    lr = run.get("lr", 1e-3)
-    settings = {
-        "lr": lr,
-        "min_lr": run.get("min_lr", lr / 10),
-        "use_distributed_optimizer": options.optimizer == "distributed",
-    }
-    if "decoupled_lr" in run:
-        settings.update(decoupled_lr=run["decoupled_lr"], decoupled_min_lr=run["decoupled_lr"] / 10)
-    second = options.stages and rank == 1
-
-    def network(config: Any, dtype: torch.dtype, native_fp32: bool) -> Any:
-        return stage(config, dtype, second=second)
-
-    overrides = mup_overrides if run.get("mup") else None
-    if "group_weight_decay" in run:
-
-        def overrides(config: Any) -> Any:
-            return weight_decay_overrides(config, run["group_weight_decay"])
-
-    model, optimizer = mt.build(make_model=network, settings=settings, overrides=overrides)
-    return model, optimizer, schedule(optimizer, settings, run)
-
-
-def mup_overrides(config: Any) -> Any:
-    from megatron.core.optimizer import get_mup_config_overrides, get_standard_config_overrides
-
-    of_mup = get_mup_config_overrides(config=config, mup_width_mult=4.0, optimizer_type="adam")
-    return {**get_standard_config_overrides(config), **of_mup}
-
-
-def weight_decay_overrides(config: Any, weight_decay: float) -> Any:
-    from megatron.core.optimizer import ParamKey, get_standard_config_overrides
-
-    key = ParamKey(attr="is_embedding_or_output_parameter")
-    return {**get_standard_config_overrides(config), key: {"start_wd": weight_decay, "end_wd": weight_decay}}
-
-
-def tell_all_groups(run: Run, optimizer: Any, scheduler: Any) -> None:
-    if "bounds_of_all" in run:
+def done(rank: int, options: argparse.Namespace, run: Run) -> dict[str, Any]:
+    """The groups of a run, now and at the end of its schedule."""
+    model, optimizer, scheduler = made = build(rank, options, run)
+    if run["do"] == "load":
+        load(options, run, *made)
+    if run["do"] != "save" and "bounds_of_all" in run:
         for group in optimizer.param_groups:
             group["max_lr"] = group["min_lr"] = run["bounds_of_all"]
         scheduler.step(increment=0)
+    if run["do"] != "load":
+        for iteration in range(STEPS):
+            mt.step(model, optimizer, iteration)
+            scheduler.step(increment=BATCH)
+    if name := run["name"] if run["do"] == "save" else run.get("resave"):
+        state = sharded(options, *made, is_loading=False)
+        mt.write(state, options.folder / name, mt.sharded_backend(options.format))
+    now = groups(model, optimizer)
+    scheduler.step(increment=2 * SCHEDULE * BATCH)
+    return {"now": now, "end": groups(model, optimizer)}
 
 
-def stage(config: Any, dtype: torch.dtype, *, second: bool) -> Any:
+def load(options: argparse.Namespace, run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
+    from megatron.core import dist_checkpointing
+
+    wanted = sharded(options, model, optimizer, scheduler, is_loading=True)
+    loaded = dist_checkpointing.load(wanted, str(options.folder / run["name"]))
+    parts = [(optimizer, loaded["optimizer"]), (scheduler, loaded["scheduler"])]
+    for part, state in reversed(parts) if run.get("scheduler_first") else parts:
+        part.load_state_dict(state)
+
+
+def build(rank: int, options: argparse.Namespace, run: Run) -> tuple[Any, Any, Any]:
+    """The model, its optimizer and its scheduler."""
+    lr = run.get("lr", 1e-3)
+    bounds = {"lr": lr, "min_lr": run.get("min_lr", lr / 10)}
+    settings = {**bounds, "use_distributed_optimizer": options.optimizer == "distributed"}
+    if "decoupled_lr" in run:
+        settings |= {"decoupled_lr": run["decoupled_lr"], "decoupled_min_lr": run["decoupled_lr"] / 10}
+    overrides = partial(overridden, run) if {"mup", "group_weight_decay"} & run.keys() else None
+    make_model = partial(stage, second=options.stages and rank == 1)
+    model, optimizer = mt.build(make_model=make_model, settings=settings, overrides=overrides)
+    start_wd, end_wd = run.get("weight_decay", (0.1, 0.1))
+    scheduler = mt.scheduler(
+        optimizer,
+        max_lr=bounds["lr"],
+        min_lr=bounds["min_lr"],
+        lr_warmup_steps=BATCH,
+        lr_decay_steps=SCHEDULE * BATCH,
+        lr_decay_style="cosine",
+        start_wd=start_wd,
+        end_wd=end_wd,
+        wd_incr_steps=SCHEDULE * BATCH,
+        wd_incr_style="constant" if start_wd == end_wd else "linear",
+        use_checkpoint_opt_param_scheduler=run.get("keep") == "checkpoint",
+        override_opt_param_scheduler=run.get("keep") == "override",
+    )
+    return model, optimizer, scheduler
+
+
+def overridden(run: Run, config: Any) -> Any:
+    from megatron.core.optimizer import ParamKey, get_mup_config_overrides, get_standard_config_overrides
+
+    if "mup" in run:
+        own = get_mup_config_overrides(config=config, mup_width_mult=4.0, optimizer_type="adam")
+    else:
+        bounds = {"start_wd": run["group_weight_decay"], "end_wd": run["group_weight_decay"]}
+        own = {ParamKey(attr="is_embedding_or_output_parameter"): bounds}
+    return {**get_standard_config_overrides(config), **own}
+
+
+def stage(config: Any, dtype: torch.dtype, native_fp32: bool, *, second: bool) -> Any:
     from megatron.core.transformer.module import MegatronModule
 
     class Stage(MegatronModule):
@@ -182,51 +162,12 @@ def stage(config: Any, dtype: torch.dtype, *, second: bool) -> Any:
     return Stage().to(dtype)
 
 
-def schedule(optimizer: Any, settings: dict[str, Any], run: Run) -> Any:
-    try:
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-    except ImportError:  # up to 0.8 it is in megatron.training
-        return None
-    start_wd, end_wd = run.get("weight_decay", (0.1, 0.1))
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=settings["lr"],
-        min_lr=settings["min_lr"],
-        lr_warmup_steps=BATCH,
-        lr_decay_steps=SCHEDULE * BATCH,
-        lr_decay_style="cosine",
-        start_wd=start_wd,
-        end_wd=end_wd,
-        wd_incr_steps=SCHEDULE * BATCH,
-        wd_incr_style="constant" if start_wd == end_wd else "linear",
-        use_checkpoint_opt_param_scheduler=run.get("keep") == "checkpoint",
-        override_opt_param_scheduler=run.get("keep") == "override",
-    )
-
-
-def take_steps(model: Any, optimizer: Any, scheduler: Any) -> None:
-    for iteration in range(STEPS):
-        mt.step(model, optimizer, iteration)
-        if scheduler:
-            scheduler.step(increment=BATCH)
-
-
-def sharded(options: argparse.Namespace, made: Made, *, is_loading: bool) -> dict[str, Any]:
-    model, optimizer, scheduler = made
-    if options.optimizer == "distributed":
-        state = mt.sharded_state_dict(options.format, model, optimizer, is_loading=is_loading)
-    else:
-        of_model = model.sharded_state_dict()
-        state = {"model": of_model, "optimizer": optimizer.sharded_state_dict(of_model, is_loading=is_loading)}
-    return {**state, **({"scheduler": scheduler.state_dict()} if scheduler else {})}
-
-
-def groups_now_and_at_the_end(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    now = groups(model, optimizer)
-    if scheduler:
-        scheduler.step(increment=2 * SCHEDULE * BATCH)
-    return {"now": now, "end": groups(model, optimizer)}
+def sharded(
+    options: argparse.Namespace, model: Any, optimizer: Any, scheduler: Any, *, is_loading: bool
+) -> dict[str, Any]:
+    name = options.format if options.optimizer == "distributed" else "default"
+    state = mt.sharded_state_dict(name, model, optimizer, is_loading=is_loading)
+    return {**state, "scheduler": scheduler.state_dict()}
 
 
 def groups(model: Any, optimizer: Any) -> dict[str, Any]:
