@@ -3,7 +3,6 @@
 `python forks.py MODULE...` imports the modules, and runs the programs that its standard input names, a line each.
 """
 
-import atexit
 import contextlib
 import json
 import multiprocessing
@@ -14,19 +13,29 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 # Variables that programs read at run time, and no import reads.
 PER_RUN = ("MASTER_PORT", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-PARENT = os.getpid()
-AT_ONCE = 6  # the servers of a test process, a quarter of a gigabyte each
-_servers: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], "subprocess.Popen[str]"] = {}
+AT_ONCE = 6  # the servers of a test process, a quarter of a gigabyte each; they end when it closes their input
+_servers: dict[Any, "subprocess.Popen[str]"] = {}
 
 
 def run(
     argv: Sequence[str], environment: Mapping[str, str], timeout: float, modules: Sequence[str]
 ) -> "subprocess.CompletedProcess[str] | None":
     """Run a program like `subprocess.run`, with modules imported. Returns None if their import fails."""
-    server = _server(tuple(modules), tuple(sorted((k, v) for k, v in environment.items() if k not in PER_RUN)))
+    kept = {name: value for name, value in environment.items() if name not in PER_RUN}
+    key = json.dumps([[*modules], sorted(kept.items())])
+    if key not in _servers and len(_servers) >= AT_ONCE:
+        oldest = _servers.pop(next(iter(_servers)))
+        os.killpg(oldest.pid, signal.SIGKILL)  # an interpreter with torch takes seconds to end by itself
+        oldest.wait()
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    server = _servers.pop(key, None) or subprocess.Popen(
+        [sys.executable, __file__, *modules], env=kept, cwd="/", text=True, start_new_session=True, **pipes
+    )
+    _servers[key] = server  # the last one that was used is the last to end
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         with contextlib.suppress(BrokenPipeError):
             request = [timeout, argv, os.getcwd(), dict(environment), out.name, err.name]
@@ -35,37 +44,6 @@ def run(
         if answer == "null\n":
             raise subprocess.TimeoutExpired(argv, timeout, out.read(), err.read())
         return subprocess.CompletedProcess([*argv], int(answer), out.read(), err.read()) if answer else None
-
-
-def _server(modules: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> "subprocess.Popen[str]":
-    server = _servers.pop((modules, environment), None)
-    if server is None:
-        if len(_servers) >= AT_ONCE:
-            _end(_servers.pop(next(iter(_servers))))
-        server = subprocess.Popen(
-            [sys.executable, __file__, *modules],
-            env=dict(environment),
-            cwd="/",
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    _servers[modules, environment] = server  # the last one that was used is the last to end
-    return server
-
-
-def _end(server: "subprocess.Popen[str]") -> None:
-    """End a server at once: an interpreter with torch takes seconds to end by itself."""
-    os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
-
-
-@atexit.register
-def _end_all() -> None:
-    for server in _servers.values() if os.getpid() == PARENT else ():  # no fork of this process ends them
-        _end(server)
 
 
 def serve(modules: Sequence[str]) -> None:

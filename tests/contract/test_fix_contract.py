@@ -4,8 +4,8 @@ What one fix does is in its proof, tests/fixes/test_NAME.py.
 """
 
 import ast
-import importlib.util
 import re
+import runpy
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,7 @@ def forms() -> Iterator[Any]:
 
 
 FORMS = list(forms())
-
-
-def is_delivered(fix: object) -> bool:
-    """Whether the hook and `apply` deliver a fix; others are only in patches for upstream."""
-    return not edits.is_for_upstream_alone(str(fix))
+DELIVERED = [form for form in FORMS if not edits.is_for_upstream_alone(form.values[0])]
 
 
 def tree_for(fix: str, version: str) -> Path:
@@ -120,13 +116,8 @@ def test_a_fix_has_a_proof_without_it_and_with_it(name: str) -> None:
 
 def collected(file: Path) -> list[tuple[list[str], list[str]]]:
     """The releases and the deliveries of each test of a proof that has both."""
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     found = []
-    for test in (value for name, value in vars(module).items() if name.startswith("test_")):
+    for test in (value for name, value in runpy.run_path(str(file)).items() if name.startswith("test_")):
         marks = {mark.args[0]: mark.args[1] for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"}
         if {"version", "delivery"} <= marks.keys():
             found.append(([getattr(one, "values", (one,))[0] for one in marks["version"]], [*marks["delivery"]]))
@@ -194,20 +185,16 @@ def check_no_match(result: plan.FixResult, root: Path) -> None:
 def looked_for(edit: fixes.Edit, in_source: Source, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The functions and classes of a file that an edit finds by name."""
     found: set[str] = set()
-
-    def noted(method: str) -> None:
-        original = getattr(Source, method)
-
-        def call(source: Source, wanted: Any, *more: Any) -> Any:
-            there = original(source, wanted, *more)
-            found.update([wanted] if isinstance(wanted, str) else [])
-            return there
-
-        patched.setattr(Source, method, call)
-
     with monkeypatch.context() as patched:
         for method in ("function", "class_named", "insert_function_before"):
-            noted(method)
+            original = getattr(Source, method)
+
+            def noted(source: Source, wanted: Any, *more: Any, original: Any = original) -> Any:
+                there = original(source, wanted, *more)
+                found.update([wanted] if isinstance(wanted, str) else [])
+                return there
+
+            patched.setattr(Source, method, noted)
         in_source.request(edit.function)
     return found
 
@@ -261,7 +248,7 @@ def test_a_fork_with_a_part_of_a_fix_is_completed_or_left_alone(name: str, versi
         Path(source.path).write_bytes(whole[module])
 
 
-@pytest.mark.parametrize(("name", "version"), [form for form in FORMS if is_delivered(form.values[0])])
+@pytest.mark.parametrize(("name", "version"), DELIVERED)
 def test_apply_is_idempotent_and_revert_restores_every_byte(name: str, version: str, tmp_path: Path) -> None:
     package = fixes.package_of(name)
     copy = edits.copy_of(tree_for(name, version), name, tmp_path)
@@ -277,17 +264,13 @@ def test_apply_is_idempotent_and_revert_restores_every_byte(name: str, version: 
     assert contents(copy) == before
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not is_delivered(name)])
-def test_what_is_only_for_upstream_is_not_delivered(name: str, tmp_path: Path) -> None:
-    root = tree(*newest_affected(name))
-    assert edits.plan(root, name, for_upstream=True)[1].files
-    assert not plan_tree(str(root), fixes.package_of(name), [name]).files
-    assert rewrite.apply(str(edits.copy_of(root, name, tmp_path)), fixes.package_of(name), [name]).files == {}
-
-
 @pytest.mark.parametrize(("name", "version"), in_the_newest())
 def test_a_tree_with_the_patch_for_upstream_is_no_mismatch(name: str, version: str, tmp_path: Path) -> None:
-    copy = edits.copy_of(tree_for(name, version), name, tmp_path)
+    """What is only for upstream is not delivered: neither the hook nor `apply` makes it."""
+    package, copy = fixes.package_of(name), edits.copy_of(tree_for(name, version), name, tmp_path)
+    if edits.is_for_upstream_alone(name):
+        assert not plan_tree(str(copy), package, [name]).files
+        assert rewrite.apply(str(copy), package, [name]).files == {}
     edits.write(edits.plan(copy, name, for_upstream=True)[1])
     assert edits.plan(copy, name)[0].outcome is not Outcome.NO_MATCH
     assert edits.plan(copy, name, for_upstream=True)[0].outcome is Outcome.NOT_NEEDED
