@@ -8,7 +8,7 @@ apex is on no package index. `CKPT_PATCHES_TEST_APEX` names a checkout, which is
 that need apex are skipped.
 
 Of torch, only the installed release runs. Its tree has links to its files, but for those that fixes edit, which are
-copies. The trees of other releases have only these files, and the fixes are planned on them; `make stacks` runs them.
+copies. `make stacks` runs others.
 """
 
 import atexit
@@ -24,7 +24,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -161,11 +160,6 @@ def checkout(distribution: str) -> Path | None:
     if name and not Path(name).is_dir():
         raise ValueError(f"{variable}: expected a checkout, found no folder {name}; clone upstream there")
     return Path(name).resolve() if name else None
-
-
-def is_available(distribution: str) -> bool:
-    """Whether its releases can be installed, or a checkout is named."""
-    return distribution not in CHECKOUT_VARIABLES or checkout(distribution) is not None
 
 
 def all_releases() -> bool:
@@ -361,11 +355,10 @@ def _linked_torch() -> Path:
     return once("torch", make)
 
 
-def tree_name(distribution: str, version: str, python: str = "") -> str:
-    """The name of a release's folder; with the Python version (by default, of this Python) for compiled packages."""
+def tree_name(distribution: str, version: str) -> str:
+    """The name of a release's folder; with this Python's version for compiled packages."""
     name = f"{distribution}-{version}"
-    python = python or f"{sys.version_info.major}.{sys.version_info.minor}"
-    return f"{name}-py{python}" if distribution in COMPILED else name
+    return f"{name}-py{sys.version_info.major}.{sys.version_info.minor}" if distribution in COMPILED else name
 
 
 def trees() -> Path:
@@ -382,9 +375,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _install(distribution: str, version: str, folder: Path) -> None:
-    if distribution == "torch":
-        _install_edited_files_of_torch(version, folder)
-        return
+    """Install into a temporary folder beside `folder`, and rename it when complete."""
     options = ["--no-deps"]
     if distribution == "deepspeed":  # a source distribution whose setup imports torch
         options.append("--no-build-isolation")
@@ -396,58 +387,19 @@ def _install(distribution: str, version: str, folder: Path) -> None:
         systems = (f"manylinux_2_{glibc}_x86_64" for glibc in (31, 39))
         options += ["--python-version", "3.12", "--only-binary=:all:", *(f"--platform={system}" for system in systems)]
     environment = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "CKPT_PATCHES": "off"}
-    _pip_install(sys.executable, [*options, f"{distribution}=={version}"], folder, environment)
-
-
-def _install_edited_files_of_torch(version: str, folder: Path) -> None:
-    """Only the files that fixes edit, from a wheel of gigabytes."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        options = ["--python-version", "3.11", "--dest", temporary, f"torch=={version}"]
-        done = subprocess.run([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        target, what = Path(temporary, "tree"), f"{distribution}=={version}"
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(target)]
+        done = subprocess.run(
+            [*command, *options, what], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         if done.returncode != 0:
-            raise RuntimeError(f"torch {version} could not be downloaded; pip said:\n{_tail(done.stdout)}")
-        (wheel,) = Path(temporary).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            wanted = re.compile(r"torch/(distributed/checkpoint/.*|version)\.py")
-            archive.extractall(Path(temporary, "tree"), [n for n in archive.namelist() if wanted.fullmatch(n)])
-        os.rename(Path(temporary, "tree"), folder)
-
-
-def _pip_install(python: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
-    """Install with a Python's pip into a temporary folder beside `folder`, and rename it when complete."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
-        target = Path(temporary, "tree")
-        command = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(target), *arguments]
-        done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        if done.returncode != 0:
-            what = " ".join(argument for argument in arguments if not argument.startswith("-"))
             raise RuntimeError(
                 f"{what} could not be installed into {folder} (pip's exit status {done.returncode}); "
                 f"install it there by hand, or give its reason in {__file__}. pip said:\n{_tail(done.stdout)}"
             )
         os.chmod(target, 0o755)
         os.rename(target, folder)
-
-
-def torch_folder(version: str) -> Path:
-    """The folder with torch for another Python ("3.12") and the upstream packages' dependencies."""
-    return trees() / f"python-{version}-torch-{INSTALLED_TORCH}"
-
-
-def install_torch(version: str, python: str) -> None:
-    """Install `torch_folder` with its Python, unless it exists. Takes minutes and gigabytes.
-
-    Raises:
-        RuntimeError: pip could not install it; its last lines are in the message.
-    """
-    asked = [line.partition(";") for line in metadata.requires("training-checkpoint-patches") or []]
-    needs = [name.strip() for name, _, marker in asked if re.fullmatch(r"""\s*extra == ['"]deepspeed['"]""", marker)]
-    folder = torch_folder(version)
-    with _locked(folder):
-        if not folder.is_dir():
-            environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-            _pip_install(python, [f"torch=={INSTALLED_TORCH}", *needs], folder, environment)
 
 
 def in_place(tree: Path, fixes: Sequence[str] = ()) -> Path:

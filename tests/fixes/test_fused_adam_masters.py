@@ -13,9 +13,6 @@ test_the_first_step_after_a_resume_moves_weights_by_more_than_a_step, test_a_res
 )
 
 
-# Further cases
-
-
 # What the ranks run
 
 LR = 1e-4

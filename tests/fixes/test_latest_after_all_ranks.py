@@ -20,7 +20,6 @@ test_latest_names_a_checkpoint_that_a_killed_rank_has_not_written, test_latest_n
 
 # Further cases
 
-
 FIX = "latest_after_all_ranks"
 
 NEWEST = newest_affected(FIX)[1]

@@ -17,7 +17,6 @@ test_tensors_are_those_of_a_later_step, test_all_tensors_are_those_of_the_save =
 
 # Further cases
 
-
 STATE, SLACK = 64 << 20, 24 << 20  # bytes: the saved state, and a trainer's other allocations
 STATE_TENSORS = 16
 

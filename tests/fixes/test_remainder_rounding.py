@@ -13,9 +13,6 @@ test_main_parameters_are_others_after_a_load, test_main_parameters_are_the_saved
 )
 
 
-# Further cases
-
-
 # What the ranks run
 
 NUMEL = 2**22

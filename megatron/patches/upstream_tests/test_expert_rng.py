@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.training import checkpointing
 
 
@@ -104,9 +103,3 @@ def test_states_of_another_layout_are_ignored(monkeypatch, capsys, dp_size, ep, 
     own = run_of(monkeypatch, 0, dp_size, ep=ep, ckpt_format=ckpt_format)
     assert to_load(own, 2, *saved) is None
     assert "RNG state will be ignored" in capsys.readouterr().out
-
-
-def test_a_local_checkpoint_keeps_one_state_a_rank(monkeypatch):
-    own = checkpointing.rng_state_of_all_ranks(run_of(monkeypatch, 1, 2, ep=2))
-    assert isinstance(own, ShardedObject)
-    assert (own.global_shape, own.replica_id) == ((1, 1), 1)
