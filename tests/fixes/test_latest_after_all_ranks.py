@@ -35,7 +35,8 @@ def of_whole_save(out: Path, differs: dict[int, dict[str, str]]) -> list[str]:
     port = free_port()
 
     def one(rank: int) -> str:
-        on: dict[str, Any] = {"version": NEWEST, "delivery": "hook", "env": differs.get(rank, {})}
+        # An interpreter of its own: a fork server runs one program at a time.
+        on: dict[str, Any] = {"version": NEWEST, "delivery": "hook", "env": differs.get(rank, {}), "imports": ()}
         return str(called(__file__, "save_whole", rank, port, folder=out, **on))
 
     with ThreadPoolExecutor(2) as pool:
