@@ -1,6 +1,7 @@
 """latest_after_all_ranks: `latest` names a checkpoint only after all ranks have written theirs."""
 
 import contextlib
+import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -124,16 +125,16 @@ def die(state: object, path: str, *args: object, **keywords: object) -> None:
     os._exit(3)
 
 
-def save_whole(folder: Path, rank: int, port: int) -> str:
-    """Save as one of two ranks. Returns its error."""
+def save_whole(folder: Path, rank: int, port: int) -> None:
+    """Save as one of two ranks, and print its error."""
     dt.prepare()
     dt.join(rank, RANKS, RANKS, port)
-    run = dt.engine_of("stage1", RANKS, universal=False)
+    run, error = dt.engine_of("stage1", RANKS, universal=False), ""
     time.sleep(float(os.environ.get("LATE_BY", "0")))
     try:
         run.save_checkpoint(str(folder), tag=WHOLE)
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
-    finally:
-        time.sleep(patience(1))  # rank 0 holds the store, which the other rank reads at the same time
-    return ""
+    except RuntimeError as raised:
+        error = str(raised).splitlines()[0]
+    print(f"\n{json.dumps(error)}", flush=True)
+    time.sleep(patience(1))  # rank 0 holds the store, which the other rank reads at the same time
+    os._exit(0)  # as a job with a failed rank ends
