@@ -36,15 +36,6 @@ ZEROS, ANOTHERS, MISSING, NOT_SAVED, INCOMPLETE = "zeros", "another's", "missing
 SHARED, OTHER = "in another's memory", "other values"
 
 
-class Total(NamedTuple):
-    """The sums of a state over all ranks, including replicas, or in a checkpoint's files."""
-
-    numel: int
-    value: int  # modulo 2^64
-    whole: int  # elements of the full parameter here
-    dtype: str = ""
-
-
 class Difference(NamedTuple):
     """A state that differs from the saved one."""
 
@@ -109,70 +100,56 @@ def _shortened(lines: list[str]) -> list[str]:
     return lines if more <= 0 else [*lines[:LINES], f"  and {more:,} more"]
 
 
-def together(verdicts: Sequence[Verdict]) -> Verdict:
-    """Merge the results of several comparisons of states."""
-    return Verdict(
-        [key for own in verdicts for key in own.verified],
-        [one for own in verdicts for one in own.differences],
-        {what: why for own in verdicts for what, why in own.not_verified.items()},
-        any(own.missed for own in verdicts),
-    )
-
-
 def judge(
     record: Record,
-    totals: Mapping[Key, Total],
+    found: Mapping[Key, State],
     left_out: Mapping[str, str],
     *,
+    in_files: bool = False,
     here: str = "the run",
     saved: str = "the checkpoint's fingerprint",
-    by_name: bool = False,
 ) -> Verdict:
     """Compare states with those of a record.
 
     Args:
         record: of the checkpoint.
-        totals: the states of the run, or in the files.
+        found: the sums over all ranks and replicas of the run, or the states in the files.
         left_out: what has no fingerprint there, and the reasons.
+        in_files: whether the states are of files. Only the names in `left_out` can be missing there. In a run, what is
+            of no parameter, such as an optimizer that is not known, may have had any state.
         here, saved: names of the two sides, for messages.
-        by_name: whether only the names in `left_out` can be missing; else what is of no parameter, such as an
-            optimizer that is not known, may have had any state.
     """
     verified, differences = [], []
     not_verified = {**record.left_out, **left_out}
-    held = {parameter for parameter, _ in totals}
+    held = {parameter for parameter, _ in found}
     parameters = held | {parameter for parameter, _ in record.states}
 
     def absent(left: Mapping[str, str]) -> Callable[[Key], bool]:
         """Whether a state is missing, not what one side could not read, or what may have been in that."""
         names = {what for what, why in left.items() if why not in (NOT_ALIKE, NOWHERE)}
         of_none = (not what.startswith(BUFFER) and what.split(" ")[0] not in parameters for what in names)
-        may_be_any = not by_name and any(of_none)
+        may_be_any = not in_files and any(of_none)
         return lambda key: not (may_be_any or key[0] in names or " ".join(key) in names)
 
     is_absent, was_absent = absent(left_out), absent(record.left_out)
     for key, state in record.states.items():
-        total = totals.get(key)
-        if total is None:
+        own = found.get(key)
+        if own is None:
             if is_absent(key):
                 what = "state" if key[0] in held else "parameter"
                 differences.append(Difference(*key, MISSING, f"{here} has no such {what}"))
-        elif why := _why_not_comparable(record, key, total):
+        elif not in_files and (why := _why_not_comparable(state, own)):
             not_verified[" ".join(key)] = why
-        elif copies := _lacking(record, totals, key):
+        elif copies := _lacking(record, found, key):
             differences.append(Difference(*key, MISSING, f"{copies} of the parameter's copies have it"))
-        elif _is(state, total):
-            verified.append(key)
+        elif kind := _kind(record, key, own):
+            differences.append(Difference(*key, *kind))
         else:
-            differences.append(Difference(*key, *_what(record, key, total)))
+            verified.append(key)
     kinds = {state for _, state in record.states}
-    for key in sorted(totals.keys() - record.states.keys()):
-        if key[1] in (FROZEN, OF_BUFFER) and key[1] not in kinds:  # version 0.2.0 recorded none
-            not_verified[" ".join(key)] = "the checkpoint's fingerprint has none of its kind"
-        elif key[1] == OF_BUFFER and f"{BUFFER}{key[0]}" in record.others:  # 0.2 recorded digests of integers
-            not_verified[" ".join(key)] = "the checkpoint's fingerprint has it in another form"
-        elif EXPERT in key[0] and not record.has_all_experts:
-            not_verified[" ".join(key)] = "version 0.2 recorded the experts of the first rank alone"
+    for key in sorted(found.keys() - record.states.keys()):
+        if why := _why_not_recorded(record, key, kinds):
+            not_verified[" ".join(key)] = why
         elif was_absent(key):
             differences.append(Difference(*key, NOT_SAVED, f"{saved} does not have it"))
     has_optimizer = any(state not in OF_MODEL for state in kinds)
@@ -180,45 +157,50 @@ def judge(
     return Verdict(verified, differences, not_verified, bool(kinds) and not (is_compared or differences))
 
 
-def _is(state: State, total: Total) -> bool:
-    """Whether a total equals a state. The total counts all replicas, and each replica must equal the state."""
-    replicas, rest = divmod(total.numel, state.numel) if state.numel else (1, total.numel)
-    return replicas > 0 and not rest and total.value == replicas * state.value % MODULUS
+def _kind(record: Record, key: Key, own: State) -> tuple[str, str] | None:
+    """The kind of a difference, and its description; None if each replica equals the recorded state."""
+    state = record.states[key]
+    copies, rest = divmod(own.numel, state.numel) if state.numel else (1, own.numel)
+    if rest or not copies:
+        return INCOMPLETE, f"{own.numel:,} elements here, of {state.numel:,}"
+    if own.value == copies * state.value % MODULUS:
+        return None
+    if own.value == copies * zeros(state.numel) % MODULUS:
+        return ZEROS, "all zeros"
+    for other, its in record.states.items():
+        if its.numel == state.numel and own.value == copies * its.value % MODULUS:
+            return ANOTHERS, f"those of {other[0]} {other[1]}"
+    return OTHER, "other values"
 
 
-def _lacking(record: Record, totals: Mapping[Key, Total], key: Key) -> str:
+def _lacking(record: Record, found: Mapping[Key, State], key: Key) -> str:
     """How many ranks with a parameter have a state that all of them had; empty if as many."""
-    own = next((key[0], name) for name in ("master", "weight", "") if not name or (key[0], name) in totals)
-    if record.partial is None or key in record.partial or own not in totals or own not in record.states:
+    own = next((key[0], name) for name in ("master", "weight", "") if not name or (key[0], name) in found)
+    if record.partial is None or key in record.partial or own not in found or own not in record.states:
         return ""
     if record.states[own].numel != record.states[key].numel:  # it can be divided among ranks in another way
         return ""
-    copies, expected = (totals[one].numel // max(record.states[one].numel, 1) for one in (key, own))
+    copies, expected = (found[one].numel // max(record.states[one].numel, 1) for one in (key, own))
     return f"{copies} of {expected}" if 0 < copies < expected else ""
 
 
-def _why_not_comparable(record: Record, key: Key, total: Total) -> str:
-    state = record.states[key]
-    whole = record.sizes.get(key[0], state.numel)
-    if total.whole != whole:
-        return f"{total.whole:,} elements here, {whole:,} in the checkpoint: another padding of the vocabulary?"
-    if BITS.get(total.dtype, 32) < BITS.get(state.dtype, 0):
-        return f"kept in {total.dtype} here, in {state.dtype} when it was saved"
+def _why_not_comparable(state: State, own: State) -> str:
+    if own.whole != state.whole:
+        return f"{own.whole:,} elements here, {state.whole:,} in the checkpoint: another padding of the vocabulary?"
+    if BITS.get(own.dtype, 32) < BITS.get(state.dtype, 0):
+        return f"kept in {own.dtype} here, in {state.dtype} when it was saved"
     return ""
 
 
-def _what(record: Record, key: Key, total: Total) -> tuple[str, str]:
-    """The kind of a difference, and its description."""
-    state = record.states[key]
-    if not state.numel or total.numel % state.numel:
-        return INCOMPLETE, f"{total.numel:,} elements here, of {state.numel:,}"
-    copies = total.numel // state.numel
-    if copies and total.value == copies * zeros(state.numel) % MODULUS:
-        return ZEROS, "all zeros"
-    for other, its in record.states.items():
-        if other != key and its.numel == state.numel and total.value == copies * its.value % MODULUS:
-            return ANOTHERS, f"those of {other[0]} {other[1]}"
-    return OTHER, "other values"
+def _why_not_recorded(record: Record, key: Key, kinds: set[str]) -> str:
+    """Why version 0.2 has not recorded a state; empty if it has recorded its kind."""
+    if key[1] in (FROZEN, OF_BUFFER) and key[1] not in kinds:
+        return "the checkpoint's fingerprint has none of its kind"
+    if key[1] == OF_BUFFER and f"{BUFFER}{key[0]}" in record.others:  # a digest of integers
+        return "the checkpoint's fingerprint has it in another form"
+    if EXPERT in key[0] and not record.has_all_experts:
+        return "version 0.2 recorded the experts of the first rank alone"
+    return ""
 
 
 # Files
@@ -236,8 +218,7 @@ def of_two(
         one, other: the fingerprints of their states.
         unread, unread_of_other: what has no fingerprint in each, and the reasons.
     """
-    first = {(its.parameter, its.state): State(its.numel, its.value) for its in one}
-    second = {(its.parameter, its.state): its for its in other}
+    first, second = _states(one), _states(other)
     keys = first.keys() | second.keys()
     read = {" ".join(key) for key in keys} | {parameter for parameter, state in keys if state == "model"}
     alone = [
@@ -246,39 +227,39 @@ def of_two(
         if name not in read
     ]
     record = Record(first, left_out=unread)
-    sides = {"here": "the second one", "saved": "the first one"}
-    verdict = judge(record, _totals(record, second), unread_of_other, by_name=True, **sides)
-    differences, not_verified = [*verdict.differences, *alone], dict(verdict.not_verified)
-    if in_buckets := {one.parameter: NO_PLACES for one in differences if is_bucket(one.parameter)}:
-        # Others may have another padding, or other places; the states that one side alone has may be in them.
-        differences = [
-            one for one in differences if one.kind not in (MISSING, NOT_SAVED) and not is_bucket(one.parameter)
-        ]
-        not_verified |= in_buckets
+    verdict = judge(record, second, unread_of_other, in_files=True, here="the second one", saved="the first one")
+    differences = [*verdict.differences, *alone]
+    in_buckets = {one.parameter: NO_PLACES for one in differences if is_bucket(one.parameter)}
+    if in_buckets:  # of another padding, or with other places; what one side alone has may be in them
+        absent = (MISSING, NOT_SAVED)
+        differences = [one for one in differences if one.kind not in absent and one.parameter not in in_buckets]
     is_missed = not verdict.verified or bool(in_buckets)
-    return Verdict(verdict.verified, differences, not_verified, is_missed)
+    return Verdict(verdict.verified, differences, {**verdict.not_verified, **in_buckets}, is_missed)
 
 
-def with_record(plain: Any, found: Iterable[Fingerprint], unread: Mapping[str, str] | None = None) -> Verdict:
+def with_record(plain: Any, fingerprints: Iterable[Fingerprint], unread: Mapping[str, str]) -> Verdict:
     """Compare the states in the files with the record.
 
     Args:
         plain: the record in the checkpoint.
-        found: the fingerprints of its files; the state "model" is not an optimizer's.
+        fingerprints: of its files; the state "model" is not an optimizer's.
         unread: what has no fingerprint, and the reasons.
     """
     try:
         record = from_plain(plain)
     except NotARecord as error:
         return Verdict(not_verified={"the record": str(error)}, missed=True)
-    states = {(_recorded_name(one.parameter), one.state): one for one in found if one.state != "step"}
-    named = _as_recorded(record, states)
+    read = _states(own for own in fingerprints if own.state != "step")
+    found = {(_recorded_name(name), state): own for (name, state), own in read.items()}
+    named = _as_recorded(record, found)
     known = {" ".join(key) for key in record.states}
-    left_out = {what: why for what, why in (unread or {}).items() if what in known}
-    if in_buckets := [why for what, why in (unread or {}).items() if is_bucket(what)]:
-        left_out |= {" ".join(key): in_buckets[0] for key in record.states if key not in named}
-    left_out |= _unnamed(record, states, named)
-    return judge(record, _totals(record, named), left_out, here="the checkpoint", by_name=True)
+    left_out = {what: why for what, why in unread.items() if what in known}
+    left_out |= _unnamed(record, found, named)
+    return judge(record, named, left_out, in_files=True, here="the checkpoint")
+
+
+def _states(fingerprints: Iterable[Fingerprint]) -> dict[Key, State]:
+    return {(one.parameter, one.state): State(one.numel, one.value, one.numel) for one in fingerprints}
 
 
 def _recorded_name(parameter: str) -> str:
@@ -286,13 +267,7 @@ def _recorded_name(parameter: str) -> str:
     return LOCAL_EXPERT.sub(r"deepspeed_experts.global_\1.", CHAINED.sub("", parameter))
 
 
-def _totals(record: Record, found: Mapping[Key, Fingerprint]) -> dict[Key, Total]:
-    """The elements in the files; their parameters are of the size that was recorded."""
-    wholes = {key: record.sizes.get(key[0], state.numel) for key, state in record.states.items()}
-    return {key: Total(one.numel, one.value, wholes.get(key, one.numel)) for key, one in found.items()}
-
-
-def _as_recorded(record: Record, found: Mapping[Key, Fingerprint]) -> dict[Key, Fingerprint]:
+def _as_recorded(record: Record, found: Mapping[Key, State]) -> dict[Key, State]:
     """The states in the files whose parameters the record has.
 
     A weight of an fp32 model is the main parameter as well, and a frozen one its only state; each is saved once.
@@ -310,7 +285,7 @@ def _as_recorded(record: Record, found: Mapping[Key, Fingerprint]) -> dict[Key, 
     return named
 
 
-def _unnamed(record: Record, found: Mapping[Key, Fingerprint], named: Mapping[Key, Fingerprint]) -> dict[str, str]:
+def _unnamed(record: Record, found: Mapping[Key, State], named: Mapping[Key, State]) -> dict[str, str]:
     """The states that the record and the files may have under different names, and why they are not compared.
 
     A recorded state is missing if the files have another one of its parameter, or if the record has all of their

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import buckets, comparison, dcp_files, files, record_files
 from ckpt_patches.fingerprint.comparison import Verdict
-from ckpt_patches.fingerprint.element_hash import all_of
 from ckpt_patches.fingerprint.record import NotARecord, from_plain
 from ckpt_patches.fingerprint.states import Fingerprint
 from ckpt_patches.formats import torch_dist
@@ -50,31 +49,27 @@ def of(found: Checkpoint, workers: int = 1, ranks: Ranks | None = None, *, quiet
     """
     if found.format in NUMBERED:
         raise UserError(f"{found.path}: the states of {found.format} have numbers in place of names")
-    own, label = files.tensors(found), "" if quiet else found.path.name
-    known, flats = _layouts(found.recorded), list(buckets.flats(found))
-    parts = {**own.parts}
+    parts, unread = files.tensors(found)
+    known = _layouts(found.recorded)
     if found.format == "deepspeed universal":
         parts = {name: its for name, its in parts.items() if name.endswith(".pt")}  # the others are weights
-    for flat in flats if not known else ():
-        parts[flat.stream.array] = [files.Part(all_of((flat.stream.numel,)), flat.stream)]
-    hashed = files.hashes(parts, workers, label, ranks or Ranks())
+    parts = {**parts, **files.tensors_in_buckets(found, known)}
+    hashed = files.hashes(parts, workers, "" if quiet else found.path.name, ranks or Ranks())
     if found.format == "deepspeed universal":
-        return of_zero(found.path, _named(hashed, files.of_universal), own.unread)
+        return of_zero(found.path, _named(hashed, files.of_universal), unread)
     if is_dcp(found.path):
-        return Contents(*dcp_files.read(found.path, hashed, own.unread))
+        return Contents(*dcp_files.read(found.path, hashed, unread))
     if not found.format.startswith("megatron"):
-        return Contents(_named(hashed, lambda name: (name, "model")), own.unread)
-    fingerprints = [*_named(hashed, files.of_megatron), *(buckets.fingerprints(known, flats) if known else ())]
-    unread = own.unread
+        return Contents(_named(hashed, lambda name: (name, "model")), unread)
     in_buckets = {its.array for shard in found.shards if not shard.has_rows for its in shard.streams.values()}
     if (found.path / torch_dist.INDEX).exists():
-        read = torch_dist.read_index(found.path).tensors.keys() - hashed.keys()
-        unread = {name: unread.get(name, dcp_files.UNREAD) for name in read if not is_bucket(name)}
-    without = {} if known else dict.fromkeys(sorted(in_buckets), comparison.NO_PLACES)
-    unread |= {name: why for name, why in without.items() if name not in hashed}
-    if found.recorded is None:
-        return Contents(fingerprints, unread)
-    return Contents(fingerprints, unread, comparison.with_record(found.recorded, fingerprints, {**unread, **without}))
+        tensors = torch_dist.read_index(found.path).tensors
+        unread = {name: unread.get(name, dcp_files.UNREAD) for name in tensors if not is_bucket(name)}
+    unread |= {} if known else dict.fromkeys(sorted(in_buckets), comparison.NO_PLACES)
+    unread = {name: why for name, why in unread.items() if name not in hashed}
+    fingerprints = _named(hashed, files.of_megatron)
+    checked = None if found.recorded is None else comparison.with_record(found.recorded, fingerprints, unread)
+    return Contents(fingerprints, unread, checked)
 
 
 def _layouts(recorded: Any) -> dict[str, buckets.Layout]:

@@ -5,17 +5,19 @@ An element has the same place in its tensor in every format, whatever the parall
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.fingerprint.buckets import Layout
 from ckpt_patches.fingerprint.element_hash import MODULUS, Box, all_of, of_box
 from ckpt_patches.fingerprint.states import in_words, state_named, words_of, words_per_element
 from ckpt_patches.formats import damages, dcp, torch_dist
 from ckpt_patches.formats.checkpoint import Checkpoint, Shard, Stream
+from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.elements import BlockReader
 from ckpt_patches.formats.megatron_arrays import CONFIG
 from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE
@@ -29,6 +31,13 @@ from ckpt_patches.runtime.shown import shown
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+# The names of arrays of a bucket and state, and of all buckets of a buffer and state.
+BUCKETS = re.compile(
+    r"(?P<chain>chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
+    r"(?:gbuf_idx_(?P<buffer>\d+)\.dtype_.*\.bucket_idx_(?P<bucket>\d+)(?:\.(?P<state>\w+))?"
+    r"|param_state(?:/shard_[\d.]+)?(?:_[\d.]+)?\.(?P<whole>\d+)\..*)"
+)
+Parts = Mapping[str, Sequence["Part"]]  # by a tensor's name
 Hashes = Mapping[str, tuple[int, int]]  # elements and hash, by a tensor's name
 Names = Callable[[str], tuple[str, str]]  # the parameter and the state of a tensor, by its name
 BLOCK = 1 << 22  # elements that are read together
@@ -46,18 +55,15 @@ NO_STATES = (CONFIG, MODEL)  # files that no fingerprint needs
 
 
 class Part(NamedTuple):
-    """Elements of a tensor, in C order of a box."""
+    """Elements of a tensor, in C order of a box: those of a stream from its element `begin` on."""
 
     box: Box
     stream: Stream
+    begin: int = 0
 
-
-@dataclass(frozen=True)
-class Tensors:
-    """The tensors in a checkpoint's files."""
-
-    parts: Mapping[str, Sequence[Part]]  # by the tensor's name
-    unread: dict[str, str] = field(default_factory=dict)  # by name, the reason
+    @property
+    def numel(self) -> int:
+        return max(min(self.box.numel, self.stream.numel - self.begin), 0)
 
 
 def opened(path: Path) -> Checkpoint:
@@ -93,22 +99,17 @@ def _damaged(found: Checkpoint, what: str) -> UserError:
     return UserError(f"{found.path} is damaged or incomplete: {what} (ckpt-patches audit)")
 
 
-def tensors(found: Checkpoint) -> Tensors:
-    """The tensors of a checkpoint that lie in its files under names of their own; those in buckets do not."""
+def tensors(found: Checkpoint) -> tuple[Parts, dict[str, str]]:
+    """The tensors of a checkpoint that lie in its files under names of their own; and others, with the reason."""
     shards: dict[str, list[tuple[Shard, Stream]]] = {}
     for shard in found.shards:
         for stream in shard.streams.values() if shard.has_rows else ():
             shards.setdefault(stream.array, []).append((shard, stream))
-    parts: dict[str, list[Part]] = {}
+    placed = {name: _placed(own) for name, own in sorted(shards.items())}
+    parts = {name: own for name, own in placed.items() if own is not None}
     unread = {one.array: one.detail for one in found.findings if one.kind in (damages.NOT_READ, damages.NOT_JUDGED)}
-    for name, own in sorted(shards.items()):
-        placed = _placed(own)
-        if placed is None:
-            unread[name] = "its parts do not state their places, or do not fill it"
-        else:
-            parts[name] = placed
-            unread.pop(name, None)
-    return Tensors(parts, unread)
+    unread |= dict.fromkeys(placed, "its parts do not state their places, or do not fill it")
+    return parts, {name: why for name, why in unread.items() if name not in parts}
 
 
 def _placed(own: Sequence[tuple[Shard, Stream]]) -> list[Part] | None:
@@ -125,7 +126,37 @@ def _placed(own: Sequence[tuple[Shard, Stream]]) -> list[Part] | None:
     return [Part(Box(shard.begin, shard.shape, whole), stream) for shard, stream in own]
 
 
-def hashes(parts: Mapping[str, Sequence[Part]], workers: int, label: str, ranks: Ranks) -> Hashes:
+def tensors_in_buckets(found: Checkpoint, known: Mapping[str, Layout]) -> Parts:
+    """The states of parameters in Megatron's buckets, under names as of other formats; without layouts, each bucket.
+
+    The formats `dp_reshardable` and `fully_sharded_bucket_space` have a tensor per bucket and state.
+    `dp_zero_gather_scatter` has one per buffer and state: its buckets without their end padding.
+    """
+    by_name: dict[str, list[Shard]] = {}
+    for shard in found.shards:
+        if not shard.has_rows:
+            by_name.setdefault(shard.parameter, []).append(shard)
+    parts: dict[str, list[Part]] = {}
+    for name, shards in sorted(by_name.items()):
+        if (match := BUCKETS.fullmatch(name)) is None:
+            continue
+        buffer, bucket = match["buffer"] or match["whole"], None if match["whole"] else int(match["bucket"])
+        layout = known.get(f"{match['chain'] or ''}dp_group_idx_{match['group']}.gbuf_idx_{buffer}")
+        for role in sorted({role for shard in shards for role in shard.streams}):
+            own = [shard for shard in shards if role in shard.streams]
+            if len(own) > 1:  # the label of a chunk is its index, or its offset
+                own.sort(key=lambda shard: int(shard.label))
+            extents = tuple(extent for shard in own for extent in shard.streams[role].extents)
+            stream = own[0].streams[role]._replace(extents=extents)
+            if not known:
+                parts[stream.array] = [Part(all_of((stream.numel,)), stream)]
+            for begin, laid in layout.places(bucket) if layout else ():
+                named = f"{OPTIMIZER_STATE}{match['state'] or role}.{laid.parameter}"
+                parts.setdefault(named, []).append(Part(laid.box, stream, begin))
+    return parts
+
+
+def hashes(parts: Parts, workers: int, label: str, ranks: Ranks) -> Hashes:
     """The number of elements and the hash of each tensor, by name, with a progress line that begins with the label.
 
     Raises:
@@ -156,7 +187,7 @@ def computed(
 
 
 def _nbytes(parts: Sequence[Part]) -> int:
-    return sum(extent.nbytes for part in parts for extent in part.stream.extents)
+    return sum(part.numel * item_size(part.stream.dtype) for part in parts)
 
 
 def of_parts(parts: Sequence[Part], files: RangedFiles) -> tuple[int, int]:
@@ -165,21 +196,20 @@ def of_parts(parts: Sequence[Part], files: RangedFiles) -> tuple[int, int]:
     Raises:
         UserError: a file cannot be read.
     """
-    value = sum(of_elements(files, stream, 0, stream.numel, box, 0) for box, stream in parts)
-    return sum(part.stream.numel for part in parts), value % MODULUS
+    return sum(part.numel for part in parts), sum(_of_part(part, files) for part in parts) % MODULUS
 
 
-def of_elements(files: RangedFiles, stream: Stream, begin: int, end: int, box: Box, first: int) -> int:
-    """The hash of elements `begin` to `end` of a stream, which are those of a box from its element `first` on."""
-    reader = BlockReader(stream, min(BLOCK, end - begin), files, checked=False)
-    words, box, value = words_per_element(stream.dtype), in_words(box, stream.dtype), 0
-    for at in range(begin, end, BLOCK):
+def _of_part(part: Part, files: RangedFiles) -> int:
+    dtype, end = part.stream.dtype, part.begin + part.numel
+    reader = BlockReader(part.stream, min(BLOCK, part.numel), files, checked=False)
+    words, box, value = words_per_element(dtype), in_words(part.box, dtype), 0
+    for at in range(part.begin, end, BLOCK):
         try:
             block = memoryview(reader.read(at, min(at + BLOCK, end)))
         except OSError as error:
-            raise UserError(f"{stream.extents[0].path} cannot be read: {error.strerror or error}") from None
-        value += of_box(words_of(block, stream.dtype), (first + at - begin) * words, box)
-    return value % MODULUS
+            raise UserError(f"{part.stream.extents[0].path} cannot be read: {error.strerror or error}") from None
+        value += of_box(words_of(block, dtype), (at - part.begin) * words, box)
+    return value
 
 
 # Names

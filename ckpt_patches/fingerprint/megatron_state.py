@@ -30,6 +30,7 @@ class Place:
     why_none: str = ""  # why there are no pieces
 
 
+NO_PLACE = Place((), ())
 Places = Mapping[int, Place]  # by the identity of the model's parameter
 
 
@@ -40,7 +41,7 @@ class Held(NamedTuple):
     begin: int  # index in the parameter of the states' first element
     states: Mapping[str, torch.Tensor]  # one dimension, equal lengths
     settings: Settings
-    tensors: Mapping[str, torch.Tensor]  # the states, and a step if it is a tensor
+    own: Mapping[str, torch.Tensor]  # the optimizer's tensors among them, not copies; and a step if it is a tensor
     kept_in: Mapping[str, str]  # dtypes in which the optimizer keeps states that it converts when they are read
     is_sharded: bool  # whether data-parallel ranks hold different elements or parameters, not replicas
     replica: int  # of the optimizer itself
@@ -102,56 +103,45 @@ def live(optimizer: Any, where: Places) -> Live:
         where: the places of its parameters.
     """
     settings: dict[str, Settings] = {}
-    left_out: dict[str, str] = {}
     tensors: list[tuple[Key, torch.Tensor]] = []
-    divided = _divided(optimizer)
-    for leaf in leaves(optimizer):
-        why = _why_none(leaf)
-        if why:
-            left_out[type(leaf).__name__] = why
-            continue
-        for held in _held(leaf, divided):
-            place = where.get(id(held.param))
-            if place is None:
-                left_out[f"a parameter of {tuple(held.param.shape)}"] = "it is not in the model's sharded state dict"
-            elif not place.pieces:
-                left_out[place.why_none] = "so its elements have no places"
-            else:
-                for piece in place.pieces:
-                    add_settings(settings, left_out, piece.key, held.settings)
-                tensors += [((place.pieces[0].key, state_named(name)), its) for name, its in held.tensors.items()]
+    left_out = {type(leaf).__name__: why for leaf in leaves(optimizer) if (why := _why_none(leaf))}
+    for held, place in _placed(optimizer, where):
+        if not place.pieces:
+            what = place.why_none or f"a parameter of {tuple(held.param.shape)} that is not in the model's state dict"
+            left_out[what] = "so its elements have no places"
+        for piece in place.pieces:
+            add_settings(settings, left_out, piece.key, held.settings)
+        tensors += [((place.pieces[0].key, state_named(name)), its) for name, its in held.own.items() if place.pieces]
 
     def parts() -> Iterator[Part]:
-        for leaf in leaves(optimizer):
-            for held in _held(leaf, divided) if not _why_none(leaf) else ():
-                place = where.get(id(held.param), Place((), ()))
-                for name, values in held.states.items():
-                    yield from _parts(held, place, name, values)
+        for held, place in _placed(optimizer, where):
+            for name, values in held.states.items():
+                yield from _parts(held, place, name, values)
 
-    laid = {key: layout.as_plain() for key, layout in bucket_layouts(optimizer, where).items()}
-    return Live(parts, settings, left_out, in_one_memory(tensors), laid)
+    return Live(parts, settings, left_out, in_one_memory(tensors), bucket_layouts(optimizer, where))
 
 
-def bucket_layouts(optimizer: Any, where: Places) -> dict[str, Layout]:
+def bucket_layouts(optimizer: Any, where: Places) -> dict[str, Any]:
     """The layouts of the buffers of distributed optimizers; empty except on each one's first data-parallel rank."""
     found = {}
     of_chain = leaves(optimizer)
     for number, leaf in enumerate(of_chain):
-        if getattr(leaf, "is_stub_optimizer", False) or not hasattr(leaf, "gbuf_ranges") or _why_none(leaf):
+        is_distributed = hasattr(leaf, "gbuf_ranges") and not getattr(leaf, "is_stub_optimizer", False)
+        if not is_distributed or _why_none(leaf) or leaf.data_parallel_group.rank():
             continue
-        if leaf.data_parallel_group.rank() or getattr(leaf, "distributed_optimizer_instance_id", 0):
+        if getattr(leaf, "distributed_optimizer_instance_id", 0):
             continue
         for index, buffer in enumerate(leaf.buffers):
             key = key_of(number if len(of_chain) > 1 else None, leaf.data_parallel_group_idx, index)
-            found[key] = _bucket_layout(buffer, where)
+            found[key] = _bucket_layout(buffer, where).as_plain()
     return found
 
 
 def _bucket_layout(buffer: Any, where: Places) -> Layout:
     laid = []
     for param, (begin, _, bucket) in buffer.param_index_map.items():
-        place = where.get(id(param))
-        for piece in place.pieces if place and not any(place.replica[:-1]) else ():
+        place = where.get(id(param), NO_PLACE)
+        for piece in place.pieces if not any(place.replica[:-1]) else ():
             at = begin - buffer.buckets[bucket].offset + piece.begin
             laid.append(Laid(bucket, at, piece.key, piece.box))
     return Layout(tuple(bucket.numel_unpadded for bucket in buffer.buckets), tuple(laid))
@@ -201,13 +191,15 @@ def _why_none(leaf: Any) -> str:
     return ""
 
 
-def _held(leaf: Any, divided: set[int]) -> Iterator[Held]:
-    if getattr(leaf, "is_stub_optimizer", False):
-        return
-    if hasattr(leaf, "gbuf_ranges"):
-        yield from _of_distributed(leaf)
-    else:
-        yield from _of_whole(leaf, is_sharded=id(leaf) in divided)
+def _placed(optimizer: Any, where: Places) -> Iterator[tuple[Held, Place]]:
+    """What the optimizers of a chain hold, and its places. States can be copies, of which one at a time is made."""
+    divided = _divided(optimizer)
+    for leaf in leaves(optimizer):
+        if getattr(leaf, "is_stub_optimizer", False) or _why_none(leaf):
+            continue
+        is_distributed = hasattr(leaf, "gbuf_ranges")
+        for held in _of_distributed(leaf) if is_distributed else _of_whole(leaf, is_sharded=id(leaf) in divided):
+            yield held, where.get(id(held.param), NO_PLACE)
 
 
 def _of_distributed(leaf: Any) -> Iterator[Held]:
@@ -218,8 +210,8 @@ def _of_distributed(leaf: Any) -> Iterator[Held]:
                 for param, its in bucket["param_map"].items():
                     group, states = _of_shard(leaf, param, stepping)
                     begin, numel = its["param"].start, its["param"].end - its["param"].start
-                    what = {"is_sharded": True, "replica": replica, "kept_in": _kept_in(leaf, param)}
-                    yield _held_of(param, begin, numel, group, states, **what)
+                    what = {"is_sharded": True, "replica": replica}
+                    yield _held_of(param, begin, numel, group, states, _kept_in(leaf, param), **what)
 
 
 def _of_whole(leaf: Any, *, is_sharded: bool) -> Iterator[Held]:
@@ -234,8 +226,8 @@ def _of_whole(leaf: Any, *, is_sharded: bool) -> Iterator[Held]:
     for group in leaf.optimizer.param_groups:
         for main in group["params"]:
             states = {"param": main, **leaf.optimizer.state.get(main, {})}
-            what = {"is_sharded": is_sharded, "replica": 0, "kept_in": {}}
-            yield _held_of(models.get(id(main), main), 0, main.numel(), group, states, **what)
+            param, what = models.get(id(main), main), {"is_sharded": is_sharded, "replica": 0}
+            yield _held_of(param, 0, main.numel(), group, states, {}, **what)
 
 
 def _of_shard(leaf: Any, param: Any, stepping: Stepping) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -272,13 +264,20 @@ def _stepping(optimizer: Any) -> Stepping:
 
 
 def _held_of(
-    param: Any, begin: int, numel: int, group: Mapping[str, Any], states: Mapping[str, Any], **what: Any
+    param: Any,
+    begin: int,
+    numel: int,
+    group: Mapping[str, Any],
+    states: Mapping[str, Any],
+    kept_in: Mapping[str, str],
+    **what: Any,
 ) -> Held:
     flat = {
         name: value.detach().reshape(-1) for name, value in states.items() if name != "step" and _is_state(value, numel)
     }
+    own = {name: its for name, its in flat.items() if kept_in.get(name, str(its.dtype)) in str(its.dtype)}
     step = {"step": states["step"]} if isinstance(states.get("step"), torch.Tensor) else {}
-    return Held(param, begin, flat, settings_of(group, states), {**flat, **step}, **what)
+    return Held(param, begin, flat, settings_of(group, states), {**own, **step}, kept_in, **what)
 
 
 def _is_state(value: Any, numel: int) -> bool:

@@ -18,7 +18,7 @@ from torch import distributed
 from ckpt_patches import tell
 from ckpt_patches.errors import FingerprintError
 from ckpt_patches.fingerprint import record as records
-from ckpt_patches.fingerprint.comparison import NOWHERE, SHARED, Difference, Total, Verdict, judge
+from ckpt_patches.fingerprint.comparison import NOWHERE, SHARED, Difference, Verdict, judge
 from ckpt_patches.fingerprint.element_hash import MODULUS
 from ckpt_patches.fingerprint.live_state import Live, Sums, sums
 from ckpt_patches.fingerprint.record import BUFFER, RATE, SETTINGS, Key, NotARecord, Record, SettingDifference, State
@@ -90,7 +90,7 @@ def _row(own: Sums | None, first: int | None, rank: int) -> tuple[int, int, int,
 
 def _with_states(rest: Record, held: Mapping[Key, Held], totals: Sequence[Sequence[int]]) -> Record:
     """The record of all ranks' states; one whose replicas differ is left out."""
-    states, copies, left_out, sizes = {}, {}, dict(rest.left_out), {}
+    states, copies, left_out = {}, {}, dict(rest.left_out)
     for (key, one), (numel, value, of_all, value_of_all) in zip(held.items(), totals, strict=True):
         copies[key], others = divmod(of_all, max(numel, 1))
         if numel > one.whole or others or (of_all and not numel):
@@ -98,12 +98,10 @@ def _with_states(rest: Record, held: Mapping[Key, Held], totals: Sequence[Sequen
         elif value_of_all != copies[key] * value % MODULUS:
             left_out[" ".join(key)] = DIFFER
         else:
-            states[key] = State(numel, value, one.dtype)
-            if numel < one.whole:
-                sizes[key[0]] = one.whole
+            states[key] = State(numel, value, one.whole, one.dtype)
     own = {key[0]: key for key in states if key[1] in ("master", "weight")}
     partial = frozenset(key for key in states if key[0] in own and copies[key] < copies[own[key[0]]])
-    return replace(rest, states=states, left_out=left_out, partial=partial, sizes=sizes)
+    return replace(rest, states=states, left_out=left_out, partial=partial)
 
 
 # A load
@@ -171,8 +169,7 @@ def verdict_of(live: Live, plain: Any, group: Any = None) -> Verdict:
 class Odd(NamedTuple):
     """How one rank's state deviates from the record; usually empty."""
 
-    kinds: dict[Key, tuple[int, str]]  # elements of the full parameter and dtype, if they differ
-    besides: dict[Key, Total]  # states that the record does not have
+    states: dict[Key, State]  # those that the record does not have, or with another dtype or size of the parameter
     settings: list[SettingDifference]
     left_out: dict[str, str]
     shared: dict[Key, Key]
@@ -180,16 +177,13 @@ class Odd(NamedTuple):
 
 
 def _odd(live: Live, record: Record, found: Mapping[Key, Sums]) -> Odd:
-    known = {key: (one.whole, one.dtype) for key, one in found.items() if key in record.states}
-    kinds = {key: kind for key, kind in known.items() if kind != (record.states[key].numel, record.states[key].dtype)}
-    besides = {
-        key: Total(one.numel, one.value, one.whole, one.dtype) for key, one in found.items() if key not in record.states
-    }
+    own = {key: State(one.numel, one.value, one.whole, one.dtype) for key, one in found.items()}
+    states = {key: one for key, one in own.items() if key not in record.states or one[2:] != record.states[key][2:]}
     numbers = {name for its in record.settings.values() for name in its if name.startswith(records.STATE)}
     settings = records.setting_differences(record.settings, live.settings, (*SETTINGS, RATE, *numbers))
     settings += records.setting_differences(record.others, live.others)
     lacks = record.others.keys() - live.others.keys()
-    return Odd(kinds, besides, settings, dict(live.left_out), dict(live.shared), lacks)
+    return Odd(states, settings, dict(live.left_out), dict(live.shared), lacks)
 
 
 def each_once(differences: Iterable[SettingDifference]) -> list[SettingDifference]:
@@ -216,17 +210,14 @@ def _read(plain: Any) -> tuple[Record | None, str]:
         return None, str(error)
 
 
-def _totals(record: Record, found: Mapping[Key, Sums], odd: Sequence[Odd], group: Any) -> dict[Key, Total]:
+def _totals(record: Record, found: Mapping[Key, Sums], odd: Sequence[Odd], group: Any) -> dict[Key, State]:
     """The totals over all ranks, for the record's states that any rank holds and for the additional live states."""
-    known = list(record.states)
-    table = [(found[key].numel, found[key].value) if key in found else (0, 0) for key in known]
-    kinds = {key: kind for of_rank in odd for key, kind in of_rank.kinds.items()}
-    totals: dict[Key, Total] = {}
-    for key, (numel, value) in zip(known, summed(table, 2, group), strict=True):
+    table = [(found[key].numel, found[key].value) if key in found else (0, 0) for key in record.states]
+    others = {key: own for of_rank in odd for key, own in of_rank.states.items()}
+    totals = {key: own for key, own in others.items() if key not in record.states}
+    for (key, state), (numel, value) in zip(record.states.items(), summed(table, 2, group), strict=True):
         if numel:
-            totals[key] = Total(numel, value, *kinds.get(key, (record.states[key].numel, record.states[key].dtype)))
-    for of_rank in odd:
-        totals.update(of_rank.besides)
+            totals[key] = State(numel, value, *others.get(key, state)[2:])
     return totals
 
 

@@ -19,11 +19,12 @@ Settings = Mapping[str, Any]
 
 
 class State(NamedTuple):
-    """One state of one parameter."""
+    """One state of one parameter, or its sums over replicas of it."""
 
     numel: int
-    value: int  # 64 bits, see element_hash
-    dtype: str = "float32"  # dtype in the run
+    value: int  # modulo 2^64, see element_hash
+    whole: int  # elements of the full parameter: more if some have no such state, as frozen layers in a stack
+    dtype: str = ""  # in the run; unknown of files
 
 
 @dataclass(frozen=True)
@@ -36,22 +37,25 @@ class Record:
     buckets: Mapping[str, Any] = field(default_factory=dict)  # parameter offsets in Megatron's buckets, see `Layout`
     others: Mapping[str, Settings] = field(default_factory=dict)  # values that are not a parameter's
     # States of which not every rank with the parameter had its part; None: not recorded
-    partial: frozenset[Key] | None = None
-    # Elements of parameters of which only some have states, as those of a stack of layers with frozen ones
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    partial: frozenset[Key] | None = frozenset()
     has_all_experts: bool = True  # version 0.2 recorded those of the first rank alone, without ZeRO
 
     def as_plain(self) -> dict[str, Any]:
         """The form for a checkpoint."""
         states: dict[str, dict[str, list[Any]]] = {}
         for (parameter, name), state in sorted(self.states.items()):
-            states.setdefault(parameter, {})[name] = [*state, {}]  # releases before had a sample of elements there
-        settings, others = (
-            {what: dict(its) for what, its in sorted(own.items())} for own in (self.settings, self.others)
-        )
-        of_all = {"settings": settings, "left_out": dict(self.left_out), "buckets": dict(self.buckets)}
-        partial = {} if self.partial is None else {"partial": sorted(map(list, self.partial))}
-        return {"format": FORMAT, "states": states, **of_all, "others": others, **partial, "sizes": dict(self.sizes)}
+            row = [state.numel, state.value, state.dtype, {}]  # releases before had a sample of elements there
+            states.setdefault(parameter, {})[name] = row
+        return {
+            "format": FORMAT,
+            "states": states,
+            "settings": {what: dict(its) for what, its in sorted(self.settings.items())},
+            "left_out": dict(self.left_out),
+            "buckets": dict(self.buckets),
+            "others": {what: dict(its) for what, its in sorted(self.others.items())},
+            "partial": sorted(map(list, self.partial or ())),
+            "sizes": {key[0]: its.whole for key, its in self.states.items() if its.whole != its.numel},
+        }
 
 
 def of_step(plain: Any, step: Any) -> Any:
@@ -78,10 +82,11 @@ def from_plain(value: Any) -> Record:
     try:
         if value["format"] != FORMAT:
             raise NotARecord(f"expected format {FORMAT}, found {value['format']}: it is of another release of ours")
+        sizes = {str(parameter): int(numel) for parameter, numel in value.get("sizes", {}).items()}
         states = {
-            (str(parameter), str(name)): State(int(row[0]), int(row[1]), str(row[2]))
+            (str(parameter), str(name)): State(int(n), int(sum_), sizes.get(parameter, int(n)), str(dtype))
             for parameter, of_one in value["states"].items()
-            for name, row in of_one.items()
+            for name, (n, sum_, dtype, *_) in of_one.items()
         }
         settings, others = (
             {str(what): {str(name): its[name] for name in its} for what, its in value.get(part, {}).items()}
@@ -89,8 +94,7 @@ def from_plain(value: Any) -> Record:
         )
         left_out = {str(what): str(why) for what, why in value["left_out"].items()}
         partial = frozenset((str(p), str(s)) for p, s in value["partial"]) if "partial" in value else None
-        sizes = {str(parameter): int(numel) for parameter, numel in value.get("sizes", {}).items()}
-        return Record(states, settings, left_out, dict(value["buckets"]), others, partial, sizes, "sizes" in value)
+        return Record(states, settings, left_out, dict(value["buckets"]), others, partial, "sizes" in value)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise NotARecord(f"expected a record of fingerprints, found {type(value).__name__} ({error!r})") from None
 

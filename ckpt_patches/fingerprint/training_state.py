@@ -5,8 +5,10 @@ A DTensor's shard is computed from its mesh and placements, not by torch.distrib
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -20,7 +22,7 @@ from ckpt_patches.formats.dcp import MASTERS
 EMPTY_GROUP = "param group "  # prefix of the number of a group without parameters, of which settings are recorded
 # The attributes in which wrapper modules hold the wrapped one; names in checkpoints omit them.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-Indices = list[int]  # along one dimension of the full tensor, in the order of the shard
+Indices: TypeAlias = "npt.NDArray[np.int64]"  # along one dimension of the full tensor, in the order of the shard
 
 
 def live(model: nn.Module, optimizers: Any) -> Live:
@@ -28,8 +30,9 @@ def live(model: nn.Module, optimizers: Any) -> Live:
     for module in model.modules():
         if hasattr(module, "set_requires_gradient_sync") and hasattr(module, "reshard"):  # FSDP2
             module.reshard()
-    names = parameter_names(model)
-    flats = flat_slices(model)
+    owned = flat_slices(model)
+    for name, param in model.named_parameters():
+        owned.setdefault(id(param), [(clean_name(model, name), None)])
     tensors: list[tuple[str, str, Any]] = []
     settings: dict[str, Settings] = {}
     left_out: dict[str, str] = {}
@@ -41,33 +44,26 @@ def live(model: nn.Module, optimizers: Any) -> Live:
         for param in group["params"]:
             states = optimizer.state.get(param, {})
             stepped.add(id(param))
-            owned: list[tuple[str, Slice | None]] = [*flats.get(id(param), ())]
-            owned = owned or ([(names[id(param)], None)] if id(param) in names else [])
-            if not owned:
+            if id(param) not in owned:
                 left_out["a parameter of the optimizer"] = "the model has none that is the same object"
-            for name, part in owned:
-                if part is not None and not part.numel:  # another rank has its elements and step
-                    continue
-                settings[name], its = _settings(group, states)
-                left_out.update({f"{name} {what}": why for what, why in its.items()})
-                own = [(name, state, part.of(tensor) if part else tensor) for state, tensor in _states(param, states)]
-                tensors += own
-    frozen = [(name, FROZEN, param) for name, param in _frozen(model, names, flats, stepped)]
-    buffers = [(clean_name(model, name), OF_BUFFER, buffer) for name, buffer in persistent_buffers(model)]
+            for name, part in owned.get(id(param), ()):
+                if part is None or part.numel:  # else another rank has its elements and step
+                    settings[name], its = _settings(group, states)
+                    left_out.update({f"{name} {what}": why for what, why in its.items()})
+                    tensors += [(name, state, _cut(tensor, part)) for state, tensor in _states(param, states)]
+    for param in model.parameters():
+        if id(param) not in stepped:
+            tensors += [(name, FROZEN, _cut(param.detach(), part)) for name, part in owned[id(param)]]
+    tensors += [(clean_name(model, name), OF_BUFFER, buffer) for name, buffer in persistent_buffers(model)]
     parts: list[Part] = []
     memory = []
-    for name, state, tensor in (*tensors, *frozen, *buffers):
+    for name, state, tensor in tensors:
         if why := _why_not(tensor):
             left_out[f"{name} {state}"] = why
         else:
             parts += _parts(name, state, tensor)
             memory += [((name, state), local(tensor))] if state not in (FROZEN, OF_BUFFER) else []
     return Live(lambda: parts, settings, left_out, in_one_memory(memory))
-
-
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """The names of the parameters in checkpoints, by the parameters' identity."""
-    return {id(param): clean_name(model, name) for name, param in model.named_parameters()}
 
 
 def clean_name(model: nn.Module, name: str) -> str:
@@ -105,17 +101,6 @@ def _states(param: Any, states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in states.items():
         if isinstance(value, torch.Tensor) and name != "step":
             yield ("master" if name in MASTERS else name), value.detach()
-
-
-def _frozen(
-    model: nn.Module, names: Mapping[int, str], flats: Mapping[int, Any], stepped: set[int]
-) -> Iterator[tuple[str, Any]]:
-    for param in model.parameters():
-        if id(param) not in stepped:
-            if id(param) in flats:
-                yield from ((name, part.of(param.detach())) for name, part in flats[id(param)])
-            else:
-                yield names[id(param)], param.detach()
 
 
 def local(tensor: Any) -> torch.Tensor:
@@ -183,17 +168,14 @@ def indices(
         mesh: its shape.
         coordinate: the rank's coordinate in the mesh.
     """
-    found = [list(range(size)) for size in shape]
+    found = [np.arange(size) for size in shape]
     for placement, count, at in zip(placements, mesh, coordinate, strict=True):
         dimension = getattr(placement, "dim", None)
         if dimension is not None:
-            chunks = _chunks(found[dimension], getattr(placement, "split_factor", 1))
-            found[dimension] = [index for chunk in chunks for index in _chunk(chunk, count, at)]
+            factor = getattr(placement, "split_factor", 1)
+            chunks = [_chunk(found[dimension], factor, number) for number in range(factor)]
+            found[dimension] = np.concatenate([_chunk(chunk, count, at) for chunk in chunks])
     return found
-
-
-def _chunks(values: Indices, count: int) -> list[Indices]:
-    return [_chunk(values, count, at) for at in range(count)]
 
 
 def _chunk(values: Indices, count: int, at: int) -> Indices:
@@ -204,16 +186,13 @@ def _chunk(values: Indices, count: int, at: int) -> Indices:
 
 def runs(found: Sequence[Indices]) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
     """The boxes of a shard: the slices of each box in the shard, and its first element in the full tensor."""
-    for pieces in itertools.product(*(list(_in_a_row(own)) for own in found)):
-        yield tuple(own for own, _ in pieces), tuple(first for _, first in pieces)
-
-
-def _in_a_row(own: Indices) -> Iterator[tuple[slice, int]]:
-    begin = 0
-    for end in range(1, len(own) + 1):
-        if end == len(own) or own[end] != own[end - 1] + 1:
-            yield slice(begin, end), own[begin]
-            begin = end
+    ends = [[0, *np.flatnonzero(np.diff(own) != 1) + 1, len(own)] for own in found]
+    for box in itertools.product(*(itertools.pairwise(own) for own in ends)):
+        if all(begin < end for begin, end in box):
+            yield (
+                tuple(slice(*own) for own in box),
+                tuple(int(own[at]) for own, (at, _) in zip(found, box, strict=True)),
+            )
 
 
 # FSDP1: parameters that are flattened together; each rank has a range of the elements. Torch's metadata:
@@ -239,18 +218,19 @@ class Slice(NamedTuple):
     is_own: bool  # whether the optimizer has the parameter itself, not the flat parameter
     is_main: bool
 
-    def of(self, tensor: torch.Tensor) -> Elements | torch.Tensor:
-        """A parameter's elements in one of the optimizer's tensors; a scalar is returned unchanged."""
-        if tensor.dim() == 0:
-            return tensor
-        flat = tensor.reshape(-1)
-        own = flat if self.is_own else flat[self.at : self.at + self.numel]
-        return Elements(own, self.shape, self.first, self.is_main)
+
+def _cut(tensor: torch.Tensor, part: Slice | None) -> Elements | torch.Tensor:
+    """A parameter's elements in one of the optimizer's tensors; a scalar is returned unchanged."""
+    if part is None or tensor.dim() == 0:
+        return tensor
+    flat = tensor.reshape(-1)
+    own = flat if part.is_own else flat[part.at : part.at + part.numel]
+    return Elements(own, part.shape, part.first, part.is_main)
 
 
-def flat_slices(model: nn.Module) -> dict[int, list[tuple[str, Slice]]]:
+def flat_slices(model: nn.Module) -> dict[int, list[tuple[str, Slice | None]]]:
     """The names and slices of flattened parameters, by the identity of the optimizer's or model's tensor."""
-    found: dict[int, list[tuple[str, Slice]]] = {}
+    found: dict[int, list[tuple[str, Slice | None]]] = {}
     for prefix, module in model.named_modules():
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
         if flat is None:
