@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -116,28 +116,31 @@ def judge(
         found: the sums over all ranks and replicas of the run, or the states in the files.
         left_out: what has no fingerprint there, and the reasons.
         in_files: whether the states are of files. Only the names in `left_out` can be missing there. In a run, what is
-            of no parameter, such as an optimizer that is not known, may have had any state.
+            of no parameter, such as an optimizer that is not known, may have those of parameters with no other states.
         here, saved: names of the two sides, for messages.
     """
     verified, differences = [], []
     not_verified = {**record.left_out, **left_out}
-    held = {parameter for parameter, _ in found}
-    parameters = held | {parameter for parameter, _ in record.states}
+    held, saved_ones = ({parameter for parameter, _ in states} for states in (found, record.states))
 
-    def absent(left: Mapping[str, str]) -> Callable[[Key], bool]:
-        """Whether a state is missing, not what one side could not read, or what may have been in that."""
+    def excuse(key: Key, left: Mapping[str, str], own: set[str]) -> str | None:
+        """Why a side may lack a state: it is, or may be in, what that side could not read; None if it does lack it."""
         names = {what for what, why in left.items() if why not in (NOT_ALIKE, NOWHERE)}
-        of_none = (not what.startswith(BUFFER) and what.split(" ")[0] not in parameters for what in names)
-        may_be_any = not in_files and any(of_none)
-        return lambda key: not (may_be_any or key[0] in names or " ".join(key) in names)
+        if key[0] in names or " ".join(key) in names:
+            return ""
+        of_none = (
+            what for what in names if not what.startswith(BUFFER) and what.split(" ")[0] not in held | saved_ones
+        )
+        return None if in_files or key[0] in own else next((f"it may be in {what}" for what in sorted(of_none)), None)
 
-    is_absent, was_absent = absent(left_out), absent(record.left_out)
     for key, state in record.states.items():
         own = found.get(key)
         if own is None:
-            if is_absent(key):
+            if (why := excuse(key, left_out, held)) is None:
                 what = "state" if key[0] in held else "parameter"
                 differences.append(Difference(*key, MISSING, f"{here} has no such {what}"))
+            elif why and found:
+                not_verified[" ".join(key)] = why
         elif not in_files and (why := _why_not_comparable(state, own)):
             not_verified[" ".join(key)] = why
         elif copies := _lacking(record, found, key):
@@ -148,10 +151,11 @@ def judge(
             verified.append(key)
     kinds = {state for _, state in record.states}
     for key in sorted(found.keys() - record.states.keys()):
-        if why := _why_not_recorded(record, key, kinds):
-            not_verified[" ".join(key)] = why
-        elif was_absent(key):
+        why = _why_not_recorded(record, key, kinds) or excuse(key, record.left_out, saved_ones)
+        if why is None:
             differences.append(Difference(*key, NOT_SAVED, f"{saved} does not have it"))
+        elif why and record.states:
+            not_verified[" ".join(key)] = why
     has_optimizer = any(state not in OF_MODEL for state in kinds)
     is_compared = any(state not in OF_MODEL or not has_optimizer for _, state in verified)
     return Verdict(verified, differences, not_verified, bool(kinds) and not (is_compared or differences))

@@ -61,15 +61,23 @@ def live(engine: Any, *, scheduler: bool = True) -> Live:
     flats = [] if left_out else list(_flats(engine.optimizer, names))
     flats += [] if left_out else list(_frozen(engine, flats, names, left_out))
     for flat in flats:
-        states = _tensors(flat)
+        states = {"master" if flat.group else FROZEN: flat.values, **flat.states}
+        states = {name: its.detach() for name, its in states.items() if isinstance(its, torch.Tensor)}
+        alike = {name: its.reshape(-1) for name, its in states.items() if _is_alike(name, its, flat)}
         for own in flat.slices:
             name = names[id(own.param)]
-            if _is_unknown_expert(own.param, names):
+            left_out |= {f"{name} {state}": UNLIKE for state in states.keys() - alike.keys() - {"step"}}
+            if _is_expert(own.param) and "deepspeed_experts.global_" not in name:
                 left_out[name] = EXPERT
-            elif flat.group:
+                continue
+            if flat.group:
                 add_settings(settings, left_out, name, settings_of(flat.group, flat.states))
-            left_out |= {f"{name} {s}": UNLIKE for s in states if s != "step" and not _is_alike(s, states[s], flat)}
-            parts += _parts(flat, own, name) if name not in left_out else ()
+            is_main = not getattr(
+                own.param, "ds_pipe_replicated", False
+            )  # else another stage of a pipeline has it, too
+            for state, values in alike.items():
+                cut = values[own.at : own.at + own.numel]
+                parts.append(Part(name, state, all_of(own.shape), own.first, cut, is_main))
         if flat.slices and flat.group:
             tensors += [((names[id(flat.slices[0].param)], state), value) for state, value in states.items()]
     return Live(lambda: parts, settings, left_out, in_one_memory(tensors), others=_others(engine, scheduler=scheduler))
@@ -91,18 +99,6 @@ def _frozen(engine: Any, flats: Iterable[Flat], names: Mapping[int, str], left_o
             is_partition = hasattr(param, "ds_tensor")
             slices = [_partition(param, engine.optimizer, 0)] if is_partition else _in_a_row([param])
             yield Flat(values, {}, {}, [own for own in slices if own.numel], [])
-
-
-def _is_main(param: Any) -> bool:
-    """Whether it is no copy that another stage of a pipeline has, too."""
-    return not getattr(param, "ds_pipe_replicated", False)
-
-
-def _parts(flat: Flat, own: Slice, name: str) -> Iterator[Part]:
-    for state, tensor in _tensors(flat).items():
-        if _is_alike(state, tensor, flat):
-            values = tensor.detach().reshape(-1)[own.at : own.at + own.numel]
-            yield Part(name, state, all_of(own.shape), own.first, values, _is_main(own.param))
 
 
 def _is_alike(state: str, tensor: torch.Tensor, flat: Flat) -> bool:
@@ -153,40 +149,25 @@ def _left_out(engine: Any) -> Iterator[tuple[str, str]]:
 
 def _names(module: Any) -> dict[int, str]:
     """The names that a converter gives to the parameters, by the parameters' identity."""
-    local = {id(param): name for name, param in module.named_parameters()}
-    found = {key: LOCAL_EXPERT.match(name) for key, name in local.items()}
+    found = {id(param): name for name, param in module.named_parameters()}
+    experts = {}
+    for param in module.parameters():
+        if _is_expert(param) and (place := LOCAL_EXPERT.match(found[id(param)])):
+            experts[id(param)] = param, place
     counts: dict[str, int] = {}  # number of experts on this rank, by layer
-    for place in found.values():
-        if place:
-            counts[place["before"]] = max(counts.get(place["before"], 0), int(place["number"]) + 1)
-    by_id = {id(param): param for param in module.parameters()}
-    for key, place in found.items():
-        if place and _is_expert(by_id[key]):
-            first = _expert_parallel_rank(by_id[key]) * counts[place["before"]]
-            number = f"deepspeed_experts.global_{first + int(place['number'])}."
-            local[key] = f"{place['before']}{number}{local[key][place.end() :]}"
-    return local
+    for _, place in experts.values():
+        counts[place["before"]] = max(counts.get(place["before"], 0), int(place["number"]) + 1)
+    for key, (param, place) in experts.items():
+        from deepspeed.utils import groups
 
-
-def _expert_parallel_rank(param: Any) -> int:
-    from deepspeed.utils import groups
-
-    rank: int = groups._get_expert_parallel_rank(param.group_name)
-    return rank
+        first = groups._get_expert_parallel_rank(param.group_name) * counts[place["before"]]
+        number = f"deepspeed_experts.global_{first + int(place['number'])}."
+        found[key] = f"{place['before']}{number}{found[key][place.end() :]}"
+    return found
 
 
 def _is_expert(param: Any) -> bool:
     return not getattr(param, "allreduce", True)
-
-
-def _is_unknown_expert(param: Any, names: Mapping[int, str]) -> bool:
-    return _is_expert(param) and "deepspeed_experts.global_" not in names[id(param)]
-
-
-def _tensors(flat: Flat) -> dict[str, torch.Tensor]:
-    """The tensors that a step changes, including step counts."""
-    found = {"master" if flat.group else FROZEN: flat.values, **flat.states}
-    return {name: its.detach() for name, its in found.items() if isinstance(its, torch.Tensor)}
 
 
 # Optimizers

@@ -23,7 +23,6 @@ from upstream import all_releases
 
 TORCH_DIST = ["0.19, fully_reshardable", "0.16, fully_reshardable, tensor parallel", "0.18, fully_reshardable"]
 ZARR = ["0.14, zarr", "0.14, zarr, tensor parallel", "0.12, zarr"]
-FLATTENED = ["0.14, torch_dist", "0.14, torch_dist, tensor parallel", "0.15, torch_dist"]
 BUCKETS = ["0.14, zarr, buckets", "0.19, dp_reshardable"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,20 +58,6 @@ def test_they_are_those_of_what_torch_or_zarr_loads(name: str, tmp_path: Path) -
     expected = {of_megatron(key): by_formula(t) for key, t in tensors.items() if t.dtype in FLOATS}
     assert found_in(path) == expected
     assert {state for _, state in expected} == {"model", "master", "exp_avg", "exp_avg_sq"}
-
-
-@pytest.mark.parametrize("name", some([*FLATTENED, *ZARR[1:]]))
-def test_a_migrated_checkpoint_has_those_of_the_old_one(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its fingerprints are equal, though flattened ranges became n-dimensional boxes."""
-    old, new = EVERY[name].path, tmp_path / "new"
-    assert command_line.main(["migrate", str(old), "--output", str(new)]) == 0
-    capsys.readouterr()
-    assert command_line.main(["compare", str(old), str(new)]) == 0
-    assert ": verified: " in capsys.readouterr().out
-    tensors = loaded_by_torch(new)
-    assert found_in(old) == {of_megatron(k): by_formula(t) for k, t in tensors.items() if t.dtype in FLOATS}
 
 
 @pytest.mark.parametrize("name", some(BUCKETS))

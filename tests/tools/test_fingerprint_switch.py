@@ -24,13 +24,17 @@ def resumed(folder: Path, what: str, formats: str, version: str = NEWEST, **env:
 
 
 @pytest.mark.parametrize("off", [{}, {"CKPT_PATCHES_FINGERPRINT": "0"}], ids=str)
-def test_off_nothing_is_recorded_and_nothing_said(off: dict[str, str], tmp_path: Path) -> None:
+def test_off_nothing_is_recorded_and_a_load_verifies_nothing(off: dict[str, str], tmp_path: Path) -> None:
     formats = checkpoint_formats(NEWEST)
     _, log = resumed(tmp_path, "save", ",".join(formats), **off)
     assert "ckpt_patches_fingerprint" not in log
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len(files) > len(formats)
     assert [file for file in files if b"ckpt_patches_fingerprint" in file.read_bytes()] == []
+    rows, log = resumed(tmp_path, "resume", ",".join(formats), CKPT_PATCHES_FINGERPRINT="1")
+    assert [row for row in rows if '"bit-equal"' not in row] == []
+    assert log.count("resume not verified") == len(formats)
+    assert "it has no fingerprint: it was saved without CKPT_PATCHES_FINGERPRINT" in log
 
 
 def test_a_run_without_it_loads_a_checkpoint_with_a_record(tmp_path: Path) -> None:
@@ -42,15 +46,6 @@ def test_a_run_without_it_loads_a_checkpoint_with_a_record(tmp_path: Path) -> No
         assert len(rows) == len(formats)
         assert [row for row in rows if '"bit-equal"' not in row] == []
         assert "resume verified" not in log
-
-
-def test_a_checkpoint_without_a_record_is_said_to_prove_nothing(tmp_path: Path) -> None:
-    formats = checkpoint_formats(NEWEST)
-    resumed(tmp_path, "save", ",".join(formats))
-    rows, log = resumed(tmp_path, "resume", ",".join(formats), CKPT_PATCHES_FINGERPRINT="1")
-    assert [row for row in rows if '"bit-equal"' not in row] == []
-    assert log.count("resume not verified") == len(formats)
-    assert "it has no fingerprint: it was saved without CKPT_PATCHES_FINGERPRINT" in log
 
 
 def test_a_layer_wise_optimizer_that_loads_as_any_chain_does_is_recorded() -> None:
