@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,17 +69,8 @@ def run(options: argparse.Namespace) -> int:
         workers = options.workers or ranks.workers
         paths = [path for path in (options.one, options.other) if path is not None]
         found = [read(path, workers, ranks, trust=options.trust_checkpoint) for path in paths]
-        report: Callable[..., int] = _report if options.other is None else _compare
+        report = _report if options.other is None else _compare
         return ranks.first("the report", lambda: report(options, *found))
-
-
-def _report(options: argparse.Namespace, own: "Contents") -> int:
-    """Print what was found. Returns the exit status."""
-    _print_unread(options.one, own.unread)
-    _print(own, as_json=options.json)
-    if own.checked is None:
-        note("ckpt-patches", f"{options.one}: no recorded fingerprints, nothing was compared")
-    return 0 if own.checked is None or own.checked.is_equal else 1
 
 
 def read(path: Path, workers: int, ranks: "Ranks", *, trust: bool) -> "Contents":
@@ -101,25 +91,26 @@ def read(path: Path, workers: int, ranks: "Ranks", *, trust: bool) -> "Contents"
     return contents.of(found, workers, ranks)
 
 
-def _print_unread(path: Path, unread: dict[str, str]) -> None:
-    for why, count in Counter(unread.values()).items():
-        example = next(name for name, its in unread.items() if its == why)
+def _report(options: argparse.Namespace, own: "Contents") -> int:
+    """Print what was found, and the comparison with the record. Returns the exit status."""
+    for why, count in Counter(own.unread.values()).items():
+        example = next(name for name, its in own.unread.items() if its == why)
         tensors = f"{count} tensors have" if count > 1 else "1 tensor has"
-        print(printable(f"{path}: {tensors} no fingerprint, as {example}: {why}"), file=sys.stderr)
-
-
-def _print(own: "Contents", *, as_json: bool) -> None:
-    if as_json:
+        print(printable(f"{options.one}: {tensors} no fingerprint, as {example}: {why}"), file=sys.stderr)
+    if options.json:
         rows = [{**one._asdict(), "value": one.hexadecimal} for one in own.fingerprints]
-        recorded = None if own.checked is None else _as_json(own.checked)
+        recorded = None if own.checked is None else _keys(own.checked)
         print(json.dumps({"schema": SCHEMA, "fingerprints": rows, "recorded": recorded}, indent=1))
-        return
-    names = [printable(one.parameter) for one in own.fingerprints]
-    width = max(map(len, names), default=0)
-    for one, name in zip(own.fingerprints, names, strict=True):
-        print(f"{one.hexadecimal}  {name:{width}}  {printable(one.state):10}  {one.numel:>14,} elements")
-    if own.checked is not None:
-        _print_result(own.checked, "against the record of the run")
+    else:
+        names = [printable(one.parameter) for one in own.fingerprints]
+        width = max(map(len, names), default=0)
+        for one, name in zip(own.fingerprints, names, strict=True):
+            print(f"{one.hexadecimal}  {name:{width}}  {printable(one.state):10}  {one.numel:>14,} elements")
+        if own.checked is not None:
+            _print_result(own.checked, "against the record of the run")
+    if own.checked is None:
+        note("ckpt-patches", f"{options.one}: no recorded fingerprints, nothing was compared")
+    return 0 if own.checked is None or own.checked.is_equal else 1
 
 
 def _compare(options: argparse.Namespace, one: "Contents", other: "Contents") -> int:
@@ -132,18 +123,15 @@ def _compare(options: argparse.Namespace, one: "Contents", other: "Contents") ->
 
 
 def _print_result(found: "Verdict", where: str) -> None:
-    _print_first(f"{one.parameter}  {one.state}  differs: {one.what}" for one in found.differences)
-    _print_first(f"{what}  not verified: {why}" for what, why in found.not_verified.items())
+    """Print the lines of an untrusted checkpoint, as many as a person can read."""
+    differences = [f"{one.parameter}  {one.state}  differs: {one.what}" for one in found.differences]
+    not_verified = [f"{what}  not verified: {why}" for what, why in found.not_verified.items()]
+    for lines in (differences, not_verified):
+        for line in lines[:MOST_LINES]:
+            print(printable(line))
+        if len(lines) > MOST_LINES:
+            print(f"and {len(lines) - MOST_LINES:,} more (--json)")
     print(printable(f"{where}: {found.sentence()}"))
-
-
-def _print_first(lines: Iterable[str]) -> None:
-    """Print lines from an untrusted checkpoint, as many as a person can read."""
-    every = list(lines)
-    for line in every[:MOST_LINES]:
-        print(printable(line))
-    if len(every) > MOST_LINES:
-        print(f"and {len(every) - MOST_LINES:,} more (--json)")
 
 
 def compared(one: "Contents", other: "Contents") -> "Verdict":
@@ -155,10 +143,10 @@ def compared(one: "Contents", other: "Contents") -> "Verdict":
 
 def as_json(found: "Verdict") -> dict[str, Any]:
     """The keys of `compare --json`: docs/reference/json.md."""
-    return {"schema": SCHEMA, **_as_json(found)}
+    return {"schema": SCHEMA, **_keys(found)}
 
 
-def _as_json(found: "Verdict") -> dict[str, Any]:
+def _keys(found: "Verdict") -> dict[str, Any]:
     return {
         "verified": len(found.verified),
         "differences": [one._asdict() for one in found.differences],

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 FORMAT = 1
 STEP = "global_steps"  # of the run; detects a record that a client saved again
 # A parameter's settings that must be equal, and the rate, which is for information: a schedule changes it.
-SETTINGS = ("weight_decay", "betas", "eps", "step")
+SETTINGS = ("weight_decay", "betas", "eps", "step", "momentum", "dampening", "nesterov", "amsgrad")
 RATE = "lr"
 NOT_ALIKE = "not the same on all ranks that saved"
 STATE = "state "  # prefix of the name of a setting that is a number among a parameter's states
