@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_patches.fingerprint.element_hash import all_of
-from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory, persistent_buffers
+from ckpt_patches.fingerprint.live_state import Live, Part, dtype_of, in_one_memory, persistent_buffers
 from ckpt_patches.fingerprint.proof import rank_in
 from ckpt_patches.fingerprint.record import BUFFER, Key, Settings, add_settings, plain_values, settings_of
 from ckpt_patches.fingerprint.states import FROZEN, IN_A_RUN
@@ -90,7 +90,7 @@ def _frozen(engine: Any, flats: Iterable[Flat], names: Mapping[int, str], left_o
         if id(param) in stepped:
             continue
         values = getattr(param, "ds_tensor", param).detach()
-        dtype = str(values.dtype).removeprefix("torch.")
+        dtype = dtype_of(values)
         if "NOT_AVAILABLE" in str(getattr(getattr(param, "ds_tensor", param), "status", "")):
             left_out[names[id(param)]] = "frozen, on a disk"
         elif dtype not in IN_A_RUN:

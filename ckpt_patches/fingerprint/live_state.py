@@ -65,7 +65,7 @@ def sums(parts: Iterable[Part]) -> dict[Key, Sums]:
     found: dict[Key, Sums] = {}
     for part in parts:
         one = found.setdefault(
-            (part.parameter, part.state), Sums(math.prod(part.box.shape), part.kept_in or _dtype(part.values))
+            (part.parameter, part.state), Sums(math.prod(part.box.shape), part.kept_in or dtype_of(part.values))
         )
         numel, value = part.values.numel(), _value(part)
         one.numel, one.value = one.numel + numel, (one.value + value) % MODULUS
@@ -101,7 +101,7 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 
 
 def _value(part: Part) -> int:
-    dtype, values = _dtype(part.values), part.values.detach().reshape(-1)  # a copy at most of one part at a time
+    dtype, values = dtype_of(part.values), part.values.detach().reshape(-1)  # a copy at most of one part at a time
     values = values if dtype in FLOATS else values.cpu()
     is_on_cpu = values.device.type == "cpu"
     numel = BLOCK if is_on_cpu else ON_DEVICE
@@ -124,9 +124,10 @@ def _value(part: Part) -> int:
 def _words(values: torch.Tensor) -> Any:
     """The words of elements. On the CPU they are passed as bytes, because NumPy has no bfloat16."""
     if values.device.type == "cpu":
-        return words_of(memoryview(values.view(torch.uint8).numpy()), _dtype(values))
+        return words_of(memoryview(values.view(torch.uint8).numpy()), dtype_of(values))
     return values.float().view(torch.int32)
 
 
-def _dtype(values: torch.Tensor) -> str:
+def dtype_of(values: torch.Tensor) -> str:
+    """The name of a tensor's dtype, as in records."""
     return str(values.dtype).removeprefix("torch.")

@@ -8,7 +8,7 @@ import torch
 
 from ckpt_patches.fingerprint.buckets import Laid, Layout, key_of
 from ckpt_patches.fingerprint.element_hash import Box
-from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory
+from ckpt_patches.fingerprint.live_state import Live, Part, dtype_of, in_one_memory
 from ckpt_patches.fingerprint.record import Key, Settings, add_settings, settings_of
 from ckpt_patches.fingerprint.states import state_named
 
@@ -203,64 +203,47 @@ def _placed(optimizer: Any, where: Places) -> Iterator[tuple[Held, Place]]:
 
 
 def _of_distributed(leaf: Any) -> Iterator[Held]:
-    replica, stepping = getattr(leaf, "distributed_optimizer_instance_id", 0), _stepping(leaf.optimizer)
-    for ranges in leaf.gbuf_ranges:
-        for buckets in ranges.values():
-            for bucket in buckets:
-                for param, its in bucket["param_map"].items():
-                    group, states = _of_shard(leaf, param, stepping)
-                    begin, numel = its["param"].start, its["param"].end - its["param"].start
-                    what = {"is_sharded": True, "replica": replica}
-                    yield _held_of(param, begin, numel, group, states, _kept_in(leaf, param), **what)
+    replica = getattr(leaf, "distributed_optimizer_instance_id", 0)
+    stepping = {  # the param group and states of each parameter of a hybrid optimizer's inner optimizers
+        id(param): (group, inner.state.get(param, {}))
+        for inner in getattr(leaf.optimizer, "sub_optimizers", ())
+        for group in inner.param_groups
+        for param in group["params"]
+    }
+    for buckets in (buckets for ranges in leaf.gbuf_ranges for buckets in ranges.values()):
+        for param, its in (own for bucket in buckets for own in bucket["param_map"].items()):
+            begin, numel = its["param"].start, its["param"].end - its["param"].start
+            yield _held_of(param, begin, numel, *_of_shard(leaf, param, stepping), is_sharded=True, replica=replica)
 
 
 def _of_whole(leaf: Any, *, is_sharded: bool) -> Iterator[Held]:
     """The states of an optimizer that has complete parameters: all, or those that this data-parallel rank updates."""
-    models = {
-        id(main): param
-        for params, mains in zip(
-            getattr(leaf, "float16_groups", ()), getattr(leaf, "fp32_from_float16_groups", ()), strict=True
-        )
-        for param, main in zip(params, mains, strict=True)
-    }
+    both = zip(getattr(leaf, "float16_groups", ()), getattr(leaf, "fp32_from_float16_groups", ()), strict=True)
+    models = {id(main): param for pair in both for param, main in zip(*pair, strict=True)}
     for group in leaf.optimizer.param_groups:
         for main in group["params"]:
-            states = {"param": main, **leaf.optimizer.state.get(main, {})}
-            param, what = models.get(id(main), main), {"is_sharded": is_sharded, "replica": 0}
-            yield _held_of(param, 0, main.numel(), group, states, {}, **what)
+            param, states = models.get(id(main), main), {"param": main, **leaf.optimizer.state.get(main, {})}
+            yield _held_of(param, 0, main.numel(), group, states, {}, is_sharded=is_sharded, replica=0)
 
 
-def _of_shard(leaf: Any, param: Any, stepping: Stepping) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The param group and states from the optimizer that steps: for a hybrid one, the inner one on the CPU or GPU."""
+def _of_shard(leaf: Any, param: Any, stepping: Stepping) -> tuple[Mapping[str, Any], Mapping[str, Any], dict[str, str]]:
+    """The param group, the states, and the dtypes in which a precision-aware optimizer, which returns fp32, keeps them.
+
+    They are those of the optimizer that steps: for a hybrid one, the inner one on the CPU or GPU.
+    """
     index, order = leaf.model_param_group_index_map[param]
     group = leaf.optimizer.param_groups[index]
+    main = group["params"][order]
     if not hasattr(leaf.optimizer, "sub_optimizers"):
-        return group, leaf._get_main_param_and_optimizer_states(param)
-    inner = leaf.optimizer.param_to_inner_param[group["params"][order]]
+        kept = {
+            n: dtype_of(its) for n, its in leaf.optimizer.state.get(main, {}).items() if isinstance(its, torch.Tensor)
+        }
+        return group, leaf._get_main_param_and_optimizer_states(param), kept
+    inner = leaf.optimizer.param_to_inner_param[main]
     own, states = stepping.get(id(inner), ({}, {}))
     # A step begins by copying these settings to the inner optimizer, as a scheduler may have changed them; not `step`.
     group = {**own, **{name: value for name, value in group.items() if name != "step"}}
-    return group, {"param": inner, **{name: its for name, its in states.items() if name != "master_param"}}
-
-
-def _kept_in(leaf: Any, param: Any) -> dict[str, str]:
-    """The dtypes of a parameter's states in a precision-aware optimizer, which returns them in fp32."""
-    if hasattr(leaf.optimizer, "sub_optimizers"):
-        return {}
-    index, order = leaf.model_param_group_index_map[param]
-    states = leaf.optimizer.state.get(leaf.optimizer.param_groups[index]["params"][order], {})
-    tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
-    return {name: str(value.dtype).removeprefix("torch.") for name, value in tensors.items()}
-
-
-def _stepping(optimizer: Any) -> Stepping:
-    """The param group and states of each parameter of a hybrid optimizer's inner optimizers, by parameter identity."""
-    return {
-        id(param): (group, inner.state.get(param, {}))
-        for inner in getattr(optimizer, "sub_optimizers", ())
-        for group in inner.param_groups
-        for param in group["params"]
-    }
+    return group, {"param": inner, **{name: its for name, its in states.items() if name != "master_param"}}, {}
 
 
 def _held_of(
@@ -272,14 +255,13 @@ def _held_of(
     kept_in: Mapping[str, str],
     **what: Any,
 ) -> Held:
+    """The states of all elements; other tensors are counters or scales."""
+    tensors = {name: value.detach() for name, value in states.items() if isinstance(value, torch.Tensor)}
     flat = {
-        name: value.detach().reshape(-1) for name, value in states.items() if name != "step" and _is_state(value, numel)
+        name: its.reshape(-1)
+        for name, its in tensors.items()
+        if name != "step" and its.numel() == numel and its.is_floating_point()
     }
-    own = {name: its for name, its in flat.items() if kept_in.get(name, str(its.dtype)) in str(its.dtype)}
-    step = {"step": states["step"]} if isinstance(states.get("step"), torch.Tensor) else {}
-    return Held(param, begin, flat, settings_of(group, states), {**own, **step}, kept_in, **what)
-
-
-def _is_state(value: Any, numel: int) -> bool:
-    """Whether a value is a state of all elements; other tensors are counters or scales."""
-    return isinstance(value, torch.Tensor) and value.numel() == numel and value.is_floating_point()
+    own = {name: its for name, its in flat.items() if kept_in.get(name, dtype_of(its)) == dtype_of(its)}
+    own |= {name: its for name, its in tensors.items() if name == "step"}
+    return Held(param, begin, flat, settings_of(group, states), own, kept_in, **what)

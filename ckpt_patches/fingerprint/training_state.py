@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ckpt_patches.fingerprint.element_hash import Box, all_of
-from ckpt_patches.fingerprint.live_state import Live, Part, in_one_memory, persistent_buffers
+from ckpt_patches.fingerprint.live_state import Live, Part, dtype_of, in_one_memory, persistent_buffers
 from ckpt_patches.fingerprint.proof import rank_in
 from ckpt_patches.fingerprint.record import RATE, SETTINGS, STATE, Settings, is_plain, settings_of
 from ckpt_patches.fingerprint.states import FROZEN, IN_A_RUN, OF_BUFFER
@@ -115,7 +115,7 @@ def _why_not(tensor: Any) -> str:
     """Why a tensor has no fingerprint; empty if it has one."""
     if local(tensor).is_meta or local(tensor).layout is not torch.strided:
         return "elements that are not in memory one after another"
-    dtype = str(local(tensor).dtype).removeprefix("torch.")
+    dtype = dtype_of(local(tensor))
     if dtype not in IN_A_RUN:
         return f"elements of {dtype}, expected {', '.join(IN_A_RUN)}"
     if type(local(tensor)) not in (torch.Tensor, nn.Parameter):
