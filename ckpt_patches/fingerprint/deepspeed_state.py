@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_patches.fingerprint.element_hash import all_of
-from ckpt_patches.fingerprint.live_state import Live, Part, dtype_of, in_one_memory, persistent_buffers
+from ckpt_patches.fingerprint.live_state import UNLIKE, Live, Part, dtype_of, in_one_memory, persistent_buffers
 from ckpt_patches.fingerprint.proof import rank_in
 from ckpt_patches.fingerprint.record import BUFFER, Key, Settings, add_settings, plain_values, settings_of
 from ckpt_patches.fingerprint.states import FROZEN, IN_A_RUN
@@ -21,7 +21,6 @@ PART_UNKNOWN = "with tensor parallelism DeepSpeed does not record which part of 
 EXPERT = "an expert that is not deepspeed.moe's, of which the number among all is not known"
 # An expert by its local number on its rank; a converted checkpoint has all experts, by their global numbers.
 LOCAL_EXPERT = re.compile(r"(?P<before>^|.*\.)deepspeed_experts\.(?P<number>\d+)\.")
-UNLIKE = "it has no element for each of the parameter's"
 SCHEDULER = "learning-rate scheduler"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -41,7 +40,7 @@ class Flat(NamedTuple):
 
     values: torch.Tensor
     states: Mapping[str, Any]
-    group: Mapping[str, Any]  # empty for a frozen parameter
+    group: Mapping[str, Any]  # empty for a frozen parameter, and for states on a disk
     slices: list[Slice]
     among: list[Slice]  # also those without elements on this rank
 
@@ -61,6 +60,8 @@ def live(engine: Any, *, scheduler: bool = True) -> Live:
     flats = [] if left_out else list(_flats(engine.optimizer, names))
     flats += [] if left_out else list(_frozen(engine, flats, names, left_out))
     for flat in flats:
+        if not flat.slices:
+            left_out |= {names[id(own.param)]: "its states are on a disk" for own in flat.among if not flat.group}
         states = {"master" if flat.group else FROZEN: flat.values, **flat.states}
         states = {name: its.detach() for name, its in states.items() if isinstance(its, torch.Tensor)}
         alike = {name: its.reshape(-1) for name, its in states.items() if _is_alike(name, its, flat)}
@@ -213,8 +214,10 @@ def _of_stage_3(optimizer: Any) -> Iterator[Flat]:
     ):
         sizes = [param.partition_numel() for param in params]
         slices = [_partition(*own) for own in zip(params, repeat(optimizer), accumulate(sizes, initial=0))]
-        if flat.numel():  # else it is offloaded to disk
+        if flat.numel():
             yield _flat(optimizer.optimizer, optimizer.sub_group_to_group_id[number], flat, slices)
+        else:  # it is offloaded
+            yield Flat(flat, {}, {}, [], slices)
 
 
 def _partition(param: Any, optimizer: Any, at: int) -> Slice:

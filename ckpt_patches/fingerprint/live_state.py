@@ -16,6 +16,7 @@ from ckpt_patches.formats.dtypes import FLOATS
 
 BLOCK = 1 << 21  # elements that are processed together on the CPU
 ON_DEVICE = 1 << 22  # the same on a GPU
+UNLIKE = "it has no element for each of the parameter's"  # of a state that has no fingerprint
 THREADS = 4  # at most: each has a block of its own, in up to 28 MiB
 
 

@@ -1,14 +1,14 @@
 """The elements of parameters that megatron-core's optimizers hold on this rank."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ckpt_patches.fingerprint.buckets import Laid, Layout, key_of
 from ckpt_patches.fingerprint.element_hash import Box
-from ckpt_patches.fingerprint.live_state import Live, Part, dtype_of, in_one_memory
+from ckpt_patches.fingerprint.live_state import UNLIKE, Live, Part, dtype_of, in_one_memory
 from ckpt_patches.fingerprint.record import Key, Settings, add_settings, settings_of
 from ckpt_patches.fingerprint.states import state_named
 
@@ -42,6 +42,7 @@ class Held(NamedTuple):
     states: Mapping[str, torch.Tensor]  # one dimension, equal lengths
     settings: Settings
     own: Mapping[str, torch.Tensor]  # the optimizer's tensors among them, not copies; and a step if it is a tensor
+    unlike: Sequence[str]  # names of tensors of other sizes, as the factors of SOAP
     kept_in: Mapping[str, str]  # dtypes in which the optimizer keeps states that it converts when they are read
     is_sharded: bool  # whether data-parallel ranks hold different elements or parameters, not replicas
     replica: int  # of the optimizer itself
@@ -111,6 +112,7 @@ def live(optimizer: Any, where: Places) -> Live:
             left_out[what] = "so its elements have no places"
         for piece in place.pieces:
             add_settings(settings, left_out, piece.key, held.settings)
+            left_out |= {f"{piece.key} {state_named(name)}": UNLIKE for name in held.unlike}
         tensors += [((place.pieces[0].key, state_named(name)), its) for name, its in held.own.items() if place.pieces]
 
     def parts() -> Iterator[Part]:
@@ -255,7 +257,7 @@ def _held_of(
     kept_in: Mapping[str, str],
     **what: Any,
 ) -> Held:
-    """The states of all elements; other tensors are counters or scales."""
+    """The states of all elements. Tensors of one element are counters or scales."""
     tensors = {name: value.detach() for name, value in states.items() if isinstance(value, torch.Tensor)}
     flat = {
         name: its.reshape(-1)
@@ -264,4 +266,5 @@ def _held_of(
     }
     own = {name: its for name, its in flat.items() if kept_in.get(name, dtype_of(its)) == dtype_of(its)}
     own |= {name: its for name, its in tensors.items() if name == "step"}
-    return Held(param, begin, flat, settings_of(group, states), own, kept_in, **what)
+    unlike = [name for name, its in tensors.items() if its.numel() > 1 and name not in {*flat, "step"}]
+    return Held(param, begin, flat, settings_of(group, states), own, unlike, kept_in, **what)

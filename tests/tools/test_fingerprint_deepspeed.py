@@ -3,13 +3,16 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from changed_elements import change_elements
 from ckpt_patches.cli import command_line
+from ckpt_patches.fingerprint.deepspeed_state import COUNTERS, live
 from ckpt_patches.formats import zero_reader
 from ckpt_patches.formats.checkpoint import EXP_AVG
 from deepspeed_patches import ds_to_universal
@@ -118,8 +121,6 @@ def test_what_is_not_as_recorded_is_not_converted(tmp_path: Path, capsys: pytest
 
 
 def test_off_nothing_is_recorded_and_nothing_said(tmp_path: Path) -> None:
-    import torch
-
     _, log = output(NEWEST, "train", tmp_path, "stage1-1", ranks=2, env={"CKPT_PATCHES_FINGERPRINT": "0"})
     (file,) = (tmp_path / "stage1-1" / "global_step2").glob("*model_states.pt")
     assert "ckpt_patches_fingerprint" not in torch.load(file, weights_only=False)
@@ -149,3 +150,15 @@ def test_a_record_that_a_run_without_it_has_saved_again_proves_nothing(
     assert said in log
     assert command_line.main(["fingerprint", str(again / "global_step2")]) == 0
     assert said in capsys.readouterr().out
+
+
+def test_states_on_a_disk_are_listed() -> None:
+    """As of ZeRO-Infinity, whose optimizer has an empty tensor in place of them; they are not frozen."""
+    module = torch.nn.Linear(4, 1, bias=False)
+    its = {"ds_tensor": torch.ones(4), "ds_shape": (1, 4), "ds_numel": 4, "partition_numel": lambda: 4}
+    vars(module.weight).update(its)
+    groups = {"fp16_groups": [[module.weight]], "fp32_partitioned_groups_flat": [torch.empty(0)]}
+    optimizer = SimpleNamespace(**groups, sub_group_to_group_id={0: 0}, dp_process_group=None)
+    engine = SimpleNamespace(module=module, optimizer=optimizer, lr_scheduler=None, **dict.fromkeys(COUNTERS, 1))
+    found = live(engine)
+    assert (found.left_out, [*found.parts()]) == ({"weight": "its states are on a disk"}, [])

@@ -136,6 +136,17 @@ def test_an_optimizer_without_parameters_has_nothing_to_prove() -> None:
     assert not megatron_state.live(leaf, {}).left_out
 
 
+def test_states_of_other_sizes_are_listed() -> None:
+    """As the factors of SOAP in Megatron's emerging optimizers."""
+    param = torch.nn.Parameter(torch.ones(3, 2))
+    leaf = Leaf(torch.optim.AdamW([param]))
+    leaf.optimizer.state[param] = {"exp_avg": torch.ones(3, 2), "Q": torch.eye(3), "step": torch.tensor(1.0)}
+    place = megatron_state.Place((megatron_state.Piece("w", 0, Box((0, 0), (3, 2), (3, 2))),), (0, 0, 0))
+    found = megatron_state.live(leaf, {id(param): place})
+    assert {part.state for part in found.parts()} == {"master", "exp_avg"}
+    assert found.left_out == {"w Q": "it has no element for each of the parameter's"}
+
+
 class Leaf:
     """The attributes by which an optimizer of Megatron that is not distributed is known."""
 
