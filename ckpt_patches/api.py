@@ -78,10 +78,10 @@ class Audit(Result):
 
 
 class Verification:
-    """A comparison of a training's state with a record. `ok`: states were compared, and nothing differs."""
+    """A comparison of a training's state with a record. `ok`: an optimizer's states were compared, and nothing differs."""
 
     def __init__(self, verdict: "Verdict") -> None:
-        self.ok = bool(verdict.verified) and not verdict.is_wrong
+        self.ok = bool(verdict.verified) and verdict.is_equal
         self.verified = len(verdict.verified)  # equal states
         self.differences = list(verdict.differences)  # of states
         self.settings = list(verdict.settings)  # of param groups and others, that differ

@@ -146,6 +146,11 @@ def test_a_resume_is_verified() -> None:
     found = api.verify_resume(model, optimizer, None)
     assert (found.ok, found.verified) == (False, 0)
     assert found.not_verified
+    optimizer.param_groups[0]["weight_decay"] = 0.01
+    for states in optimizer.state.values():
+        states.update({name: its.to_sparse() for name, its in states.items() if name != "step"})
+    found = api.verify_resume(model, optimizer, record)
+    assert (found.ok, found.verified, found.differences) == (False, 2, [])  # the weights alone
 
 
 # The process of the caller
