@@ -78,7 +78,7 @@ class Audit(Result):
 
 
 class Verification:
-    """A comparison of a training's state with a record. `ok`: an optimizer's states were compared, and nothing differs."""
+    """A comparison of a training's state with a record. `ok`: its optimizer's states were compared, and are equal."""
 
     def __init__(self, verdict: "Verdict") -> None:
         self.ok = bool(verdict.verified) and verdict.is_equal

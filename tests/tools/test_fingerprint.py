@@ -99,15 +99,6 @@ def test_for_programs(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert command_line.main(["fingerprint", "--json", str(checkpoint)]) == 0
     rows = json.loads(capsys.readouterr().out)["fingerprints"]
     assert [Fingerprint(**{**row, "value": int(row["value"], 16)}) for row in rows] == read(checkpoint)[0]
-    assert command_line.main(["compare", "--json", str(checkpoint), str(checkpoint)]) == 0
-    expected = {
-        "schema": 2,
-        "verified": len(rows),
-        "differences": [],
-        "not_verified": {},
-        "missed": False,
-    }
-    assert json.loads(capsys.readouterr().out) == expected
 
 
 def test_what_is_in_one_alone_and_what_has_another_size_is_told() -> None:

@@ -13,15 +13,12 @@ from hypothesis import strategies as st
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt_patches import fingerprint
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
 from ckpt_patches.cli import main
 from ckpt_patches.fingerprint import training_state
-from ckpt_patches.fingerprint.element_hash import of_run
-from ckpt_patches.fingerprint.live_state import sums
 from ckpt_patches.fingerprint.states import OF_BUFFER
 from ckpt_patches.fingerprint.training_state import indices, runs
 from upstream import INSTALLED_TORCH, newest, once, run, run_json, tree
@@ -239,23 +236,6 @@ def boxes_of(
         sizes = [own.stop - own.start for own in part]
         found.append((part, tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))))
     return found
-
-
-def test_swiglu_rows_in_each_others_places_are_another_state() -> None:
-    """Mixed rows change the fingerprint. Each rank has parts of W and V, in one tensor, as in Megatron-LM#2769."""
-    whole = torch.arange(16.0).reshape(8, 2)
-    parts = [torch.cat([whole[:4].chunk(2)[rank], whole[4:].chunk(2)[rank]]) for rank in range(2)]
-    found = 0
-    for rank, part in enumerate(parts):
-        distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(f"rank{rank}",))  # torch caches equal meshes
-        model = nn.Module()
-        model.weight = nn.Parameter(DTensor.from_local(part, mesh, [_StridedShard(0, split_factor=2)], run_check=False))
-        own = sums(training_state.live(model, torch.optim.SGD([model.weight], 0.1)).parts())
-        found += own["weight", "master"].main_value
-        distributed.destroy_process_group()
-    right, mixed = (of_run(rows.numpy().reshape(-1).view(np.uint32), 0) for rows in (whole, torch.cat(parts)))
-    assert found % (1 << 64) == right != mixed
 
 
 def test_a_divided_buffer_is_recorded_like_a_parameter() -> None:
