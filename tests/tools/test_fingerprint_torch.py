@@ -1,7 +1,7 @@
 """Fingerprints in training scripts with plain torch: a save on four ranks, and its proof after a load on two."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -222,20 +222,10 @@ def test_parts_are_those_that_torch_makes(case: tuple[tuple[int, ...], list[Any]
                 chunks = torch.chunk(expected, count, placement.dim)
                 expected = chunks[at] if at < len(chunks) else chunks[0].narrow(placement.dim, 0, 0)
         found = torch.empty_like(expected)
-        for part, own in boxes_of(shape, placements, mesh, coordinate):
-            found[part] = whole[own]
+        for part, offsets in runs(indices(shape, placements, mesh, coordinate)):
+            own = (slice(at, at + its.stop - its.start) for its, at in zip(part, offsets, strict=True))
+            found[part] = whole[tuple(own)]
         assert torch.equal(found, expected)
-
-
-def boxes_of(
-    shape: Sequence[int], placements: Sequence[Any], mesh: Sequence[int], coordinate: Sequence[int]
-) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """The boxes of a part: in the part, and in the complete tensor."""
-    found = []
-    for part, offsets in runs(indices(shape, placements, mesh, coordinate)):
-        sizes = [own.stop - own.start for own in part]
-        found.append((part, tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))))
-    return found
 
 
 def test_a_divided_buffer_is_recorded_like_a_parameter() -> None:
