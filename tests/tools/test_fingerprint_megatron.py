@@ -14,8 +14,10 @@ from torch.distributed.checkpoint import save
 
 from ckpt_patches.cli import command_line
 from ckpt_patches.fingerprint import contents, megatron_state
+from ckpt_patches.fingerprint.buckets import layouts
 from ckpt_patches.fingerprint.element_hash import LONG, MODULUS, Box, of_box, of_run
 from ckpt_patches.fingerprint.files import of_megatron, opened, tensors_in_buckets
+from ckpt_patches.fingerprint.record import NotARecord
 from every_checkpoint import EVERY
 from test_fingerprint import by_formula
 from torch_dist_indexes import loaded_by_torch
@@ -80,6 +82,12 @@ def test_buckets_of_a_copy_are_equal(name: str, tmp_path: Path, capsys: pytest.C
         file.write(bytes(weight.extents[0].nbytes))
     assert command_line.main(["compare", str(EVERY[name].path), str(copy)]) == 1
     assert "differs: 1 " in capsys.readouterr().out  # whatever is not verified beside it
+
+
+@pytest.mark.parametrize("box", [[[2], [4], [4]], [[0], [1 << 60], [1 << 60]], [[0], [4]], [[0], ["x"], [4]]])
+def test_places_that_no_run_records_are_no_record(box: list[list[int]]) -> None:
+    with pytest.raises(NotARecord):
+        layouts({"dp_group_idx_0.gbuf_idx_0": [[4], [[0, 0, "weight", *box]]]})
 
 
 def test_tensors_of_other_types_are_compared(tmp_path: Path) -> None:
