@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ckpt_patches.cli import symptoms
 from ckpt_patches.engine.fix import load
-from ckpt_patches.engine.fix_table import row
 from ckpt_patches.engine.format_patch import pages
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "symptoms.md"
@@ -33,7 +32,10 @@ def text() -> str:
     answered = (("<br>".join(own), answer, _linked(name)) for (answer, name), own in answers.items())
     errors = (("<br>".join(own), links) for links, own in by_fixes.items())
     effects = [load(one.name) for one in fixes if not one.errors or load(one.name).silent]
-    rows = ((*row(fix)[:3], _linked(fix.name)) for fix in sorted(effects, key=lambda f: _letters(f.symptom)))
+    rows = (
+        (fix.symptom, fix.affected, fix.stacks, _linked(fix.name))
+        for fix in sorted(effects, key=lambda f: _letters(f.symptom))
+    )
     lines = [
         *(HEAD, "## Error texts that a tool answers", ""),
         *_table(("Error", "What to do", "Page"), answered),

@@ -25,12 +25,13 @@ from ckpt_patches.runtime.commands import note
 
 if TYPE_CHECKING:
     from ckpt_patches.engine.fix import Fix
-    from ckpt_patches.engine.fix_table import Row
 
 # Version of the JSON of status and list; increased when a key is renamed, removed or changes its meaning.
 SCHEMA = 2
 COLUMNS = 80  # of a list in a pipe
 Outcomes = dict[str, tuple[str, str]]  # of apply and revert, by fix: the outcome and its reason
+SILENT = "Silent: wrong state without an error"
+VISIBLE = "Visible: an error, a hang or high memory use"
 APPLIED, NO_MATCH = "applied", "NO MATCH"
 MEANING = {Outcome.APPLIES: APPLIED, Outcome.NOT_NEEDED: "not needed", Outcome.NO_MATCH: NO_MATCH}
 SKIPPED = "not applied (CKPT_PATCHES_SKIP)"
@@ -51,26 +52,24 @@ def run_status(options: argparse.Namespace) -> int:
 
 def run_list(options: argparse.Namespace) -> int:
     """`ckpt-patches list`."""
-    from ckpt_patches.engine import fix_table
-
     names, unmatched = _listed(options)
     fixes = [load(name) for name in names]
     if options.json:
         print(json.dumps({"schema": SCHEMA, "fixes": [_as_json(fix) for fix in fixes]}, indent=1))
     else:
-        for title, rows in fix_table.groups(fixes):
-            print("\n".join([terminal.paint(title, "bold"), *map(_entry, rows)]), end="\n\n")
+        for title, silent in ((SILENT, True), (VISIBLE, False)):
+            if own := [_entry(fix) for fix in fixes if fix.silent is silent]:
+                print("\n".join([terminal.paint(title, "bold"), *own]), end="\n\n")
         if not fixes:
             print("no fix applies")
     return _tell(unmatched)
 
 
-def _entry(row: "Row") -> str:
+def _entry(fix: "Fix") -> str:
     """A fix with its releases, and the symptom below it; wrapped, in a pipe as well."""
-    symptom, releases, stacks, name = row
-    first = f"{name}: {releases}; {stacks}" if stacks else f"{name}: {releases}"
+    first = "; ".join(filter(None, (f"{fix.name}: {fix.affected}", fix.stacks)))
     fill = partial(textwrap.fill, width=terminal.width() or COLUMNS, break_on_hyphens=False, subsequent_indent="    ")
-    return f"{fill(first)}\n{fill(symptom, initial_indent='  ')}"
+    return f"{fill(first)}\n{fill(fix.symptom, initial_indent='  ')}"
 
 
 def _listed(options: argparse.Namespace) -> tuple[list[str], list[FixResult]]:

@@ -9,7 +9,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import NamedTuple
 
-from ckpt_patches.engine.registry import PACKAGES, PART_OF, folder, package_with, root_of
+from ckpt_patches.engine.registry import PACKAGES, PART_OF, folder, root_of
 from ckpt_patches.engine.source import Ranges, Source
 
 EditFunction = Callable[[Source], None]
@@ -58,7 +58,7 @@ class Fix:
     @property
     def package(self) -> str:
         """The upstream package that the fix edits, such as `megatron.core`."""
-        return package_with(self.edits[0].module)
+        return PART_OF.get(self.root, self.root)
 
     @property
     def root(self) -> str:
@@ -74,6 +74,12 @@ class Fix:
     def is_for_upstream_alone(self) -> bool:
         """Whether it is only in patches for upstream: neither the hook nor `apply` makes its edits."""
         return all(edit.upstream_alone for edit in self.edits)
+
+    @property
+    def affected(self) -> str:
+        """The package and its releases with the bug, for people."""
+        ranges = (first if first == last else f"{first} \N{EN DASH} {last}" for first, last in self.releases)
+        return f"{PACKAGES[self.package].title} {', '.join(ranges)}".strip()
 
     def affects(self, version: str) -> bool:
         """Whether a release has the bug; only known for those in `ckpt_patches.engine.releases`."""

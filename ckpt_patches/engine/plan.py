@@ -21,7 +21,6 @@ from ckpt_patches.runtime.pause import without_garbage_collection, without_synta
 
 CO_OPTIMIZED = 1  # of the code of a function, not of a class
 _GENERIC = "<generic parameters of "  # begins the name of the code around a function with type parameters
-Reasons = Mapping[tuple[str, str], str]  # by fix and module
 
 
 class Outcome(Enum):
@@ -108,19 +107,15 @@ def fixes_for(package: str, skip: Iterable[str] = (), overlays: Iterable[str] = 
 class _Tree:
     """The sources of a tree, each read and parsed once, with the edits that fixes have requested.
 
-    `originals` (by path) replace files that were edited in place; `unavailable` has the reason why a fix must not edit
-    a module.
+    `originals` (by path) replace files that were edited in place.
     """
 
-    def __init__(
-        self, root: str, package: str, originals: Mapping[str, bytes], unavailable: Reasons, for_upstream: bool
-    ) -> None:
+    def __init__(self, root: str, package: str, originals: Mapping[str, bytes], for_upstream: bool) -> None:
         self.root = root
         self.package = package
         self.version = version_in(root, package)
         self.for_upstream = for_upstream
         self.originals = originals
-        self.unavailable = unavailable
         self.sources: dict[str, Source | None] = {}  # by module; None if there is no such file
 
     def source(self, module: str, path: str) -> Source:
@@ -158,7 +153,6 @@ def plan_tree(
     package: str,
     names: Iterable[str] | None = None,
     originals: Mapping[str, bytes] | None = None,
-    unavailable: Reasons | None = None,
     *,
     for_upstream: bool = False,
 ) -> TreePlan:
@@ -169,10 +163,9 @@ def plan_tree(
         package: such as `megatron.core`.
         names: the fixes, in order.
         originals: by path, the original text of files that are already edited on disk.
-        unavailable: by fix and module, why the fix cannot edit the module here; if it would, it does not match.
         for_upstream: omit the edits that do not belong in a patch for upstream.
     """
-    tree = _Tree(root, package, originals or {}, unavailable or {}, for_upstream)
+    tree = _Tree(root, package, originals or {}, for_upstream)
     names = fixes_for(package) if names is None else list(names)
     results = [_try(name, tree) for name in names]
     files, defect = _compile(tree)
@@ -292,11 +285,7 @@ def _make_one(fix: Fix, edit: Edit, tree: _Tree) -> _Found:
         source = tree.source(edit.module, path)
         count, source.fix = len(source.edits), fix.name
         source.request(edit.function)
-        if len(source.edits) == count:
-            return _Found.NOTHING
-        if (fix.name, edit.module) in tree.unavailable:
-            raise NoMatch(tree.unavailable[fix.name, edit.module])
-        return _Found.CODE
+        return _Found.CODE if len(source.edits) > count else _Found.NOTHING
     except NotNeeded:
         return _Found.FIXED
     except NoMatch as error:

@@ -24,6 +24,10 @@ class Package(NamedTuple):
     def distribution(self) -> str:
         return ROOTS[self.root]
 
+    @property
+    def title(self) -> str:
+        return "DeepSpeed" if self.root == DEEPSPEED else self.distribution
+
 
 # Statements about a bug hold for these releases only. For older ones of megatron-core and DeepSpeed, only those fixes
 # have forms whose own releases begin earlier.
@@ -78,9 +82,3 @@ def folder(package: str) -> str:
 def root_of(module: str) -> str:
     """The root in `ROOTS` that contains a module; empty if none does."""
     return next((root for root in ROOTS if module == root or module.startswith(f"{root}.")), "")
-
-
-def package_with(module: str) -> str:
-    """The upstream package whose fixes cover a module; empty if none does."""
-    root = root_of(module)
-    return PART_OF.get(root, root)

@@ -1,7 +1,5 @@
 """What a release says about a bug. Statements hold for the releases in `registry.PACKAGES`, on which the tests ran."""
 
-from collections.abc import Sequence
-
 from ckpt_patches.engine.fix import numbers
 from ckpt_patches.engine.installed import locate, version_in
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, PACKAGES, TORCH
@@ -59,17 +57,13 @@ def without_build(package: str, version: str) -> str:
     return version.partition("+")[0] if package == TORCH else version
 
 
-ALIASES = {"mcore": "megatron-core", "megatron": "megatron-core", "nvrx": "nvidia-resiliency-ext"}
-
-
 def distribution(name: str) -> str:
-    """An upstream package's name in pip's spelling; also of a short form.
+    """An upstream package's name in pip's spelling.
 
     Raises:
         UserError: the package is unknown.
     """
-    short = name.lower().replace("_", "-")
-    found = ALIASES.get(short, short)
+    found = name.lower().replace("_", "-")
     known = [one.distribution for one in PACKAGES.values()]
     if found not in known:
         raise UserError(f"expected {' or '.join(known)}, found {name}")
@@ -97,14 +91,6 @@ def recorded_release(requirement: str) -> tuple[str, str]:
     if version not in package.releases:
         raise UserError(
             f"expected a tested release of {package.distribution} ({package.releases[0]} to {package.releases[-1]}), "
-            f"found {version or 'none'}; {_near(version, package.releases)}"
-            "for any other release: ckpt-patches list --tree PATH"
+            f"found {version or 'none'}; for any other release: ckpt-patches list --tree PATH"
         )
     return package.root, version
-
-
-def _near(version: str, releases: Sequence[str]) -> str:
-    """The tested releases with the same first numbers."""
-    here = numbers(version)[:2]
-    near = [release for release in releases if numbers(release)[:2] == here]
-    return f"the nearest are {', '.join(near)}; " if near else ""

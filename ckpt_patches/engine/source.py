@@ -18,7 +18,7 @@ import itertools
 import re
 import textwrap
 import tokenize
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from io import BytesIO
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +30,12 @@ Ranges = tuple[tuple[str, str], ...]  # the first and the last release of each r
 # Of a fix's code: a pattern, a pattern and the node that it is in, an inserted function, or whether it is there.
 Part = str | tuple[str, ast.AST] | Callable[..., Any] | bool
 NodeT = TypeVar("NodeT", bound=ast.AST)
+# What can have statements in it, and other nodes with a place, or with nodes that have one: no operators.
+_BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
+_PLACED = (
+    *(*_BLOCKS, ast.expr, ast.arguments, ast.arg, ast.keyword, ast.withitem),
+    *(ast.comprehension, ast.alias, ast.pattern),
+)
 # The beginning of a function or class, or a method: indentation, decorator, keyword and name; or of another statement.
 _BEGIN = re.compile(
     rb"\n(?:( {4}|)(?:(@)|(?:async +)?(def|class) +(\w+))|(?!else\b|elif\b|except\b|finally\b)[^\s#)\]}])"
@@ -113,14 +119,12 @@ def _is_wildcard(pattern: Any) -> bool:
 def _walk(root: ast.AST, kind: type[NodeT], lines: Sequence[int] | None) -> list[NodeT]:
     """The nodes of a kind, with `lines` only those on any of these lines, which are in order."""
     nodes: list[Any] = [root]
+    kinds = _BLOCKS if issubclass(kind, ast.stmt) else _PLACED
     for node in nodes:  # the list grows meanwhile
         for field in node._fields:  # no attributes of other packages
             value = getattr(node, field, None)
-            for inner in value if isinstance(value, list) else (value,):
-                # Of those without fields, statements alone (`pass`) have a place of their own.
-                is_placed = isinstance(inner, ast.stmt) or (isinstance(inner, ast.AST) and inner._fields)
-                if is_placed and (lines is None or _is_on(inner, lines)):
-                    nodes.append(inner)
+            inner = value if isinstance(value, list) else (value,)
+            nodes += [one for one in inner if isinstance(one, kinds) and (lines is None or _is_on(one, lines))]
     return [node for node in nodes if isinstance(node, kind)]
 
 
@@ -234,7 +238,7 @@ class Source:
         """Forget the outline: from now on, it is that of the parser."""
         self.is_exact = True
         self.used.clear()
-        for known in ("_chunks", "_named", "_imported", "_names"):
+        for known in ("_chunks", "_named", "_imported"):
             self.__dict__.pop(known, None)
 
     def _parsed_outline(self) -> list[_Chunk]:
@@ -441,9 +445,11 @@ class Source:
         """The names that the import statements bind."""
         texts = (self.data[chunk.start : chunk.stop] for chunk in self._imports())
         try:
-            return set(imported_names(ast.parse(b"".join(texts)).body))
+            nodes = ast.parse(b"".join(texts)).body
         except SyntaxError:  # a statement that goes on at the beginning of a line
             raise _Inexact from None
+        names = (one for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for one in node.names)
+        return {one.asname or one.name.partition(".")[0] for one in names}
 
     def skip_if(self, *parts: Part, within: ast.AST | None = None) -> None:
         """Recognize the fix's own code: patterns in `within`, or each with the node that it is in, functions, and
@@ -484,7 +490,7 @@ class Source:
     def replace(self, node: ast.AST, text: str, *, last: ast.AST | None = None, about: str = "") -> None:
         """Replace a node, or the statements up to `last`, with an expression, or statements without indentation.
 
-        Also replaces the comments between the statements, and the comment above them if it contains the word `about`.
+        Also replaces the comments between the statements, and the one above them from its line with the word `about`.
         Raises NoMatch unless statements are on lines of their own.
         """
         start, stop = self._span(node)[0], self._span(last or node)[1]
@@ -496,15 +502,11 @@ class Source:
         self._edit(start, stop, self._indented(text, self._indent(node)))
 
     def _comment_above(self, statement: Any, word: str) -> int:
-        """The offset of the comment above a statement if it contains this word; else the offset of the statement."""
-        comment, above = self._span(statement)[0], statement.lineno - 1
-        for line in range(above - 1, -1, -1):
-            text = self.data[self._lines[line] : self._lines[line + 1]].strip()
-            if text.startswith(b"#"):
-                comment = self._lines[line] + len(self._indent(statement))
-            elif text or comment < self._lines[above]:
-                break
-        return comment if word.encode() in self.data[comment : self._lines[above]] else self._span(statement)[0]
+        """The offset of the comment above a statement from its line with this word on; else that of the statement."""
+        start = self._span(statement)[0]
+        line = rf"#[^\n]*{re.escape(word)}[^\n]*\n(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]*\Z"
+        comment = re.compile(line.encode()).search(self.data[:start])
+        return comment.start() if comment else start
 
     def remove(self, statement: ast.stmt) -> None:
         """Remove a statement, the line breaks before it and a comment on its line. A comment above it stays.
@@ -522,9 +524,8 @@ class Source:
         """
         self._check_begins_line(statement)
         start, stop = self._comment_above(statement, about), self._span(statement)[0]
-        named = self.data.find(about.encode(), start, stop)
-        if named >= 0:
-            self._edit(self.data.rindex(b"#", start, named), stop, "")
+        if start < stop:
+            self._edit(start, stop, "")
 
     def insert_before(self, statement: ast.stmt | ast.expr, text: str) -> None:
         """Insert statements, written without indentation, before a statement (or an expression that is one).
@@ -604,12 +605,8 @@ class Source:
 
     def definition(self, function: Callable[..., Any], indent: int = 0) -> str:
         """The text of a function in a fix's file, unindented, in the form for this module at that indentation."""
-        return joined_headers(with_annotations(function_text(function), self._names), COLUMNS - indent)
-
-    @functools.cached_property
-    def _names(self) -> set[str]:
-        """The names that annotations of inserted functions can use."""
-        return self._imported.union(dir(builtins))
+        text = with_annotations(function_text(function), self._imported.union(dir(builtins)))
+        return joined_headers(text, COLUMNS - indent)
 
     def add_keyword(self, call: ast.Call, name: str, value: str) -> None:
         """Add a keyword argument after a call's last argument, in the call's own layout."""
@@ -617,7 +614,7 @@ class Source:
         if last.lineno == call.lineno:
             self.insert_at(last, f", {name}={value}", end=True)
             return
-        indent = self._line_indent(last.lineno)
+        indent = self._indent(last)
         self.insert_at(last, f",{self._newline}{indent}{self._indented(f'{name}={value}', indent)}", end=True)
 
     def edited(self) -> bytes:
@@ -639,16 +636,13 @@ class Source:
     def _span(self, node: Any) -> tuple[int, int]:
         return self._lines[node.lineno - 1] + node.col_offset, self._lines[node.end_lineno - 1] + node.end_col_offset
 
-    def _line_indent(self, lineno: int) -> str:
-        return self._indent_at(self._lines[lineno - 1])
-
     def _indent_at(self, line_start: int) -> str:
         stop = self.data.find(b"\n", line_start)
         line = self.data[line_start : stop if stop >= 0 else None]
         return line[: len(line) - len(line.lstrip(b" \t"))].decode()
 
     def _indent(self, node: Any) -> str:
-        return self._line_indent(node.lineno)
+        return self._indent_at(self._lines[node.lineno - 1])
 
     @functools.cached_property
     def _newline(self) -> str:
@@ -713,14 +707,6 @@ def _short(text: str) -> str:
     """The first line of a text, for a message."""
     first, *rest = text.strip().splitlines() or [""]
     return f"{first[:SHOWN]}…" if rest or len(first) > SHOWN else first
-
-
-def imported_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """The names bound by the import statements among these nodes."""
-    for node in nodes:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                yield alias.asname or alias.name.partition(".")[0]
 
 
 def function_text(function: Callable[..., Any]) -> str:

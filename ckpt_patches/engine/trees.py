@@ -26,7 +26,10 @@ def select(names: Sequence[str], tree: str | None) -> list[Selection]:
     Raises:
         UserError: an unknown fix, a tree without the package, no package installed.
     """
-    check_names(names)
+    known = every_fix() if names else {}
+    for name in names:
+        if name not in known:
+            raise UserError(unknown("fix", name, known, "ckpt-patches list"))
     wanted = [p for p in PACKAGES if not names or any(package_of(n) == p for n in names)]
     found = [(package, root) for package in wanted if (root := root_of(package, tree)) is not None]
     missing = [package for package in wanted if package not in dict(found)]
@@ -38,14 +41,6 @@ def select(names: Sequence[str], tree: str | None) -> list[Selection]:
         Selection(package, root, tuple(n for n in fixes_for(package) if not names or n in names))
         for package, root in found
     ]
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raise UserError if one of the names is not a fix."""
-    known = every_fix() if names else {}
-    for name in names:
-        if name not in known:
-            raise UserError(unknown("fix", name, known, "ckpt-patches list"))
 
 
 def root_of(package: str, tree: str | None) -> str | None:

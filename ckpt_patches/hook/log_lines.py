@@ -31,15 +31,14 @@ def unknown_skips(names: Iterable[str]) -> Iterator[str]:
     """Errors about names of no fix in CKPT_PATCHES_SKIP, at most three."""
     unknown_names = set(names).difference(*map(fixes_of, PACKAGES)) if names else ()
     for name in (printable(shortened(name, 100)) for name in sorted(unknown_names)[:3]):
-        hint = unknown("fix", name, every_fix(), "ckpt-patches list")
-        yield f"CKPT_PATCHES_SKIP={name}: skips nothing: {hint}"
+        yield f"CKPT_PATCHES_SKIP={name}: skips nothing: {unknown('fix', name, every_fix(), 'ckpt-patches list')}"
 
 
 def problem(fix: str, what: str, name: str) -> str:
     """The message about a fix that does not run on a release."""
-    page = load(fix).switch or fix
     return (
-        f"the fix {fix} is {what}. The bug may be in this {name}: `ckpt-patches explain {page}` describes it, "
+        f"the fix {fix} is {what}. The bug may be in this {name}: "
+        f"`ckpt-patches explain {load(fix).switch or fix}` describes it, "
         f"CKPT_PATCHES_SKIP={fix} goes on without the fix"
     )
 

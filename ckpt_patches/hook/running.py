@@ -20,7 +20,7 @@ from typing import Any
 from ckpt_patches import ROOTS, PatchedLoader, StrictModeError, Switches, examine
 from ckpt_patches.engine.fix import load, targets
 from ckpt_patches.engine.installed import absolute, state_folder, version_in
-from ckpt_patches.engine.plan import FilePlan, Outcome, TreePlan, fixes_for, plan_tree, tree_root
+from ckpt_patches.engine.plan import FilePlan, FixResult, Outcome, TreePlan, fixes_for, plan_tree, tree_root
 from ckpt_patches.engine.registry import PART_OF, root_of
 from ckpt_patches.engine.releases import too_old
 from ckpt_patches.errors import UserError
@@ -74,8 +74,8 @@ class Tree:
         """By fix, why it does not run."""
         unmatched = [result for result in self.plan.results if result.outcome is Outcome.NO_MATCH]
         problems = {result.name: f"NOT active: {shortened(result.reason, TWO_LINES)}" for result in unmatched}
-        for (fix, module), reason in _not_run(self.plan).items():
-            problems.setdefault(fix, f"NOT active: {module}: {reason}")
+        for fix, reason in _not_run(self.plan).items():
+            problems.setdefault(fix, f"NOT active: {reason}")
         for fix, changed in self.changes():
             if not changed.wraps:
                 problems.setdefault(fix, f"NOT active any more: {changed.text}")
@@ -152,15 +152,16 @@ def _tree(place: tuple[str, str, Switches]) -> Tree:
 
 def _planned(root: str, package: str, switches: Switches) -> Tree:
     """Plan a tree, and log which fixes are active; without those that would run in only some of their modules."""
-    upstream, unavailable = PART_OF.get(package, package), dict[tuple[str, str], str]()
+    upstream, lost = PART_OF.get(package, package), dict[str, FixResult]()
     try:
         names = [name for name in fixes_for(upstream, switches.skip, switches.overlays) if load(name).root == package]
         if not root:
             raise ValueError("expected files that are named like their modules, found others")
         plan = plan_tree(root, upstream, names)
-        while (more := _not_run(plan)) and not more.keys() <= unavailable.keys():
-            unavailable.update(more)
-            plan = plan_tree(root, upstream, names, unavailable=unavailable)
+        while more := _not_run(plan):
+            lost.update({fix: FixResult(fix, Outcome.NO_MATCH, why) for fix, why in more.items()})
+            plan = plan_tree(root, upstream, [name for name in names if name not in lost])
+        plan = plan._replace(results=(*plan.results, *lost.values()))
     except Exception as error:  # never stop a program that would have run without us
         why = f"{ROOTS[package]}: no fix is active: {type(error).__name__}: {shortened(str(error), TWO_LINES)}"
         return Tree(ROOTS[package], TreePlan(upstream, root, (), {}, {}), defect=why)
@@ -194,10 +195,10 @@ def _written_in_place(root: str, package: str) -> tuple[Sequence[str], Mapping[s
     return (), {}
 
 
-def _not_run(plan: TreePlan) -> dict[tuple[str, str], str]:
-    """By fix and module, why the code of the plan does not run in a loaded module."""
+def _not_run(plan: TreePlan) -> dict[str, str]:
+    """By fix, a loaded module in which the code of the plan does not run, and why."""
     places = ((file, fix) for file in plan.files.values() for fix in file.fixes)
-    return {(fix, file.module): why for file, fix in places if (why := _why_not_run(file, fix))}
+    return {fix: f"{file.module}: {why}" for file, fix in places if (why := _why_not_run(file, fix))}
 
 
 def _why_not_run(file: FilePlan, fix: str) -> str:

@@ -230,7 +230,7 @@ def test_a_fork_with_a_part_of_a_fix_is_completed_or_left_alone(name: str, versi
     """A tree that lacks one edit of a fix is completed or is a mismatch, never taken for a fixed release."""
     package = fixes.package_of(name)
     copy = edits.copy_of(tree_for(name, version), name, tmp_path)
-    planned = plan._Tree(str(copy), package, {}, {}, for_upstream=edits.is_for_upstream_alone(name))
+    planned = plan._Tree(str(copy), package, {}, for_upstream=edits.is_for_upstream_alone(name))
     assert plan._try(name, planned).outcome is Outcome.APPLIES
     sources = {module: source for module, source in planned.sources.items() if source and source.edits}
     whole = {module: source.edited() for module, source in sources.items()}
