@@ -222,7 +222,9 @@ def pair_groups_of_distributed_optimizer(source: Source) -> None:
     if source.imports(KEYS):  # since 0.14
         first, last = matching_by_key(source, load)
         in_order = IN_ORDER.format(keys=f"\n    {KEYS},")
-        source.replace(first, f"{INNER}\n{in_order}", last=last, about="Pair each current param_group")
+        source.replace(
+            first, f"{INNER}\n{in_order}", last=last, about="Pair each current param_group"
+        )
         return
     source.one(INNER, within=load)
     by_index = "{**group, 'params': list(inner_state_dict['param_groups'][idx]['params'])}"

@@ -13,7 +13,6 @@ import pytest
 import upstream
 from ckpt_patches.cli import command_line, status
 from ckpt_patches.engine.fix import package_of
-from ckpt_patches.engine.plan import fixes_for
 from ckpt_patches.engine.registry import CORE, TORCH
 from ckpt_patches.runtime.options import spelled
 from installs import without_roots_rights
@@ -139,16 +138,6 @@ def test_status_has_colors_on_a_terminal_that_has_them(term: str, no_color: str 
     shown = on_terminal("status", on=tree("megatron-core", "0.16.1"), columns=200, **env)
     assert ("\x1b[32mactive\x1b[0m" in shown) == (term == "xterm" and no_color is None)
     assert "active" in shown
-
-
-def test_status_shows_what_is_installed_and_where() -> None:
-    on = tree("megatron-core", "0.14.0")
-    found = json.loads(command("status", "--json", on=on).stdout)
-    core = {"name": "megatron-core", "version": "0.14.0", "location": str(on)}
-    assert core in found["installed"]
-    assert found["complete"] is True
-    done = command("status", on=on)
-    assert re.search(r"^megatron-core +0\.14\.0 ", done.stdout, re.M)
 
 
 @pytest.mark.parametrize("left", ["megatron/core/optimizer", "deepspeed/ops"])
@@ -297,31 +286,7 @@ def test_a_diff_of_nothing_says_why(tmp_path: Path) -> None:
     assert done.stderr == "numpy2_product: not needed\n"
 
 
-def test_diff_of_the_installed_files_needs_no_tree() -> None:
-    done = command("diff", "numpy2_product", on=tree("megatron-core", "0.14.0"))
-    assert "--- a/megatron/core/dist_checkpointing/mapping.py" in done.stdout
-
-
 # apply
-
-
-def test_without_names_it_says_what_is_not_as_asked_for(tmp_path: Path) -> None:
-    copy = shutil.copytree(tree("megatron-core", newest("megatron-core")), tmp_path / "tree")
-
-    def said(*arguments: str, skip: str = "") -> list[str]:
-        return command(*arguments, "--tree", str(copy), CKPT_PATCHES_SKIP=skip).stderr.splitlines()
-
-    first, note = said("apply")
-    assert re.fullmatch(rf"ckpt-patches: megatron-core: \d+ applied, \d+ not needed \({re.escape(str(copy))}\)", first)
-    assert (
-        note
-        == "ckpt-patches: ckpt-patches status shows the result; ckpt-patches revert undoes it, pip uninstall does not"
-    )
-    assert said("apply", skip="torch_adam_step")[0].startswith("torch_adam_step: not applied (CKPT_PATCHES_SKIP)")
-    assert said("apply", "--quiet") == []
-    every = said("apply", "--verbose")
-    assert "torch_adam_step: already there" in every
-    assert len(every) == len(fixes_for(CORE)) + 1
 
 
 # The options of every command
@@ -465,13 +430,6 @@ SPELLED = [
 def test_underscores_in_the_names_of_options_are_dashes(given: list[str], found: list[str]) -> None:
     """Underscores in option names become dashes, but not in values, paths, or after `--`."""
     assert spelled(given) == found
-
-
-@pytest.mark.parametrize("command", ["status", "list", "diff", "apply", "revert", "audit", "repair", "migrate"])
-def test_the_help_has_dashes_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command_line.main([command, "--help"])
-    assert re.findall(r"--[a-z]+_\w+", capsys.readouterr().out) == []
 
 
 def test_the_converters_help_has_dashes_alone_and_both_names_of_its_workers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,6 @@ from installed_tree import (
     NAMES,
     OURS,
     PRODUCT,
-    SAME_FILE,
     ZARR,
     ZARR_FIX,
     ZARR_TEXT,
@@ -90,15 +89,6 @@ def test_fixes_come_and_go_one_by_one(tree: Path, order: tuple[str, ...]) -> Non
         assert everything(tree) == states.pop()
         assert revert(tree, name) == [name]
     assert everything(tree) == states.pop()
-
-
-def test_the_first_of_two_fixes_in_a_file_is_removed_alone(tree: Path) -> None:
-    apply(tree, SAME_FILE[1])
-    second = everything(tree)
-    apply(tree, SAME_FILE[0])
-    assert everything(tree) != second
-    revert(tree, SAME_FILE[0])
-    assert everything(tree) == second
 
 
 def test_the_edited_files_run_without_the_hook_and_revert_undoes_it(tree: Path) -> None:
@@ -408,16 +398,6 @@ def test_a_second_process_of_this_host_waits(tree: Path) -> None:
     os.close(descriptor)
     assert process.wait() == 0
     assert rewrite.read_state(tree, CORE).fixes == (PRODUCT,)
-
-
-def test_those_of_one_host_take_turns(tree: Path) -> None:
-    before = everything(tree)
-    command = [sys.executable, "-m", "ckpt_patches", "apply", "--tree", str(tree)]
-    processes = [subprocess.Popen([*command, name], stderr=subprocess.PIPE) for name in NAMES * 2]
-    assert [process.wait() for process in processes] == [0] * len(processes)
-    assert set(rewrite.read_state(tree, CORE).fixes) == set(NAMES)
-    revert(tree)
-    assert everything(tree) == before
 
 
 def test_hosts_without_a_common_lock_end_in_the_same_text(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -314,20 +314,6 @@ def test_errors_are_said_once(installed: Environment) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_status_of_a_tree_where_nothing_else_is_installed(installed: Environment, tmp_path: Path) -> None:
-    make_two(tmp_path)
-    done = installed.python("-m", "ckpt_patches", "status", "--tree", str(tmp_path))
-    assert done.stderr == ""
-    assert done.stdout.splitlines()[-1].startswith("1 active, ")
-
-
-def test_broken_install_without_stderr(installed: Environment, tmp_path: Path) -> None:
-    environment = installed.copy(tmp_path / "venv")
-    remove_package(environment.site_packages / "ckpt_patches")
-    command = f"exec '{environment.executable}' -c 'print(\"started\")' 2>&-"
-    assert subprocess.run(["sh", "-c", command], capture_output=True, text=True).stdout == "started\n"
-
-
 def test_read_only_site_packages(environment: Environment, wheel: Path) -> None:
     """Everything works without bytecode, which cannot be written."""
     environment.install("--no-compile", str(wheel))

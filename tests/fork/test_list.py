@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from ckpt_patches.cli import fix_commands
 from ckpt_patches.engine import fix as fixes
-from ckpt_patches.engine import fix_table
 from ckpt_patches.engine.installed import DISTRIBUTIONS
 from ckpt_patches.engine.plan import Outcome, fixes_for, plan_tree
 from ckpt_patches.engine.registry import CORE, DEEPSPEED, TORCH
@@ -42,9 +42,9 @@ def names(*arguments: str) -> list[str]:
 def test_list_has_two_lines_for_every_fix() -> None:
     assert names("--all") == list(FIXES)
     lines = command("list", "--all", COLUMNS="400").stdout.splitlines()
-    assert lines[0] == fix_table.SILENT
+    assert lines[0] == fix_commands.SILENT
     assert sorted(line.partition(":")[0] for line in lines if line.partition(":")[0] in FIXES) == sorted(FIXES)
-    assert lines.index(fix_table.VISIBLE) == 2 + 2 * sum(fixes.load(name).silent for name in FIXES)
+    assert lines.index(fix_commands.VISIBLE) == 2 + 2 * sum(fixes.load(name).silent for name in FIXES)
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "119", ""])
@@ -71,14 +71,8 @@ def test_list_of_an_installed_package() -> None:
     release = newest("deepspeed")
     done = command("list", "--json", "--for", "deepspeed", on=tree("deepspeed", release))
     assert [fix["name"] for fix in json.loads(done.stdout)["fixes"]] == names("--for", f"deepspeed=={release}")
-    line = one_line(command("list", "--for", "nvrx"))
-    assert line == "ckpt-patches: nvrx: expected the package to be installed, found none; name a release with =="
-
-
-def test_the_nearest_releases_are_named() -> None:
-    assert "found 0.16; the nearest are 0.16.0, 0.16.1; for any other" in one_line(
-        command("list", "--for", "mcore==0.16")
-    )
+    line = one_line(command("list", "--for", "nvidia-resiliency-ext"))
+    assert line.endswith("expected the package to be installed, found none; name a release with ==")
 
 
 @pytest.mark.parametrize("package", ["megatron-core", "megatron_core", "Megatron-Core"])
@@ -94,10 +88,6 @@ def active_in(package: str, version: str) -> list[str]:
     """The fixes of a release, without those that are only in patches for upstream."""
     every = {name: fixes.load(name) for name in fixes_for(package)}
     return [name for name, fix in every.items() if fix.affects(version) and not fix.is_for_upstream_alone]
-
-
-def test_list_for_a_release_between_two_ranges() -> None:
-    assert "resume_param_groups" not in names("--for", "megatron-core==0.15.0")
 
 
 @pytest.mark.parametrize("version", ["0.20.0", "0.14.1", f"{NEWEST}rc1", f"{NEWEST}+cu12", "newest", ""])

@@ -235,33 +235,11 @@ def test_a_fix_that_fails_takes_no_other_one_away(tree: Path, monkeypatch: pytes
     assert made.files[FIRST].patched == b"from here import new, old\nvalue = new(1)\n"
 
 
-def test_a_module_that_cannot_be_edited_here_takes_the_whole_fix_away(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = {"one": make("one"), "two": bad("third = 3", "two")}
-    monkeypatch.setattr(plan, "load", table.__getitem__)
-    made = plan_tree(str(tree), CORE, list(table), unavailable={("one", SECOND): "another hook loads it"})
-    assert [r.outcome for r in made.results] == [Outcome.NO_MATCH, Outcome.APPLIES]
-    assert made.results[0].reason.endswith("second.py: another hook loads it")
-    assert {m: file.fixes for m, file in made.files.items()} == {FIRST: ("two",), SECOND: ("two",)}
-    (tree / "megatron/core/second.py").write_text("value = new(1)\n")
-    made = plan_tree(str(tree), CORE, ["one"], unavailable={("one", SECOND): "another hook loads it"})
-    assert made.results[0].reason.startswith("a part of this fix is there already")
-
-
 def test_of_two_fixes_to_one_place_the_first_wins(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = planned(tree, monkeypatch, make("one"), make("two"))
     assert [result.outcome for result in made.results] == [Outcome.APPLIES, Outcome.NO_MATCH]
     assert "another fix edits the same place" in made.results[1].reason
     assert sorted(made.files) == [FIRST, SECOND]
-
-
-def test_bytecode_alone_has_no_source(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tree / "megatron/core/first.py"
-    path.rename(path.with_suffix(".pyc"))
-    found, reason, _ = outcome(tree, monkeypatch, make())
-    assert found is Outcome.NO_MATCH
-    assert "no source, only bytecode" in reason
 
 
 def test_of_a_module_without_source_every_fix_is_told(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +41,6 @@ READ = {
     "megatron-core": ["megatron/core/__init__.py", "megatron/core/package_info.py", "*.dist-info/RECORD"],
     "deepspeed": ["deepspeed/__init__.py", "deepspeed/git_version_info_installed.py", "*.dist-info/RECORD"],
 }
-MEGATRON, DEEPSPEED = (f"{distribution}-{version}" for distribution, version in NEWEST.items())
 
 
 def tree(name: str) -> Path:
@@ -140,6 +137,7 @@ def test_the_trees_are_edited_alike(installed: Installed, expected: dict[str, An
 # Prints the result, the source that Python shows for the function, and a worker process's result; then raises.
 IN_SMALL_TREE = f"""
 import inspect, multiprocessing
+from ckpt_patches.startup import verify
 
 def work(shape):
     import {MODULE} as m
@@ -149,6 +147,7 @@ if __name__ == "__main__":
     import {MODULE} as m
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print(work((2, 3)), inspect.getsource(m.size).splitlines()[-1].strip(), pool.map(work, [(2, 3)]))
+    verify()
     m.size(None)
 """
 
@@ -168,72 +167,8 @@ def test_the_hook_runs_and_shows_the_edited_code(installed: Installed, tmp_path:
     assert strict.stderr.splitlines()[-1].startswith("TypeError")
     shown = "prod" if SHOWS_EDITED[installed.version] else "product"
     assert f"return np.{shown}(shape)" in strict.stderr
+    as_main = installed.environment.python("-m", MODULE, PYTHONPATH=str(tmp_path))
+    assert as_main.stdout == "True\n", as_main.stderr
     off = run(CKPT_PATCHES="off")
     assert off.stdout == ""
     assert "module 'numpy' has no attribute 'product'" in off.stderr
-
-
-def torch_for(installed: Installed) -> Path:
-    """The folder with a torch for this Python, of which there is one for the running Python alone."""
-    if installed.version != RUNNING:
-        pytest.skip(f"with torch on Python {installed.version}: 5 GB")
-    return Path(sysconfig.get_path("purelib"))
-
-
-@dataclass(frozen=True)
-class Run:
-    """The findings of the program what_runs, and the output for its uncaught error."""
-
-    found: dict[str, Any]
-    said: str
-
-
-@pytest.fixture(scope="module")
-def runs(installed: Installed) -> dict[str, Run]:
-    """The runs by mode of the hook. Both run in parallel: they mostly wait for imports."""
-    path = os.pathsep.join(map(str, (tree(MEGATRON), tree(DEEPSPEED), torch_for(installed))))
-    modes = ("strict", "off")
-    with ThreadPoolExecutor(len(modes)) as pool:
-        return dict(zip(modes, pool.map(lambda mode: what_runs(installed, path, mode), modes), strict=True))
-
-
-def what_runs(installed: Installed, path: str, mode: str) -> Run:
-    program = str(upstream.program_file("what_runs"))
-    done = installed.environment.python(
-        program,
-        PYTHONPATH=path,
-        CKPT_PATCHES=mode,
-        DS_ACCELERATOR="cpu",
-        OMP_NUM_THREADS="1",
-    )
-    assert done.stdout, done.stderr
-    return Run(json.loads(done.stdout.splitlines()[-1]), done.stderr)
-
-
-EDITED = {
-    "megatron": (MEGATRON, "megatron.core.optimizer.distrib_optimizer"),
-    "deepspeed": (DEEPSPEED, "deepspeed.checkpoint.ds_to_universal"),
-}
-
-
-@pytest.mark.slow
-def test_the_hook_runs_what_apply_writes_and_shows_it(installed: Installed, runs: dict[str, Run]) -> None:
-    """The strict hook and `apply` give the same code in real packages: shown source, behavior and traceback."""
-    found, said = runs["strict"].found, runs["strict"].said
-    for package, (name, module) in EDITED.items():
-        assert found["shown"][package] == Path(module_path(str(upstream.in_place(tree(name))), module)).read_text()
-    assert found["asked"] == {"pp_index": 1, "tp_index": 2, "dp_index": 3, "strip_tensor_paddings": False}
-    assert found["method"] is not None
-    failed = next(line for line in found["method"].splitlines() if "self.step_count >" in line)
-    assert (f"in _step_without_states\n    {failed.strip()}\n" in said) == SHOWS_EDITED[installed.version]
-    assert said.splitlines()[-1].startswith("AttributeError: 'NoneType' object has no attribute 'step_count'")
-
-
-@pytest.mark.slow
-def test_without_the_hook_upstreams_own_code_runs(runs: dict[str, Run]) -> None:
-    found, said = runs["off"].found, runs["off"].said
-    for package, (name, module) in EDITED.items():
-        assert found["shown"][package] == Path(module_path(str(tree(name)), module)).read_text()
-    assert found["asked"] == {"pp_index": 1, "tp_index": 2, "dp_index": 3}
-    assert found["method"] is None
-    assert "has no attribute '_step_without_states'" in said.splitlines()[-1]

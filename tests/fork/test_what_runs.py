@@ -147,18 +147,6 @@ def test_verify_after_a_start_that_failed_names_why(tmp_path: Path) -> None:
     assert stderr.count("OSError: a broken disk") == 2
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("value", "mode"), [("Strict", "strict"), ("strict ", "strict"), ("STRICT1", "strict"), ("stirct", "warn")]
-)
-def test_an_unknown_mode_is_strict_if_it_begins_so_and_each_rank_says_it(value: str, mode: str, tmp_path: Path) -> None:
-    make(tmp_path)
-    text = "import ckpt_patches; print(ckpt_patches.installed.switches.mode)"
-    status, output, stderr = program(tmp_path, text, CKPT_PATCHES=value, RANK="3")
-    assert (status, output) == (0, mode)
-    assert stderr.count(f"CKPT_PATCHES={value}: expected one of off, warn, strict; going on with {mode}") == 1
-
-
 # Equal results of all commands
 
 
