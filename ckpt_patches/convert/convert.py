@@ -1,6 +1,5 @@
 """Convert a checkpoint: read its headers, plan, check, copy the bytes, and rename the result."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -17,7 +16,6 @@ from ckpt_patches.convert.write import Writer, batches
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import record_files
 from ckpt_patches.runtime.distributed import Ranks
-from ckpt_patches.runtime.durable import replace_durably
 from ckpt_patches.runtime.processes import in_order
 from ckpt_patches.runtime.progress import Progress
 from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside
@@ -26,7 +24,6 @@ WORKERS = 8  # on two cores, too: while one waits for the disk, another works
 WORTH_A_PROCESS = 64 << 20  # bytes; starting a process takes as long as copying these
 COST_OF_A_FILE = 1 << 18  # bytes that can be moved in the time that it takes to create a file
 MOST_SHOWN = 12  # states that differ from the recorded ones
-MARK = ".ds_to_universal.json"
 LATEST = "latest_universal"
 
 
@@ -83,20 +80,19 @@ def convert(
     outputs = {output.name: output for output in planned.outputs}
     with ExitStack() as stack:
 
-        def start() -> tuple[str, str, list[str]]:
+        def start() -> tuple[str, list[str]]:
             for warning in planned.warnings:
                 warn(warning)
-            folder.begin()
             stack.enter_context(folder.held())
             left = folder.missing(sorted(outputs, key=lambda name: (-outputs[name].nbytes, name)))
-            return folder.fingerprint, str(folder.working), left
+            return str(folder.working), left
 
-        digest, where, missing = ranks.first("making the output folder", start)
+        where, missing = ranks.first("making the output folder", start)
         began = time.monotonic()
 
         def write() -> tuple[int, int]:
             own = [outputs[name] for name in ranks.share(missing) if name in outputs]
-            if own and (digest != folder.fingerprint or where != str(folder.working) or not os.path.isdir(where)):
+            if own and (where != str(folder.working) or not os.path.isdir(where)):
                 raise UserError(
                     f"{folder.working}: expected the folder that rank 0 has made for the same checkpoint, found "
                     "another one or none: is it on this host as well, and have all ranks the same arguments?"
@@ -107,15 +103,10 @@ def convert(
         written = ranks.gather("writing", write)
 
         def finish() -> None:
-            if not folder.is_of_this(folder.final):  # else an earlier run was killed at its very end
-                if fingerprint(path, options) != digest:  # the checksums were right before, and not of what was copied
-                    raise UserError(
-                        f"{path} has changed while it was converted: remove {folder.working}, and begin anew"
-                    )
-                _check_recorded(path, folder.working, strict=options.strict, warn=warn)
-                folder.finish(outputs)
-            replace_durably(folder.final.parent / LATEST, folder.final.name.encode())
-            (folder.final / MARK).unlink()
+            if fingerprint(path, options) != folder.depends_on:  # else what was copied is what had right checksums
+                raise UserError(f"{path} has changed while it was converted: run the same command again")
+            _check_recorded(path, folder.working, strict=options.strict, warn=warn)
+            folder.finish(outputs, LATEST)
 
         ranks.first("finishing the output folder", finish)
     end, nbytes = time.monotonic(), sum(done for done, _ in written)
@@ -166,9 +157,8 @@ def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[
     """Plan, and check everything that can be checked before the first byte is written."""
     source.check_folder(input_folder)
     check_outside(input_folder, output_folder)
-    digest = fingerprint(input_folder, options)
+    folder = UnfinishedFolder(output_folder, "conversion", fingerprint(input_folder, options))
     found = planned(input_folder, options)
-    folder = UnfinishedFolder(output_folder, digest, MARK, "conversion")
     folder.check({output.name: output.nbytes for output in found.outputs})
     return found, folder
 
@@ -189,11 +179,11 @@ def planned(input_folder: Path, options: Options) -> Plan:
 
 
 def fingerprint(input_folder: Path, options: Options) -> str:
-    """A digest of everything that the output depends on, with the mtimes of the checkpoint's files."""
+    """Everything that the output depends on, with the mtimes of the checkpoint's files."""
     entries = ((os.path.abspath(entry.path), entry.stat()) for entry in os.scandir(input_folder))
     files = sorted((path, found.st_size, found.st_mtime_ns) for path, found in entries)
     own = {**asdict(options), "workers": None}
-    return hashlib.sha256(json.dumps([__version__, files, own]).encode()).hexdigest()
+    return json.dumps([__version__, files, own])
 
 
 def _check_recorded(source: Path, made: Path, *, strict: bool, warn: Callable[[str], object]) -> None:

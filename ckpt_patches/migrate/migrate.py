@@ -1,6 +1,5 @@
 """Migrate a checkpoint: plan, audit, copy, write the index, and rename the complete output."""
 
-import hashlib
 import json
 import os
 import time
@@ -38,7 +37,6 @@ from ckpt_patches.runtime.processes import in_order
 from ckpt_patches.runtime.progress import Progress
 from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, check_parent
 
-MARK = ".ckpt-patches-migrate.json"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 BACKEND |= {"common_backend": "torch", "common_backend_version": 1}
 KNOWN = (SHIFTED_STATE, MIXED_ROWS)  # damage of upstream's that a load with a fix undoes: named before other findings
@@ -151,7 +149,6 @@ def migrate(
             planned, folder = made[0]
             for warning in planned.warnings:
                 warn(warning)
-            folder.begin()
             stack.enter_context(folder.held())
             left = {*folder.missing(sizes(planned))}
             return folder.working, [file for file in planned.files if file.name in left]
@@ -187,7 +184,7 @@ def _prepared(path: Path, output: Path, options: Options) -> tuple[Plan, Unfinis
     check_parent(output)
     planned = prepare(path, options)
     depends_on = json.dumps([__version__, os.path.abspath(path), planned.source.files, sizes(planned)])
-    folder = UnfinishedFolder(output, hashlib.sha256(depends_on.encode()).hexdigest(), MARK, "migration")
+    folder = UnfinishedFolder(output, "migration", depends_on)
     folder.check(sizes(planned))
     return planned, folder
 
@@ -214,16 +211,13 @@ def _finish(
         DamagedError: states are not as recorded by the run that saved them, and `damaged_as_is` is not set.
         UserError: the source has changed.
     """
-    findings: list[Finding] = []
-    if not folder.is_of_this(folder.final):  # else an earlier run was killed at its very end
-        working = folder.working
-        replace_durably(working / CONFIG, json.dumps(BACKEND).encode())
-        replace_durably(working / INDEX, files.index(planned.tensors, planned.files))
-        findings += recorded_states.findings(audited, working, workers)
-        if (wrong := _damage(findings)) and not options.damaged_as_is:
-            raise DamagedError(f"{working} is not what was recorded: {wrong}; remove it, and begin anew")
-        if files_in(audited.path) != planned.source.files:
-            raise UserError(f"{audited.path} has changed while it was migrated: remove {working}, and begin anew")
-        folder.finish(sizes(planned))
-    (folder.final / MARK).unlink()
+    working = folder.working
+    replace_durably(working / CONFIG, json.dumps(BACKEND).encode())
+    replace_durably(working / INDEX, files.index(planned.tensors, planned.files))
+    findings = recorded_states.findings(audited, working, workers)
+    if (wrong := _damage(findings)) and not options.damaged_as_is:
+        raise DamagedError(f"{working} is not what was recorded: {wrong}; remove it, and begin anew")
+    if files_in(audited.path) != planned.source.files:
+        raise UserError(f"{audited.path} has changed while it was migrated: run the same command again")
+    folder.finish(sizes(planned))
     return findings

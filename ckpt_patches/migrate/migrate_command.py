@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 MOST_SHOWN = 10  # findings
 ITERATION = re.compile(r"iter_(\d{7,15})")  # the name that Megatron-LM looks for
 SCHEMA = 2  # JSON version; raised when a key is renamed, removed or changes its meaning
-AFTER = """OLD is only read. NEW gets its name when it is complete; until then it is NEW.unfinished, and the same
-command continues from there.
+AFTER = """OLD is only read. NEW gets its name when it is complete; until then it is NEW-….unfinished, and the
+same command continues from there.
 
 exit status: 0 migrated, or nothing to do (a line says so), 1 not migrated because elements are damaged, 2 not migrated
 (a line names the reason), 130 interrupted"""

@@ -18,7 +18,6 @@ from ckpt_patches.formats.torch_dist import COMMON, Offsets, Tensor
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader, storages_in
 from ckpt_patches.formats.torch_writer import STORAGE_OF, Outline, outline, pickled
 from ckpt_patches.runtime.durable import new_file
-from ckpt_patches.runtime.unfinished import reported
 
 FILE = 256 << 20  # bytes of a file, about: large enough to be read quickly
 BLOCK = 1 << 20  # bytes that are copied at a time
@@ -124,9 +123,12 @@ def write(file: OutputFile, folder: Path) -> int:
         UserError: the disk is full, or a file of the source cannot be read.
     """
     path = folder / file.name
-    with reported(path), new_file(path) as out, RangedFiles() as files:
-        for begin, entry in file.placed():
-            _write_entry(out, begin, entry, files)
+    try:
+        with new_file(path) as out, RangedFiles() as files:
+            for begin, entry in file.placed():
+                _write_entry(out, begin, entry, files)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
     return file.nbytes
 
 

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,7 +19,6 @@ from ckpt_patches.errors import UserError, one_line
 START = timedelta(minutes=10)  # timeout for all ranks to start; also for an exchange, after its barrier
 STEP = timedelta(hours=6)  # how long ranks wait for the last one at the end of a step
 MOST_WORKERS = 16  # of one rank, unless --workers sets another number
-TORCHRUN = "TORCHELASTIC_RUN_ID"
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Item = TypeVar("Item")
@@ -32,12 +31,13 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    processors: int = 0  # this rank's share of its host's; 0: all that it may use
 
     @property
     def workers(self) -> int:
-        """The number of worker processes of this rank."""
-        return max(1, min(MOST_WORKERS, self.processors or len(os.sched_getaffinity(0))))
+        """The number of worker processes of this rank: under torchrun, its share of the host's processors."""
+        beside = os.environ.get("LOCAL_WORLD_SIZE", "") if self.size > 1 else ""
+        share = len(os.sched_getaffinity(0)) // max(1, int(beside if beside.isdecimal() else 1))
+        return max(1, min(MOST_WORKERS, share))
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
         """Every n-th of the items, which are the same on all ranks."""
@@ -53,26 +53,26 @@ class Ranks:
         """
         if self.size == 1:
             return [work()]
+        from torch import distributed
+
         result, error = None, None
         try:
             result = work()
         except Exception as raised:
             error = raised
+        found: list[Any] = [None] * self.size if self.rank == 0 else []
         with self._loss_named(step):
-            from torch import distributed
-
             distributed.monitored_barrier(timeout=STEP)
-            outcomes: list[Any] | None = [None] * self.size if self.rank == 0 else None
-            distributed.gather_object((result if self.rank else None, _message_of(error)), outcomes)
-            status = getattr(error, "status", UserError.status)  # rank 0's is for all
-            failed, status = _broadcast(
-                (next((rank for rank, own in enumerate(outcomes or ()) if own[1]), None), status)
-            )
+            distributed.gather_object((result if self.rank else None, _message_of(error)), found or None)
+            failed = next((rank for rank, (_, message) in enumerate(found) if message), None)
+            failed, status = _broadcast((failed, getattr(error, "status", UserError.status)))  # rank 0's is for all
         if failed is None:
-            return [result, *(own[0] for own in (outcomes or ())[1:])]
-        if outcomes is None:
-            raise _failed_elsewhere(f"rank {failed} of {self.size} failed at {step}; rank 0 has the reason", status)
-        raise error or UserError(f"rank {failed} of {self.size}: {outcomes[failed][1]}")
+            return [result, *(own for own, _ in found[1:])]
+        if self.rank == 0:
+            raise error or UserError(f"rank {failed} of {self.size}: {found[failed][1]}")
+        elsewhere = UserError(f"rank {failed} of {self.size} failed at {step}; rank 0 has the reason" if status else "")
+        elsewhere.status = status
+        raise elsewhere
 
     def first(self, step: str, work: Callable[[], Result]) -> Result:
         """Run `work` on rank 0, and return its result on all ranks. Raises as `gather`."""
@@ -123,19 +123,10 @@ def _broadcast(value: Any) -> Any:
     return values[0]
 
 
-def _failed_elsewhere(message: str, status: int) -> UserError:
-    """The error of a rank when rank 0 ends with a status; without a message if that is a success."""
-    error = UserError(message if status else "")
-    error.status = status
-    return error
-
-
 def _message_of(error: Exception | None) -> str:
     """One line for a user's mistake; the traceback for a defect."""
-    if error is None:
-        return ""
-    if isinstance(error, UserError | OSError):
-        return one_line(error) or type(error).__name__
+    if error is None or isinstance(error, UserError | OSError):
+        return "" if error is None else one_line(error) or type(error).__name__
     return f"a defect, please report it with what follows:\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
@@ -145,7 +136,7 @@ def place(wanted: bool | None, environment: Mapping[str, str]) -> tuple[int, int
     Raises:
         UserError: variables are missing, or wrong.
     """
-    if not (TORCHRUN in environment if wanted is None else wanted):
+    if not ("TORCHELASTIC_RUN_ID" in environment if wanted is None else wanted):
         return 0, 1
     rank, size, *_ = found = [environment.get(name, "") for name in VARIABLES]
     if not all(found) or not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
@@ -172,13 +163,11 @@ def joined(wanted: bool | None) -> Iterator[Ranks]:
         from torch import distributed
     except ModuleNotFoundError:
         raise UserError("several ranks need torch, which is not installed: pip install torch") from None
-    places: list[Any] = [None] * size
     sys.stdout.flush()
     stdout = os.dup(1)  # which may be JSON: some releases of Gloo print a line when they connect
     try:
         os.dup2(2, 1)
         distributed.init_process_group("gloo", timeout=START)
-        distributed.all_gather_object(places, (os.uname().nodename, os.sched_getaffinity(0)))
     except (RuntimeError, ValueError) as error:
         at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(
@@ -188,12 +177,6 @@ def joined(wanted: bool | None) -> Iterator[Ranks]:
         os.dup2(stdout, 1)
         os.close(stdout)
     try:
-        yield Ranks(rank, size, share_of_host(places, rank))
+        yield Ranks(rank, size)
     finally:
         distributed.destroy_process_group()
-
-
-def share_of_host(places: Sequence[tuple[str, Collection[int]]], rank: int) -> int:
-    """A rank's share of the processors of its host, from the host and the usable processors of each rank."""
-    there = [usable for host, usable in places if host == places[rank][0]]
-    return max(1, len(set().union(*there)) // len(there))

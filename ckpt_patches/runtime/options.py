@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from ckpt_patches.errors import TRUST, nearest
 
-MANY = "the processors, at most 16; divided among the ranks of a host"
+MANY = "the processors, at most 16; under torchrun, divided among the ranks of a host"
 
 
 class Help(argparse.HelpFormatter):

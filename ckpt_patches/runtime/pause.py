@@ -1,29 +1,23 @@
 """Pause the garbage collector, and warnings, while a tree or a large checkpoint is planned."""
 
 import gc
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import get_ident
 from typing import Any
 
-_paused = False
-
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Pause collections: they would double the time to build a syntax tree or an index of millions of chunks."""
-    global _paused
-    if _paused or not gc.isenabled():
-        yield
-        return
-    _paused = True
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        _end_pause()
+        if was_enabled:
+            gc.enable()
 
 
 class _Here:
@@ -52,14 +46,3 @@ def without_syntax_warnings() -> Iterator[None]:
         for one in ours:
             with suppress(ValueError):  # another thread has taken it away
                 warnings.filters.remove(one)  # type: ignore[attr-defined]
-
-
-def _end_pause() -> None:
-    """End the pause; also in a forked child, which does not plan."""
-    global _paused
-    if _paused:
-        _paused = False
-        gc.enable()
-
-
-os.register_at_fork(after_in_child=_end_pause)

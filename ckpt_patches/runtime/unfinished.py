@@ -1,12 +1,13 @@
 """A folder whose writers can be killed: it has another name until it is complete; the same command continues it."""
 
 import fcntl
-import json
+import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt_patches.errors import UserError
@@ -15,6 +16,7 @@ from ckpt_patches.runtime.units import in_bytes
 
 SPARE = 64 << 20  # bytes that stay free on the disk
 TOGETHER = 8  # folders that are synced at the same time
+LOCK = ".ckpt-patches.lock"  # a file in an unfinished folder
 
 
 def check_space(output: Path, needed: int) -> int:
@@ -53,60 +55,54 @@ def check_parent(output: Path) -> None:
 
 
 class UnfinishedFolder:
-    """An output folder: named `working` while it is written, and `final` in the end.
+    """An output folder: named `final` in the end, and `working` while it is written.
 
-    `fingerprint` covers everything that the output depends on; the file `mark` holds it until the end. `work` is the
-    name of the work in messages.
+    The latter name has a digest of `depends_on`, everything that the output depends on: only the same work finds it
+    again. `work` is the name of the work in messages.
     """
 
-    def __init__(self, folder: Path, fingerprint: str, mark: str, work: str) -> None:
-        self.final = Path(os.path.realpath(folder))
-        self.working = self.final.with_name(f"{self.final.name}.unfinished")
-        self.fingerprint, self.mark, self.work = fingerprint, mark, work
+    def __init__(self, folder: Path, work: str, depends_on: str) -> None:
+        self.final, self.work, self.depends_on = Path(os.path.realpath(folder)), work, depends_on
+        digest = hashlib.sha256(f"{work} {depends_on}".encode()).hexdigest()[:12]
+        self.working = self.final.with_name(f"{self.final.name}-{digest}.unfinished")
 
     def check(self, sizes: Mapping[str, int]) -> None:
-        """Check that the missing ones of these files can be written, of which the bytes are given by name.
+        """Check that these files can be written, of which the bytes are given by name.
+
+        Removes what a killed process has left of other work for the same output.
 
         Raises:
-            UserError: the folder has other content, or the disk has too little room.
+            UserError: something has the final name, or the disk has too little room for what is missing.
         """
-        # First look for content, then for the mark: other processes of this work may make it, or rename, at any moment.
-        taken, begun = _holds_any(self.final), _holds_any(self.working)
-        if not self.is_of_this(self.final):
-            if taken:
-                raise UserError(f"{self.final} exists; name another output folder, or remove it")
-            if begun and not self.is_of_this(self.working) and not self.is_of_this(self.final):
-                raise UserError(
-                    f"{self.working} holds the unfinished {self.work} of another checkpoint, or of this one before it "
-                    "changed; remove it to begin anew"
-                )
-        check_space(self.final, sum(sizes[name] for name in self.missing(sizes)))
-
-    def begin(self) -> None:
-        """Make the folder and mark it as this work's."""
-        if not self.is_of_this(self.final) and not self.is_of_this(self.working):
-            make_folder(self.working)
-            replace_durably(self.working / self.mark, json.dumps({"fingerprint": self.fingerprint}).encode())
+        if self.final.exists() and not (self.final.is_dir() and not os.listdir(self.final)):
+            raise UserError(f"{self.final} exists; name another output folder, or remove it")
+        name = re.compile(rf"{re.escape(self.final.name)}-[0-9a-f]{{12}}\.unfinished")
+        for other in os.listdir(self.final.parent) if self.final.parent.is_dir() else ():
+            if name.fullmatch(other) and other != self.working.name:
+                with suppress(OSError), open(self.final.with_name(other) / LOCK, "r+b") as file:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or it is being written
+                    shutil.rmtree(self.final.with_name(other))
+        check_space(self.final, sum(sizes[own] for own in self.missing(sizes)))
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Lock the folder against other writers, if the file system supports locks, and remove incomplete files.
+        """Make the folder, lock it against other writers if the file system has locks, and remove incomplete files.
 
         Raises:
-            UserError: another process holds the lock.
+            UserError: another process holds the lock, or has completed the output.
         """
-        with ExitStack() as stack:
-            with suppress(FileNotFoundError):  # it is complete
-                file = stack.enter_context(open(self.working / self.mark, "r+b"))
-                try:
-                    # A lock of the process and not of the open file: workers of a killed process do not hold it.
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except (BlockingIOError, PermissionError):
-                    raise UserError(
-                        f"another {self.work} writes {self.working} now; wait for it, or name another output folder"
-                    ) from None
-                except OSError:
-                    pass  # the file system has no locks
+        make_folder(self.working)
+        with open(self.working / LOCK, "ab") as file:
+            try:
+                # A lock of the process and not of the open file: workers of a killed process do not hold it.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                raise UserError(
+                    f"another {self.work} writes {self.working} now; wait for it, or name another output folder"
+                ) from None
+            except OSError:
+                pass  # the file system has no locks
+            self.check({})
             for path in self.working.rglob(f"{TEMPORARY}*"):
                 if not path.is_dir():  # a folder can have such a name, as one of a parameter
                     path.unlink(missing_ok=True)
@@ -114,11 +110,12 @@ class UnfinishedFolder:
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """The files that are still to be written. Only a complete file has its final name."""
-        folder = self.final if self.is_of_this(self.final) else self.working
-        return [name for name in names if not os.path.isfile(f"{folder}/{name}")]
+        return [name for name in names if not os.path.isfile(f"{self.working}/{name}")]
 
-    def finish(self, names: Iterable[str] = ()) -> None:
+    def finish(self, names: Iterable[str], tracker: str = "") -> None:
         """Sync the entries of all folders, in which the files are synced, and give the folder its final name.
+
+        `tracker` is a file beside it to write that name into. It comes first: until the rename, it names no folder.
 
         Raises:
             UserError: one of these files is missing.
@@ -128,32 +125,8 @@ class UnfinishedFolder:
             raise UserError(f"{self.working / missing[0]} is missing, and {len(missing) - 1} more")
         with ThreadPoolExecutor(TOGETHER) as pool:  # syncs at the same time share the disk's work
             list(pool.map(sync_folder, (Path(folder) for folder, _, _ in os.walk(self.working))))
+        if tracker:
+            replace_durably(self.final.parent / tracker, self.final.name.encode())
+        (self.working / LOCK).unlink(missing_ok=True)
         os.rename(self.working, self.final)
         sync_folder(self.final.parent)
-
-    def is_of_this(self, folder: Path) -> bool:
-        """Whether a folder's content was written by this work."""
-        try:
-            found = json.loads((folder / self.mark).read_text())
-        except (OSError, ValueError):
-            return False
-        return bool(found == {"fingerprint": self.fingerprint})
-
-
-def _holds_any(folder: Path) -> bool:
-    """Whether a folder has a file that is not temporary, or is not a folder."""
-    try:
-        return any(not name.startswith(TEMPORARY) for name in os.listdir(folder))
-    except FileNotFoundError:
-        return False
-    except NotADirectoryError:
-        return True
-
-
-@contextmanager
-def reported(path: str | Path) -> Iterator[None]:
-    """Convert file system errors to a UserError with the file's final name."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None

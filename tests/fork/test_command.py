@@ -306,13 +306,6 @@ def test_a_diff_says_nothing_beside_it_and_an_option_that_is_gone_is_named() -> 
     assert "no option --plot" in one_line(command("audit", "--plot", "page.png"))
 
 
-def test_colors_by_option() -> None:
-    assert "\x1b[" not in on_terminal("status", "--color", "never", columns=100, TERM="xterm")
-    assert "\x1b[1m" in command("list", "--color=always").stdout
-    assert "argument --color: invalid choice: 'red'" in one_line(command("--color", "red", "list"))
-    assert one_line(command("list", "--color")) == "ckpt-patches: argument --color: expected one argument"
-
-
 def test_quiet_and_verbose(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     done = command("resume-from", "--quiet", "--allow-empty", str(tmp_path / "absent"))

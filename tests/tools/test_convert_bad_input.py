@@ -382,9 +382,7 @@ def test_a_checkpoint_that_changes_while_it_is_converted_is_refused(
         return write(self, batch)
 
     monkeypatch.setattr(Writer, "__call__", change)
-    with pytest.raises(
-        UserError, match=rf"{folder} has changed while it was converted: remove .*universal\.unfinished"
-    ):
+    with pytest.raises(UserError, match=f"{folder} has changed while it was converted: run the same command again"):
         convert(folder, tmp_path / "universal", Options(workers=1))
     assert not (tmp_path / "universal").exists()
     assert not (tmp_path / "latest_universal").exists()

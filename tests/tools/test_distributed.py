@@ -1,6 +1,7 @@
 """Several ranks of one command, by torchrun or --distributed: the results of one process, and all fail if one does."""
 
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.runtime.distributed import place, share_of_host
+from ckpt_patches.runtime.distributed import Ranks, place
 from test_audit_many import arrays
 from test_audit_many import written as by_hand
 from test_audit_repair import contents
@@ -57,16 +58,11 @@ def test_variables_that_are_missing_or_wrong(wrong: dict[str, str]) -> None:
         place(True, {**POD, **wrong} if wrong else SRUN)
 
 
-@pytest.mark.parametrize(
-    ("places", "expected"),
-    [
-        ([("a", {0, 1, 2, 3}), ("a", {0, 1, 2, 3}), ("b", {0, 1, 2, 3})], [2, 2, 4]),
-        ([("a", {0, 1}), ("a", {2, 3})], [2, 2]),  # bound by the launcher
-        ([("a", {0}), ("a", {0})], [1, 1]),
-    ],
-)
-def test_ranks_of_a_host_share_its_processors(places: list[tuple[str, set[int]]], expected: list[int]) -> None:
-    assert [share_of_host(places, rank) for rank in range(len(places))] == expected
+def test_ranks_of_a_host_share_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    for size, of_host, expected in ((1, "2", 8), (4, "2", 4), (4, "", 8), (32, "16", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", of_host)
+        assert Ranks(0, size).workers == expected
 
 
 # Commands
@@ -209,21 +205,6 @@ def test_a_wrong_path_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 1  # torchrun's
     assert f"ckpt-patches: {path}: expected a checkpoint or a folder of checkpoints, found nothing\n" in done.stderr
     assert seconds < 60  # on a busy machine; no rank waited for ten minutes
-
-
-WORKERS = """
-os.sched_getaffinity = lambda process: set(range(8))
-def shown(arguments):
-    with distributed.joined(True) as ranks:
-        print(ranks.workers)
-    return 0
-cli.main = shown
-"""
-
-
-def test_ranks_of_any_launcher_share_the_processors(tmp_path: Path) -> None:
-    found = work("audit", tmp_path, "together").by_hand(WORKERS, WORKERS)
-    assert [(status, out) for status, out, _ in found] == [(0, "4\n")] * 2, found
 
 
 # A rank that fails

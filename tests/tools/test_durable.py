@@ -2,11 +2,12 @@
 
 import errno
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from ckpt_patches.errors import UserError
 from ckpt_patches.runtime import durable, unfinished
 
 
@@ -56,7 +57,7 @@ def test_the_converter_waits_for_many_folders_and_misses_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several threads sync the folders, and an error in any of them is raised."""
-    work = unfinished.UnfinishedFolder(tmp_path / "output", "", "mark", "conversion")
+    work = unfinished.UnfinishedFolder(tmp_path / "output", "conversion", "")
     folders = [work.working / str(index) for index in range(20)]
     for folder in folders:
         folder.mkdir(parents=True)
@@ -68,10 +69,10 @@ def test_the_converter_waits_for_many_folders_and_misses_no_error(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         with pytest.raises(OSError, match="Input/output error") as raised:
-            work.finish()
+            work.finish(())
         assert raised.value.filename == str(folders[15])
     assert work.working.is_dir()
-    work.finish()
+    work.finish(())
     assert work.final.is_dir()
 
 
@@ -94,8 +95,7 @@ def test_where_a_file_cannot_be_replaced_the_one_before_stays(tmp_path: Path, mo
 
 
 def test_a_folder_with_the_name_of_an_incomplete_file_stays(tmp_path: Path) -> None:
-    work = unfinished.UnfinishedFolder(tmp_path / "output", "", "mark", "conversion")
-    work.begin()
+    work = unfinished.UnfinishedFolder(tmp_path / "output", "conversion", "")
     parameter = work.working / "zero" / f"{durable.TEMPORARY}abcd"
     parameter.mkdir(parents=True)
     (parameter / "fp32.pt").touch()
@@ -104,13 +104,31 @@ def test_a_folder_with_the_name_of_an_incomplete_file_stays(tmp_path: Path) -> N
         assert os.listdir(parameter) == ["fp32.pt"]
 
 
-def test_an_unfinished_folder_of_another_work_is_refused(tmp_path: Path) -> None:
-    def folder(fingerprint: str) -> unfinished.UnfinishedFolder:
-        return unfinished.UnfinishedFolder(tmp_path / "output", fingerprint, "mark.json", "conversion")
+def test_what_is_left_of_other_work_is_removed_unless_it_goes_on(tmp_path: Path) -> None:
+    """So is nothing that a user has given such a name."""
 
-    folder("of another").begin()
-    with pytest.raises(UserError, match="holds the unfinished conversion of another checkpoint"):
-        folder("of this").check({})
-    os.rename(folder("").working, folder("").final)
-    with pytest.raises(UserError, match="output exists; name another output folder"):
-        folder("of this").check({})
+    def folder(depends_on: str, name: str = "output") -> unfinished.UnfinishedFolder:
+        return unfinished.UnfinishedFolder(tmp_path / name, "conversion", depends_on)
+
+    for own in (folder("a killed one"), folder("", "other")):
+        with own.held():
+            pass
+    (tmp_path / f"output-{'0' * 12}.unfinished").mkdir()
+    (tmp_path / "output-mine.unfinished").mkdir()
+    child = os.fork()
+    if child == 0:
+        with folder("one that goes on").held():
+            signal.pause()
+    try:
+        while not (folder("one that goes on").working / unfinished.LOCK).exists():
+            time.sleep(0.01)
+        time.sleep(0.2)  # until it has the lock
+        folder("this").check({})
+        found = {*os.listdir(tmp_path)}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    running, other = folder("one that goes on").working.name, folder("", "other").working.name
+    assert found == {running, other, f"output-{'0' * 12}.unfinished", "output-mine.unfinished"}
+    folder("this").check({})
+    assert running not in os.listdir(tmp_path)

@@ -1,7 +1,6 @@
 """A conversion or migration that is killed never looks complete, and the next run gives the identical result."""
 
 import errno
-import json
 import os
 import re
 import resource
@@ -16,14 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_patches.convert import convert
 from ckpt_patches.convert.convert import LATEST
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist
-from ckpt_patches.migrate import migrate
-from ckpt_patches.runtime.unfinished import UnfinishedFolder
+from ckpt_patches.runtime.unfinished import LOCK, UnfinishedFolder
 from old_checkpoints import flattened, settings
-from universal import command, distinct, environment, files, ours, parallel, summary
+from universal import command, environment, files, ours, parallel, summary
 from upstream import all_releases, program_file
 from zero_checkpoints import dp768
 
@@ -47,27 +44,19 @@ def write_zero(folder: Path) -> Path:
 class Tool:
     """A tool to kill, and what it leaves."""
 
-    name: str
-    work: str  # its work, as named in messages
     write: Callable[[Path], Path]  # writes a checkpoint
-    mark: str  # the name of its marker in an unfinished folder
     beside: tuple[str, ...]  # files beside the finished output
     rewritten: frozenset[str]  # files that are written last, and again by the next run
     changes: int  # file-system changes, after which some files are complete and others are not
 
-    def is_kept(self, name: str) -> bool:
-        """Whether a file of the folder is only for the next run."""
-        return name == self.mark
-
 
 TOOLS = {
-    "convert": Tool("convert", "conversion", write_zero, convert.MARK, (LATEST,), frozenset(), 34),
-    "migrate": Tool("migrate", "migration", write_old, migrate.MARK, (), frozenset({"metadata.json", ".metadata"}), 10),
+    "convert": Tool(write_zero, (LATEST,), frozenset(), 32),
+    "migrate": Tool(write_old, (), frozenset({"metadata.json", ".metadata"}), 8),
 }
 POINTS = [
     *(("convert", point) for point in range(0, 48, 1 if all_releases() else 3)),
-    # The last two: before the rename, and before the mark of the migration is removed.
-    *(("migrate", point) for point in sorted({*range(0, 62, 1 if all_releases() else 6), 60, 61})),
+    *(("migrate", point) for point in range(0, 62, 1 if all_releases() else 6)),
 ]
 
 
@@ -97,28 +86,26 @@ def killed(name: str, source: Path, output: Path, point: int) -> subprocess.Comp
 
 
 def unfinished(output: Path) -> Path:
-    return output.with_name(f"{output.name}.unfinished")
+    """The folder that is not finished; the finished one if there is none."""
+    return next(output.parent.glob(f"{output.name}-*.unfinished"), output)
 
 
-def complete_files(tool: Tool, folder: Path) -> dict[str, int]:
+def complete_files(output: Path) -> dict[str, int]:
     """The inodes of the files that have their final names."""
+    folder = unfinished(output)
     found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".unfinished-"))
-    inodes = {str(path.relative_to(folder)): path.stat().st_ino for path in found}
-    return {name: inode for name, inode in inodes.items() if not tool.is_kept(name)}
+    return {str(path.relative_to(folder)): path.stat().st_ino for path in found if path.name != LOCK}
 
 
 def check_what_has_its_name(tool: Tool, output: Path, expected: dict[str, bytes]) -> None:
-    """Check that the output folder, and files beside it, exist only if every file is complete."""
+    """Check that the output folder, and files beside it, exist only if every file is complete.
+
+    What names the folder is written just before the folder gets that name.
+    """
     if output.exists():
-        assert {name: data for name, data in files(output).items() if not tool.is_kept(name)} == expected
-    else:
-        assert not any((output.parent / name).exists() for name in tool.beside)
-
-
-def has_ended(tool: Tool, output: Path) -> bool:
-    """Whether the work has ended; its process may have been killed after that."""
-    is_there = all((output.parent / name).exists() for name in (output.name, *tool.beside))
-    return is_there and not any(map(tool.is_kept, os.listdir(output)))
+        assert files(output) == expected
+    elif any((output.parent / name).exists() for name in tool.beside):
+        assert complete_files(output).keys() == expected.keys()
 
 
 @pytest.mark.parametrize(("name", "point"), POINTS)
@@ -134,12 +121,14 @@ def test_killed_at_any_change_of_the_file_system(
         return
     assert done.returncode == -signal.SIGKILL
     check_what_has_its_name(tool, output, expected[name])
-    before = complete_files(tool, output if output.exists() else unfinished(output))
+    if output.exists():  # it was killed after its last change that counts
+        return
+    before = complete_files(output)
 
     again = killed(name, source, output, BEHIND_THE_END)
     assert (again.returncode, again.stdout) == (0, "done\n"), again.stderr
     assert files(output) == expected[name]
-    after = complete_files(tool, output)
+    after = complete_files(output)
     assert {own for own, inode in before.items() if after[own] != inode} <= tool.rewritten
     assert sorted(os.listdir(tmp_path)) == sorted(["output", *tool.beside])
     assert all((tmp_path / own).read_text() == "output" for own in tool.beside)
@@ -148,22 +137,22 @@ def test_killed_at_any_change_of_the_file_system(
 def test_some_kills_come_when_some_files_are_complete(sources: dict[str, Path], tmp_path: Path) -> None:
     for name, tool in TOOLS.items():
         killed(name, sources[name], tmp_path / name, tool.changes)
-        assert complete_files(tool, unfinished(tmp_path / name))
+        assert not (tmp_path / name).exists()
+        assert complete_files(tmp_path / name)
 
 
-def killed_at_any_time(tool: Tool, arguments: list[str], output: Path, delay: float) -> None:
+def killed_at_any_time(arguments: list[str], output: Path, delay: float) -> None:
     """Kill only the parent, also in the middle of a file, until the work ends; its workers end by themselves."""
     processes = []
-    while not has_ended(tool, output):
+    while not output.exists():
         process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         processes.append(process)
         time.sleep(delay)
         process.kill()
         assert process.wait() in (0, -signal.SIGKILL)
-        assert output.exists() or not any((output.parent / name).exists() for name in tool.beside)
         delay *= 1.3
     assert any(process.returncode for process in processes)
-    assert not unfinished(output).exists()
+    assert unfinished(output) == output
     for process in processes:
         process.communicate(timeout=300)  # until the last of its workers has ended
 
@@ -172,7 +161,7 @@ def killed_at_any_time(tool: Tool, arguments: list[str], output: Path, delay: fl
 def test_a_conversion_killed_at_any_time_with_several_workers(tmp_path: Path) -> None:
     source, output = dp768()["dp768"], tmp_path / "universal"
     ours(source, tmp_path / "expected" / "universal")
-    killed_at_any_time(TOOLS["convert"], command(source, output), output, 0.05)
+    killed_at_any_time(command(source, output), output, 0.05)
     assert files(output) == files(tmp_path / "expected" / "universal")
 
 
@@ -181,7 +170,7 @@ def test_a_migration_killed_at_any_time_with_two_workers(tmp_path: Path) -> None
     source = write_old(tmp_path / "old", {f"layer{number}.weight": (1024, 1024) for number in range(24)})
     output = tmp_path / "new"
     arguments = [sys.executable, "-m", "ckpt_patches", "migrate", str(source), "--output", str(output)]
-    killed_at_any_time(TOOLS["migrate"], [*arguments, "--workers", "2"], output, 0.2)
+    killed_at_any_time([*arguments, "--workers", "2"], output, 0.2)
     index = torch_dist.read_index(output)
     assert len(index.tensors) == 24 * 4
     assert all(tensor.chunks.keys() == tensor.places.keys() for tensor in index.tensors.values())
@@ -193,7 +182,7 @@ def test_a_second_conversion_into_the_same_folder_is_refused(tmp_path: Path) -> 
     source, output = dp768()["dp768"], tmp_path / "universal"
     options = ("--num_extract_workers", "1")
     first = subprocess.Popen(command(source, output, *options), env=environment(), stdout=subprocess.PIPE)
-    while not any(output.with_name("universal.unfinished").rglob("*.pt")):
+    while not any(unfinished(output).rglob("*.pt")):
         assert first.poll() is None
     first.send_signal(signal.SIGSTOP)
     second = ours(source, output, check=False)
@@ -207,17 +196,18 @@ def test_a_second_conversion_into_the_same_folder_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_a_changed_checkpoint_is_not_taken_up_again(name: str, tmp_path: Path) -> None:
-    """A changed checkpoint is refused; the output would mix two checkpoints."""
+def test_a_changed_checkpoint_is_begun_anew(name: str, tmp_path: Path) -> None:
+    """The output would mix two checkpoints. What there was of it is removed."""
     tool, output = TOOLS[name], tmp_path / "output"
     source = tool.write(tmp_path / "in")
     assert killed(name, source, output, tool.changes).returncode == -signal.SIGKILL
     os.utime(next(iter([*source.glob("*rank_1*optim_states.pt"), *source.glob("__1_0.distcp")])), ns=(0, 0))
-    done = killed(name, source, output, BEHIND_THE_END)
-    assert done.returncode == 1
-    assert f"output.unfinished holds the unfinished {tool.work} of another checkpoint" in done.stderr
-    shutil.rmtree(unfinished(output))
+    before = unfinished(output)
+    assert complete_files(output)
     assert killed(name, source, output, BEHIND_THE_END).stdout == "done\n"
+    assert not before.exists()
+    assert killed(name, source, tmp_path / "expected", BEHIND_THE_END).stdout == "done\n"
+    assert files(output) == files(tmp_path / "expected")
 
 
 def test_a_checkpoint_by_its_relative_and_by_its_absolute_path_is_one(
@@ -225,14 +215,9 @@ def test_a_checkpoint_by_its_relative_and_by_its_absolute_path_is_one(
 ) -> None:
     """The interrupted conversion continues with either path."""
     copy, output = shutil.copytree(source, tmp_path / "in" / source.name), tmp_path / "universal"
-    interrupted(copy, output)
+    killed("convert", copy, output, TOOLS["convert"].changes)
     monkeypatch.chdir(copy.parent)
     assert summary(Path(copy.name), output)["files_before"] > 0
-
-
-def interrupted(source: Path, output: Path) -> None:
-    killed("convert", source, output, TOOLS["convert"].changes)
-    assert complete_files(TOOLS["convert"], unfinished(output))
 
 
 # An error of the disk
@@ -270,7 +255,7 @@ def test_an_error_of_the_disk_is_told_and_the_same_command_goes_on(
 
 
 def test_a_full_disk_is_found_before_the_start(tmp_path: Path) -> None:
-    folder = UnfinishedFolder(tmp_path / "a" / "universal", "", convert.MARK, "conversion")
+    folder = UnfinishedFolder(tmp_path / "a" / "universal", "conversion", "")
     folder.check({"x": 1})
     with pytest.raises(UserError, match=rf"universal needs 909\.5 TiB, and {tmp_path} has .* [GT]iB free"):
         folder.check({"x": 10**15})
@@ -290,25 +275,9 @@ def test_a_disk_that_fills_up_is_reported_with_the_path(
         command(source, output), env=environment(), capture_output=True, text=True, preexec_fn=limited
     )
     assert done.returncode == 2
-    path = rf"{tmp_path}/universal\.unfinished/mp_rank_0\d_model_states\.pt"
+    path = rf"{tmp_path}/universal-\w+\.unfinished/mp_rank_0\d_model_states\.pt"
     assert re.fullmatch(rf"ds_to_universal: {path} cannot be written: File too large\n", done.stderr)
     assert not output.exists()
     check_what_has_its_name(TOOLS["convert"], output, {})
     ours(source, output)
-    assert files(output) == expected["convert"]
-
-
-def test_the_summary_of_a_run_that_had_nothing_to_do(
-    source: Path, expected: dict[str, dict[str, bytes]], tmp_path: Path
-) -> None:
-    """The summary counts no new files after a kill just before `latest_universal`."""
-    output = tmp_path / "universal"
-    ours(source, output)
-    interrupted(source, tmp_path / "other")
-    working = tmp_path / "other.unfinished"
-    shutil.copy(working / convert.MARK, output / convert.MARK)
-    (tmp_path / LATEST).unlink()
-    found = json.loads(ours(source, output, "--json").stdout)
-    assert (found["files"], found["files_before"]) == (0, distinct(output))
-    assert (tmp_path / LATEST).read_text() == "universal"
     assert files(output) == expected["convert"]

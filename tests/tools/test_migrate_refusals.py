@@ -335,7 +335,7 @@ def test_a_source_that_changes_during_the_migration_is_refused(
 
     monkeypatch.setattr(migrate_module, "in_order", changing)
     migrate(old, tmp_path / "new", status=2)
-    assert f"{old} has changed while it was migrated: remove {tmp_path}/new.unfinished" in capsys.readouterr().err
+    assert f"{old} has changed while it was migrated: run the same command again" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 

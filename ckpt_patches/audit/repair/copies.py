@@ -5,10 +5,9 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt_patches.errors import UserError
 from ckpt_patches.formats.checkpoint import Stream
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.paths import path_within
@@ -18,7 +17,6 @@ from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, che
 from ckpt_patches.runtime.units import in_bytes
 
 BUFFER = 1 << 22  # bytes
-MARK = ".ckpt-patches-repair.json"
 
 
 @contextmanager
@@ -30,19 +28,15 @@ def new_copy(path: Path, output: Path) -> Iterator[Path]:
     """
     check_outside(path, output)
     check_parent(output)
-    work = UnfinishedFolder(output, "", MARK, "repair")
+    work = UnfinishedFolder(output, "repair", os.path.realpath(path))
     check_outside(work.working, path)  # which is removed
-    with suppress(OSError):  # it has files, or is not there
-        work.working.rmdir()  # of a repair that was killed when nothing else was left to do
-    if not work.is_of_this(work.working):
-        work.check({})
-        work.begin()
+    if work.final.exists():
+        shutil.rmtree(work.working, ignore_errors=True)  # of a repair that was killed at its very end
+    work.check({})
     with work.held():
         try:
             copy = work.working / work.final.name  # a folder's name has a meaning for readers
             shutil.rmtree(copy, ignore_errors=True)  # of a repair that was killed
-            if work.final.exists():  # not `work.check`, which reads the mark: to close a file unlocks it
-                raise UserError(f"{output}: expected a name for a new folder, found that it exists")
             yield copy
         finally:
             shutil.rmtree(work.working, ignore_errors=True)
