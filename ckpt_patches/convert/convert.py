@@ -23,7 +23,6 @@ from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside
 WORKERS = 8  # on two cores, too: while one waits for the disk, another works
 WORTH_A_PROCESS = 64 << 20  # bytes; starting a process takes as long as copying these
 COST_OF_A_FILE = 1 << 18  # bytes that can be moved in the time that it takes to create a file
-MOST_SHOWN = 12  # states that differ from the recorded ones
 LATEST = "latest_universal"
 
 
@@ -203,14 +202,10 @@ def _check_recorded(source: Path, made: Path, *, strict: bool, warn: Callable[[s
     assert checked is not None, made  # it has the record: the model states are copied
     warn(f"against the record of the run: {checked.sentence()}")
     if checked.differences and strict:
-        lines = [f"  {one.parameter} {one.state}: {one.what}" for one in checked.differences[:MOST_SHOWN]]
+        first, *others = checked.differences
+        more = f", and {len(others)} more (ckpt-patches fingerprint)" if others else ""
         raise UserError(
-            "\n".join(
-                [
-                    f"{source} is not what the run recorded when it saved, and was not converted:",
-                    *lines,
-                    "take another checkpoint; one that was repaired is converted as it is by "
-                    "python -m deepspeed_patches.ds_to_universal --no_strict",
-                ]
-            )
+            f"{source} is not what the run recorded when it saved, and was not converted: {first.parameter} "
+            f"{first.state}: {first.what}{more}; take another checkpoint; one that was repaired is converted as it is "
+            "by python -m deepspeed_patches.ds_to_universal --no_strict"
         )

@@ -95,23 +95,11 @@ class Ranks:
             yield
         except RuntimeError as error:
             late = re.search(r"Rank (\d+) failed to pass", str(error))  # the barrier's message, on rank 0
-            lost = f"rank {late[1]} of {self.size}" if late else self._closed()
+            lost = f"rank {late[1]} of {self.size}" if late else f"one of the {self.size} ranks"
             raise UserError(
                 f"{lost} is missing at the end of {step}: it was killed, or hung for {STEP}; see what it printed, and "
                 "run the same command again"
             ) from None
-
-    def _closed(self) -> str:
-        """On rank 0, the first rank whose connection is closed: Gloo refuses to begin a transfer from it."""
-        import torch
-        from torch import distributed
-
-        for rank in range(1, self.size if self.rank == 0 else 0):
-            try:
-                distributed.irecv(torch.empty(1), src=rank, tag=1)
-            except RuntimeError:
-                return f"rank {rank} of {self.size}"
-        return "rank 0, or one that it names,"
 
 
 def _broadcast(value: Any) -> Any:

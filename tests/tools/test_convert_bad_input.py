@@ -64,46 +64,31 @@ def moved(state: dict[str, Any]) -> None:
     second.start, second.numel = second.start - 1, second.numel + 1
 
 
-def of_dp_5(state: dict[str, Any]) -> None:
-    state["partition_count"] = [5, 5]
+def state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Change the states of one rank's first group."""
+    return optimizer(lambda own: change(own["base_optimizer_state"]["state"][0]))
 
 
-def other_step(state: dict[str, Any]) -> None:
-    state["base_optimizer_state"]["state"][0]["step"] = torch.tensor(8.0)
+def states(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Change the states of every rank's groups."""
+
+    def damage(folder: Path) -> None:
+        for path in folder.glob("*_optim_states.pt"):
+            changed(
+                path, lambda own: [*map(change, own["optimizer_state_dict"]["base_optimizer_state"]["state"].values())]
+            )
+
+    return damage
 
 
-def in_codes(folder: Path) -> None:
-    """Add codes and scales to every rank, as 8-bit optimizers save them."""
-
-    def change(state: dict[str, Any]) -> None:
-        for own in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-            own["state1"], own["absmax1"] = own["exp_avg"].to(torch.uint8), torch.ones(2)
-
-    for path in folder.glob("*_optim_states.pt"):
-        changed(path, change)
+def codes(own: dict[str, Any]) -> None:
+    """Add codes and scales, as 8-bit optimizers save them."""
+    own["state1"], own["absmax1"] = own["exp_avg"].to(torch.uint8), torch.ones(2)
 
 
-def nested(folder: Path) -> None:
-    """Move the moments of every rank into a dict, as bitsandbytes saves them."""
-
-    def change(state: dict[str, Any]) -> None:
-        for own in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-            moments = {"state1": own.pop("exp_avg"), "state2": own.pop("exp_avg_sq")}
-            own["__bnb_optimizer_quant_state__"] = moments
-
-    for path in folder.glob("*_optim_states.pt"):
-        changed(path, change)
-
-
-def single(folder: Path) -> None:
-    """Add a single number to every rank's states, as NAdam saves it."""
-
-    def change(state: dict[str, Any]) -> None:
-        for own in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-            own["mu_product"] = torch.tensor(0.5)
-
-    for path in folder.glob("*_optim_states.pt"):
-        changed(path, change)
+def nested(own: dict[str, Any]) -> None:
+    """Move the moments into a dict, as bitsandbytes saves them."""
+    own["__bnb_optimizer_quant_state__"] = {"state1": own.pop("exp_avg"), "state2": own.pop("exp_avg_sq")}
 
 
 def leaving(folder: Path) -> None:
@@ -117,20 +102,6 @@ def leaving(folder: Path) -> None:
 
     for path in folder.glob("*_states.pt"):
         changed(path, change)
-
-
-def no_moments(state: dict[str, Any]) -> None:
-    del state["base_optimizer_state"]["state"][0]["exp_avg"]
-
-
-def shorter(state: dict[str, Any]) -> None:
-    moments = state["base_optimizer_state"]["state"][0]
-    moments["exp_avg"] = moments["exp_avg"][:-3].clone()
-
-
-def in_bfloat16(state: dict[str, Any]) -> None:
-    moments = state["base_optimizer_state"]["state"][0]
-    moments["exp_avg"] = moments["exp_avg"].bfloat16()
 
 
 def without_shapes(folder: Path) -> None:
@@ -167,7 +138,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         f"{RANK_1} is corrupt: the checksum of its record {RANK_1.removesuffix('.pt')}/data.pkl is wrong",
     ),
     "a file of text": (lambda f: (f / RANK_1).write_text("hello"), "is no file of torch.save"),
-    "two degrees": (optimizer(of_dp_5), f"mixed_ranks: {RANK_1}: of 5 ranks, expected 3"),
+    "two degrees": (
+        optimizer(lambda s: s.update(partition_count=[5, 5])),
+        f"mixed_ranks: {RANK_1}: of 5 ranks, expected 3",
+    ),
     "another degree": (model(lambda s: s.update(dp_world_size=5)), "missing_rank: ranks 3 to 4 of 5"),
     "a rank too many": (
         copied(RANK_1, RANK_1.replace("mp_rank_00", "mp_rank_07")),
@@ -182,19 +156,28 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         optimizer(lambda s: s["param_slice_mappings"][0].clear()),
         "a fragment is missing",
     ),
-    "other steps": (optimizer(other_step), "step 7, others are at 8"),
+    "other steps": (state(lambda s: s.update(step=torch.tensor(8.0))), "step 7, others are at 8"),
     "other iterations": (model(lambda s: s.update(iteration=8)), f"{MODEL}: iteration is 8, and 7 in"),
-    "no moments": (optimizer(no_moments), f"missing_state: {RANK_1}: group 0 has no 'exp_avg'"),
-    "codes of 8 bits": (in_codes, "the optimizer's state 'state1' of"),
-    "a nested state": (nested, "the optimizer's state '__bnb_optimizer_quant_state__' of 'fused.weight' and others"),
-    "a single value": (single, "the optimizer's state 'mu_product' of"),
+    "no moments": (state(lambda s: s.pop("exp_avg")), f"missing_state: {RANK_1}: group 0 has no 'exp_avg'"),
+    "codes of 8 bits": (states(codes), "the optimizer's state 'state1' of"),
+    "a nested state": (
+        states(nested),
+        "the optimizer's state '__bnb_optimizer_quant_state__' of 'fused.weight' and others",
+    ),
+    "a single value": (
+        states(lambda s: s.update(mu_product=torch.tensor(0.5))),
+        "the optimizer's state 'mu_product' of",
+    ),
     "a name that leaves the folder": (leaving, "'zero/../../home/step.pt' is no name of a file in the output folder"),
     "a pattern of no parameter": (
         lambda f: changed(f / MODEL.replace("01", "00"), lambda s: s[INFO].update(parameter_to_average_patterns=["x"])),
         "no parameter matches the patterns x",
     ),
-    "a shorter moment": (optimizer(shorter), f"missing_state: {RANK_1}: group 0: 'exp_avg' has"),
-    "another type": (optimizer(in_bfloat16), "has bfloat16"),
+    "a shorter moment": (
+        state(lambda s: s.update(exp_avg=s["exp_avg"][:-3].clone())),
+        f"missing_state: {RANK_1}: group 0: 'exp_avg' has",
+    ),
+    "another type": (state(lambda s: s.update(exp_avg=s["exp_avg"].bfloat16())), "has bfloat16"),
     "other shapes": (model(lambda s: s["param_shapes"][0].update({"norm.weight": torch.Size([7])})), "norm.weight"),
     "another layout": (
         model(lambda s: s.update(param_shapes=3)),
@@ -274,35 +257,26 @@ def test_a_stage_with_other_param_groups_is_refused(tmp_path: Path) -> None:
     check_refused(folder, tmp_path / "out", "has the param groups of the first pipeline stage alone")
 
 
-@pytest.mark.parametrize("what", ["a file", "files in it"])
-def test_an_output_folder_that_exists(what: str, folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "universal"
-    if what == "a file":
-        output.touch()
-    else:
-        output.mkdir()
-        (output / "mine").touch()
-    done = ours(folder, output, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"{output} exists" in done.stderr
-
-
-def test_an_output_in_the_source_is_refused(folder: Path) -> None:
-    done = ours(folder, folder / "universal", check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"expected an output folder outside of {folder}" in done.stderr
+def test_wrong_folders(folder: Path, tmp_path: Path) -> None:
+    """An output folder that is empty is taken."""
+    taken, file, empty = tmp_path / "taken", tmp_path / "file", tmp_path / "empty"
+    taken.mkdir()
+    (taken / "mine").touch()
+    file.touch()
+    empty.mkdir()
+    cases = [
+        (folder, taken, f"{taken} exists"),
+        (folder, file, f"{file} exists"),
+        (folder, folder / "universal", f"expected an output folder outside of {folder}"),
+        (tmp_path / "nothing", empty, f"{tmp_path / 'nothing'}: expected"),
+        (empty, tmp_path / "universal", f"{empty}: expected"),
+    ]
+    for source, output, expected in cases:
+        done = ours(source, output, check=False)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert expected in done.stderr
     assert not (folder / "universal").exists()
-
-
-def test_an_empty_output_folder_is_taken(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "universal").mkdir()
-    ours(folder, tmp_path / "universal")
-
-
-@pytest.mark.parametrize("name", ["nothing", "in"])
-def test_an_input_folder_that_is_none(name: str, folder: Path, tmp_path: Path) -> None:
-    done = ours(tmp_path / name, tmp_path / "universal", check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    ours(folder, empty)
 
 
 def test_a_trusted_foreign_class_is_carried_over_and_not_run(folder: Path, tmp_path: Path) -> None:
@@ -392,7 +366,7 @@ def test_a_state_that_would_be_lost_is_left_out_on_request(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Then the two are not the same training state."""
-    in_codes(folder)
+    states(codes)(folder)
     dropped = ("--drop-state", "state1", "--drop-state", "absmax1")
     ours(folder, tmp_path / "universal", *dropped)
     names = {path.stem for path in (tmp_path / "universal/zero/norm.weight").iterdir()}

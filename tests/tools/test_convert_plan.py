@@ -96,9 +96,6 @@ def test_sub_params_of_any_widths(data: st.DataObject, tp: int, dim: int, window
     assert by_layout(slices, where, 4 * window).equal(whole)
 
 
-# Plans of complete checkpoints, in memory
-
-
 # Arithmetic
 
 

@@ -114,8 +114,5 @@ def test_progress_is_a_line_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) 
             progress.show(1 << 30)
     assert "iter_0000010:  25% 1.0 GiB of 4.0 GiB" in terminal.getvalue()
     assert other.getvalue() == ""
-
-
-def test_the_line_has_rate_and_time_left() -> None:
     assert line(1 << 30, 4 << 30, 2.0) == "  25% 1.0 GiB of 4.0 GiB, 512.0 MiB/s, 6 s left"
     assert line(0, 0, 0.0) == " 100% 0 B of 0 B, 0 B/s, ? s left"

@@ -2,11 +2,11 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -196,17 +196,6 @@ def test_one_process_needs_no_torch_and_waits_for_nobody(command: str, tmp_path:
     assert done.returncode == (1 if command == "audit" else 0), done.stderr
 
 
-def test_a_wrong_path_under_torchrun(tmp_path: Path) -> None:
-    path = tmp_path / "no_folder"
-    begin = time.monotonic()
-    done = Work("audit", (path,), path).torchrun(2, tmp_path)
-    seconds = time.monotonic() - begin
-    print(f"a wrong path under torchrun: {seconds:.1f} s, torchrun and its imports included")
-    assert done.returncode == 1  # torchrun's
-    assert f"ckpt-patches: {path}: expected a checkpoint or a folder of checkpoints, found nothing\n" in done.stderr
-    assert seconds < 60  # on a busy machine; no rank waited for ten minutes
-
-
 # A rank that fails
 
 
@@ -276,8 +265,10 @@ def test_a_lost_rank_is_named_and_the_same_command_goes_on(signal: int, lost: in
     assert found[lost][0] == -9
     status, out, errors = found[1 - lost]
     assert (status, out) == (2, "")
-    named = "rank 1 of 2" if lost else "rank 0, or one that it names,"
-    assert f"ds_to_universal: {named} is missing at the end of writing" in errors
+    named = "rank 1 of 2" if lost else "one of the 2 ranks"
+    if signal == 9:  # Gloo names no rank whose connection was closed before the barrier
+        named = f"({named}|one of the 2 ranks)"
+    assert re.search(f"ds_to_universal: {named} is missing at the end of writing", errors)
     assert not own.output.exists()
     assert single.alone().returncode == 0
     assert [status for status, _, _ in own.by_hand("", "")] == [0, 0]

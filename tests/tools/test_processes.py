@@ -44,16 +44,6 @@ def children() -> list[str]:
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
-def test_each_processor_does_a_share() -> None:
-    found = mapped(lambda item: (item, os.getpid()), ITEMS, 1)
-    assert [item for item, _ in found] == ITEMS
-    assert len({pid for _, pid in found} - {os.getpid()}) == 3
-
-
-def test_results_larger_than_a_pipe() -> None:
-    assert mapped(lambda item: bytes([item]) * 300_000, ITEMS, 1) == [bytes([item]) * 300_000 for item in ITEMS]
-
-
 def test_the_error_of_the_first_item_is_raised_here() -> None:
     def fail(item: int) -> None:
         if item in (6, 9):
@@ -78,14 +68,25 @@ def test_what_a_killed_process_has_not_done_is_done_here() -> None:
 
 
 def test_results_come_in_the_order_of_the_items_and_workers_take_turns() -> None:
-    found = list(in_order(lambda item: (item, os.getpid()), ITEMS, 3))
-    assert [item for item, _ in found] == ITEMS
-    assert len({pid for _, pid in found}) == 3
-    assert os.getpid() not in {pid for _, pid in found}
+    """Also results that are larger than a pipe."""
+    for found in (list(in_order(result, ITEMS, 3)), mapped(result, ITEMS, 1)):
+        assert [data for data, _ in found] == [bytes([item]) * 300_000 for item in ITEMS]
+        assert len({pid for _, pid in found} - {os.getpid()}) == 3
 
 
-@pytest.mark.parametrize("error", [UserError("rank 4 is damaged"), FileNotFoundError(2, "No such file", "/a")])
-def test_results_after_the_first_error_are_not_waited_for(error: Exception) -> None:
+def result(item: int) -> tuple[bytes, int]:
+    return bytes([item]) * 300_000, os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (UserError("rank 4 is damaged"), UserError("rank 4 is damaged")),
+        (FileNotFoundError(2, "No such file", "/a"), FileNotFoundError(2, "No such file", "/a")),
+        (MemoryError(), UserError("there is not enough memory for a worker process")),
+    ],
+)
+def test_results_after_the_first_error_are_not_waited_for(error: Exception, expected: Exception) -> None:
     def fail(item: int) -> int:
         if item == 4:
             raise error
@@ -95,17 +96,9 @@ def test_results_after_the_first_error_are_not_waited_for(error: Exception) -> N
 
     found = in_order(fail, ITEMS, 3)
     assert [next(found) for _ in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(type(error)) as raised:
+    with pytest.raises(type(expected)) as raised:
         next(found)
-    assert str(raised.value) == str(error)
-
-
-def test_too_little_memory_is_not_a_defect() -> None:
-    def fail(_: int) -> None:
-        raise MemoryError
-
-    with pytest.raises(UserError, match="not enough memory"):
-        list(in_order(fail, ITEMS, 1))
+    assert str(raised.value) == str(expected)
 
 
 def test_where_no_second_process_can_be_made_the_first_is_stopped() -> None:
@@ -237,23 +230,22 @@ def test_a_defect_of_the_converter_is_told_with_the_workers_traceback(tmp_path: 
 STOPS = "os.write(1, b'%d\\n' % os.getpid()); import time; time.sleep(600)"
 
 
-def test_ctrl_c_ends_the_conversion_in_one_line(tmp_path: Path) -> None:
-    process = converting(tmp_path, STOPS)
-    assert process.stdout
-    process.stdout.readline()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes of the group
-    _, err = process.communicate(timeout=TIMEOUT)  # returns when the last worker has closed its output
-    assert (process.returncode, err) == (130, "ds_to_universal: interrupted; the same command goes on from here\n")
-
-
-def test_a_killed_worker_ends_the_conversion_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupt_and_a_killed_worker_end_the_conversion_in_one_line(signal_: int, tmp_path: Path) -> None:
     process = converting(tmp_path, STOPS)
     assert process.stdout
     pid = int(process.stdout.readline())
-    os.kill(pid, signal.SIGKILL)
-    _, err = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 2
-    assert err == (
-        f"ds_to_universal: worker process {pid} was killed (SIGKILL) before it was done; is there enough memory? "
-        "Run the same command again\n"
-    )
+    if signal_ == signal.SIGINT:
+        os.killpg(process.pid, signal_)  # as a terminal does, to all processes of the group
+        expected = 130, "interrupted; the same command goes on from here"
+    else:
+        os.kill(pid, signal_)
+        expected = (
+            2,
+            (
+                f"worker process {pid} was killed (SIGKILL) before it was done; is there enough memory? Run the same "
+                "command again"
+            ),
+        )
+    _, err = process.communicate(timeout=TIMEOUT)  # returns when the last worker has closed its output
+    assert (process.returncode, err) == (expected[0], f"ds_to_universal: {expected[1]}\n")
