@@ -214,7 +214,7 @@ def _finish(
     working = folder.working
     replace_durably(working / CONFIG, json.dumps(BACKEND).encode())
     replace_durably(working / INDEX, files.index(planned.tensors, planned.files))
-    findings = recorded_states.findings(audited, working, workers)
+    findings = [*recorded_states.findings(audited, working, workers)]
     if (wrong := _damage(findings)) and not options.damaged_as_is:
         raise DamagedError(f"{working} is not what was recorded: {wrong}; remove it, and begin anew")
     if files_in(audited.path) != planned.source.files:
