@@ -1,6 +1,5 @@
 """Convert a checkpoint: read its headers, plan, check, copy the bytes, and rename the result."""
 
-import itertools
 import json
 import os
 import time
@@ -16,8 +15,7 @@ from ckpt_patches.convert.write import Writer, batches
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint import record_files
 from ckpt_patches.runtime.distributed import Ranks
-from ckpt_patches.runtime.processes import in_order
-from ckpt_patches.runtime.progress import Progress
+from ckpt_patches.runtime.progress import shown_in_order
 from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside
 
 WORKERS = 8  # on two cores, too: while one waits for the disk, another works
@@ -68,7 +66,8 @@ def convert(
 
     Raises:
         UserError: the checkpoint is damaged, of an unsupported kind or changes meanwhile, the output folder exists, the
-            disk is full, or a rank is missing. Written files stay, and the same call continues from there.
+            disk has too little room, or a rank is missing.
+        OSError: a file cannot be read or written. Written files stay, and the same call continues from there.
     """
     begin = time.monotonic() if begin is None else begin
     path, options, ranks = Path(input_folder), options or Options(), ranks or Ranks()
@@ -129,27 +128,22 @@ def _check(records: Sequence[reading.Records], workers: int) -> None:
     """
     nbytes = [sum(own.nbytes for own in stored) for _, stored in records]
     count = max(1, min(workers, len(os.sched_getaffinity(0)), sum(nbytes) // WORTH_A_PROCESS))
-    with Progress(sum(nbytes), label="checksums:") as progress:
-        checked = in_order(reading.check, records, count)
-        for done, _ in zip(itertools.accumulate(nbytes), checked, strict=True):
-            progress.show(done)
+    for _ in shown_in_order(reading.check, records, nbytes, count, "checksums:"):
+        pass
 
 
 def _write(outputs: Sequence[Output], folder: Path, workers: int) -> tuple[int, int]:
     """Write files. Returns their bytes, and the number of worker processes.
 
     Raises:
-        UserError: a file cannot be read or written.
+        OSError: a file cannot be read or written.
         WorkerDefect: see `ckpt_patches.runtime.processes`.
     """
     cost = sum(output.nbytes + COST_OF_A_FILE for output in outputs)
     count = max(1, min(workers, len(outputs), cost // WORTH_A_PROCESS))
-    done = 0
-    with Progress(sum(output.nbytes for output in outputs)) as progress:
-        for nbytes in in_order(Writer(folder), [*batches(outputs)], count):
-            done += nbytes
-            progress.show(done)
-    return done, count
+    together = [*batches(outputs)]
+    nbytes = [sum(output.nbytes for output in batch) for batch in together]
+    return sum(shown_in_order(Writer(folder), together, nbytes, count)), count
 
 
 def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[Plan, UnfinishedFolder]:

@@ -5,9 +5,10 @@ from typing import Any
 
 from ckpt_patches.convert.conversion_plan import AVERAGED, Content
 from ckpt_patches.convert.layout import Block
-from ckpt_patches.convert.reading import BLOCK, Elements, Reader
+from ckpt_patches.convert.reading import BLOCK, Elements
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.runtime.commands import needed_by
 
 SHORT = 65536  # bytes; rows up to this length are read in batches, longer ones directly to their targets
@@ -16,8 +17,8 @@ SHORT = 65536  # bytes; rows up to this length are read in batches, longer ones 
 class Merger:
     """Merges contents in blocks of at most `block` bytes, with memory of four times as much."""
 
-    def __init__(self, reader: Reader, block: int = BLOCK) -> None:
-        self.reader = reader
+    def __init__(self, files: RangedFiles, block: int = BLOCK) -> None:
+        self.files = files
         # For the result, for other copies or the result before its conversion, and for rows.
         self._window, self._other, self._rows = (memoryview(bytearray(n * block)) for n in (1, 2, 1))
 
@@ -25,9 +26,10 @@ class Merger:
         """Yield the bytes of a storage, block by block in one buffer. `name` is for errors.
 
         Raises:
-            UserError: copies that must be equal differ, or a file cannot be read.
+            UserError: copies that must be equal differ.
+            OSError: a file cannot be read.
         """
-        copies = [[Elements(self.reader, extents()) for extents in copy] for copy in content.copies]
+        copies = [[Elements(self.files, extents()) for extents in copy] for copy in content.copies]
         size, of_result = ITEM_SIZE[content.dtype], ITEM_SIZE[content.result_dtype]
         step = len(self._window) // max(size, of_result)  # elements
         for begin in range(0, content.numel, step):

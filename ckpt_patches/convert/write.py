@@ -9,8 +9,7 @@ from typing import BinaryIO
 
 from ckpt_patches.convert.conversion_plan import CopiedOutput, Output
 from ckpt_patches.convert.merging import Merger
-from ckpt_patches.convert.reading import BLOCK, Reader
-from ckpt_patches.errors import UserError
+from ckpt_patches.convert.reading import BLOCK, open_files
 from ckpt_patches.formats.torch_writer import torch_file
 from ckpt_patches.runtime.durable import new_file
 
@@ -45,32 +44,25 @@ class Writer:
         """Write a batch. Returns its size in bytes.
 
         Raises:
-            UserError: the disk is full, or a file cannot be read. The files of earlier batches have their names.
+            OSError: the disk is full, or a file cannot be read. The files of earlier batches have their names.
         """
-        self._merger = merger = self._merger or Merger(Reader())
-        try:
-            with ExitStack() as files:
-                for output in batch:
-                    path = self.folder / output.name
-                    if not path.parent.is_dir():
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                    write(output, files.enter_context(new_file(path)), merger)
-        except OSError as error:
-            raise UserError(f"{error.filename} cannot be written: {error.strerror}") from None
+        self._merger = merger = self._merger or Merger(open_files())
+        with ExitStack() as files:
+            for output in batch:
+                path = self.folder / output.name
+                if not path.parent.is_dir():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                write(output, files.enter_context(new_file(path)), merger)
         return sum(output.nbytes for output in batch)
 
 
 def write(output: Output, file: BinaryIO, merger: Merger) -> None:
-    """Write the content of a file.
-
-    Raises:
-        UserError: a file of the checkpoint cannot be read.
-    """
+    """Write the content of a file."""
     if isinstance(output, CopiedOutput):
         block = memoryview(bytearray(min(BLOCK, output.nbytes)))
         for begin in range(0, output.nbytes, BLOCK):
             piece = block[: output.nbytes - begin]
-            merger.reader.read(str(output.path), begin, piece)
+            merger.files.read(str(output.path), begin, piece)
             file.write(piece)
         file.flush()
         shutil.copystat(output.path, file.name)

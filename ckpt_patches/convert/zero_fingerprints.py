@@ -1,14 +1,13 @@
 """The fingerprints of a ZeRO checkpoint, computed from the bytes that a conversion would write."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from ckpt_patches.convert.conversion_plan import TorchOutput
 from ckpt_patches.convert.convert import Options, planned
 from ckpt_patches.convert.merging import Merger
-from ckpt_patches.convert.reading import Reader
+from ckpt_patches.convert.reading import open_files
 from ckpt_patches.fingerprint.files import computed
 from ckpt_patches.fingerprint.states import Fingerprint, of_blocks, state_named
 from ckpt_patches.formats import universal
@@ -41,8 +40,8 @@ def read(
     def read_share(share: Sequence[str]) -> Iterator[Fingerprint]:
         own = [(name, outputs[name]) for name in share]
         nbytes = [output.nbytes for _, output in own]
-        with closing(Reader()) as reader:  # each process opens its own files
-            fingerprint = partial(_fingerprint, merger=Merger(reader))
+        with open_files() as files:  # each process opens its own
+            fingerprint = partial(_fingerprint, merger=Merger(files))
             yield from computed(fingerprint, own, nbytes, workers, label)
 
     return (ranks or Ranks()).spread("reading the states", names, read_share), lost

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,8 +33,7 @@ from ckpt_patches.migrate.plan import OTHER_WAY, Plan, files_in, plan, read
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.durable import replace_durably
 from ckpt_patches.runtime.pause import without_garbage_collection
-from ckpt_patches.runtime.processes import in_order
-from ckpt_patches.runtime.progress import Progress
+from ckpt_patches.runtime.progress import shown_in_order
 from ckpt_patches.runtime.unfinished import UnfinishedFolder, check_outside, check_parent
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -132,8 +131,8 @@ def migrate(
 
     Raises:
         DamagedError: the checkpoint is damaged. Nothing was written.
-        UserError: it cannot be migrated, the output exists, the disk is full, or a rank is missing. Written files stay,
-            and the same call continues from there.
+        UserError: it cannot be migrated, the output exists, the disk has too little room, or a rank is missing.
+        OSError: a file cannot be read or written. Written files stay, and the same call continues from there.
     """
     begin, options, ranks = time.monotonic(), options or Options(), ranks or Ranks()
     workers = options.workers or ranks.workers
@@ -155,7 +154,13 @@ def migrate(
 
         where, missing = ranks.first("making the output folder", start)
         began = time.monotonic()
-        ranks.gather("writing", lambda: _write(ranks.share(missing), where, workers))
+
+        def write() -> None:
+            own = ranks.share(missing)
+            for _ in shown_in_order(partial(files.write, folder=where), own, [file.nbytes for file in own], workers):
+                pass
+
+        ranks.gather("writing", write)
 
         def finish() -> Summary:
             assert report
@@ -192,14 +197,6 @@ def _prepared(path: Path, output: Path, options: Options) -> tuple[Plan, Unfinis
 def sizes(planned: Plan) -> dict[str, int]:
     """The bytes of each new file."""
     return {file.name: file.nbytes for file in planned.files}
-
-
-def _write(outputs: Sequence[OutputFile], folder: Path, workers: int) -> None:
-    done = 0
-    with Progress(sum(file.nbytes for file in outputs)) as progress:
-        for nbytes in in_order(partial(files.write, folder=folder), outputs, workers):
-            done += nbytes
-            progress.show(done)
 
 
 def _finish(

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ckpt_patches.errors import UserError
 from ckpt_patches.formats import torch_dist_writer
 from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.checksum import crc32
@@ -120,15 +119,11 @@ def write(file: OutputFile, folder: Path) -> int:
     """Write a file under a temporary name, and then rename it. Returns its size in bytes.
 
     Raises:
-        UserError: the disk is full, or a file of the source cannot be read.
+        OSError: the disk is full, or a file of the source cannot be read.
     """
-    path = folder / file.name
-    try:
-        with new_file(path) as out, RangedFiles() as files:
-            for begin, entry in file.placed():
-                _write_entry(out, begin, entry, files)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    with new_file(folder / file.name) as out, RangedFiles() as files:
+        for begin, entry in file.placed():
+            _write_entry(out, begin, entry, files)
     return file.nbytes
 
 
@@ -148,10 +143,7 @@ def _copied(out: BinaryIO, extents: Iterable[Extent], files: RangedFiles) -> int
     for extent in extents:
         for at in range(0, extent.nbytes, BLOCK):
             data = buffer[: min(BLOCK, extent.nbytes - at)]
-            try:
-                files.read(extent.path, extent.offset + at, data)
-            except OSError as error:
-                raise UserError(f"{extent.path} cannot be read: {error.strerror}") from None
+            files.read(extent.path, extent.offset + at, data)
             found = crc32(data, found)
             out.write(data)
     return found

@@ -1,9 +1,12 @@
 """A progress line with bytes, rate and time left, on a terminal only."""
 
+import itertools
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
+from ckpt_patches.runtime.processes import Item, Result, in_order
 from ckpt_patches.runtime.terminal import Output
 from ckpt_patches.runtime.units import in_bytes
 
@@ -41,3 +44,13 @@ def line(done: int, total: int, seconds: float) -> str:
     left = f"{(total - done) / rate:.0f} s left" if rate else "? s left"
     share = done / total if total else 1.0
     return f"{share:5.0%} {in_bytes(done)} of {in_bytes(total)}, {in_bytes(rate)}/s, {left}"
+
+
+def shown_in_order(
+    function: Callable[[Item], Result], items: Sequence[Item], nbytes: Sequence[int], count: int, label: str = ""
+) -> Iterator[Result]:
+    """As `in_order`, with a progress line; `nbytes` is that of each item."""
+    with Progress(sum(nbytes), label=label) as progress:
+        for done, result in zip(itertools.accumulate(nbytes), in_order(function, items, count), strict=True):
+            progress.show(done)
+            yield result

@@ -14,20 +14,20 @@ from ckpt_patches.convert import layout
 from ckpt_patches.convert.conversion_plan import AVERAGED, PLACED, Content
 from ckpt_patches.convert.layout import Layout, SubParams
 from ckpt_patches.convert.merging import Merger
-from ckpt_patches.convert.reading import Reader
 from ckpt_patches.formats.checkpoint import Extent
+from ckpt_patches.formats.ranged import RangedFiles
 
 SMALL = settings(max_examples=150, deadline=None)
 
 
-class Memory(Reader):
+class Memory(RangedFiles):
     """A stub of the files: bytes by path."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        self.files = files
+        self.data = files
 
     def read(self, path: str, offset: int, into: memoryview) -> None:
-        into[:] = self.files[path][offset : offset + len(into)]
+        into[:] = self.data[path][offset : offset + len(into)]
 
 
 def placed(content: Content, window: int, files: Mapping[str, bytes]) -> bytes:

@@ -18,7 +18,7 @@ from ckpt_patches.formats import torch_dist_reader
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
 from ckpt_patches.migrate import migrate
 from ckpt_patches.migrate.output import OutputFile
-from ckpt_patches.runtime.processes import in_order
+from ckpt_patches.runtime.progress import shown_in_order
 from every_checkpoint import EVERY
 from upstream import all_releases, newest, once, releases, run, tree
 
@@ -221,8 +221,8 @@ def test_a_migration_that_writes_another_value_does_not_get_its_name(
 ) -> None:
     (gpt,) = [gpt for gpt in GPTS if gpt == Gpt("0.14.0", "--tp 2 --dp 2", default=True)]
 
-    def spoiling(write: Any, files: Sequence[OutputFile], workers: int) -> Iterator[int]:
-        yield from in_order(write, files, workers)
+    def spoiling(write: Any, files: Sequence[OutputFile], *others: Any) -> Iterator[int]:
+        yield from shown_in_order(write, files, *others)
         begin, entry = next(own for own in files[0].placed() if ".exp_avg." in own[1].key)
         with open(write.keywords["folder"] / files[0].name, "r+b") as file:
             file.seek(begin + entry.layout.places["0"])
@@ -230,7 +230,7 @@ def test_a_migration_that_writes_another_value_does_not_get_its_name(
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 1]))
 
-    monkeypatch.setattr(migrate, "in_order", spoiling)
+    monkeypatch.setattr(migrate, "shown_in_order", spoiling)
     assert command_line.main(["migrate", str(saved(gpt)), "--output", str(tmp_path / "new")]) == 1
     said = capsys.readouterr().err
     (left,) = tmp_path.iterdir()

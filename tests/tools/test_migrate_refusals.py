@@ -22,7 +22,7 @@ from ckpt_patches.audit.judging import scan
 from ckpt_patches.cli import command_line
 from ckpt_patches.formats import torch_dist
 from ckpt_patches.migrate import migrate as migrate_module
-from ckpt_patches.runtime.processes import in_order
+from ckpt_patches.runtime.progress import shown_in_order
 from old_checkpoints import Old, flattened, settings
 from test_migrate import elements
 from torch_dist_indexes import loaded_by_torch
@@ -304,9 +304,9 @@ def test_a_source_that_changes_during_the_migration_is_refused(
 
     def changing(*arguments: Any, **options: Any) -> Any:
         os.utime(old / "__1_0.distcp", ns=(0, 0))
-        return in_order(*arguments, **options)
+        return shown_in_order(*arguments, **options)
 
-    monkeypatch.setattr(migrate_module, "in_order", changing)
+    monkeypatch.setattr(migrate_module, "shown_in_order", changing)
     migrate(old, tmp_path / "new", status=2)
     assert f"{old} has changed while it was migrated: run the same command again" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_patches.convert import zero_fingerprints
-from ckpt_patches.errors import UserError
+from ckpt_patches.errors import UserError, one_line
 from ckpt_patches.fingerprint import contents, files, record_files
 from ckpt_patches.fingerprint.comparison import Verdict
 from ckpt_patches.formats import damages, zero_reader
@@ -60,8 +60,8 @@ def _checked(found: Checkpoint, path: Path, workers: int) -> Verdict | None:
             return None
         own = found if found.path == path else replace(files.opened(path), recorded=found.recorded)
         return contents.of(own, workers, quiet=True).checked
-    except UserError as error:  # another finding reports the damage
-        return Verdict(not_verified={"the optimizer's state": str(error)})
+    except (UserError, OSError) as error:  # another finding reports the damage
+        return Verdict(not_verified={"the optimizer's state": one_line(error)})
 
 
 def _of_deepspeed(path: Path, workers: int) -> Verdict | None:
