@@ -180,8 +180,8 @@ def _arrays(source: Source) -> Iterator[tuple[Tensor, list[Part]]]:
         if names.setdefault(new, name) != name:
             raise UserError(f"{path}: several arrays would become {new}, one of them {name}")
         _check_complete(array, source.found)
-        size, parts = _parts(source, array, model)
-        yield Tensor(new, array.tensor.dtype, size, None, {part.offsets: part.shape for part in parts}), parts
+        parts = _parts(source, array, model)
+        yield Tensor(new, array.tensor.dtype, array.full, None, {part.offsets: part.shape for part in parts}), parts
 
 
 def _check_complete(array: Chunked, found: Checkpoint) -> None:
@@ -201,29 +201,22 @@ def _check_complete(array: Chunked, found: Checkpoint) -> None:
         raise UserError(f"{name}: {why}")
 
 
-def _parts(source: Source, array: Chunked, model: str | None) -> tuple[Shape, list[Part]]:
-    """The size and the parts of a new tensor: a part for each shard of a tensor-parallel rank.
-
-    Args:
-        source: the checkpoint.
-        array: the old tensor.
-        model: the parameter that it is a state of; None for a tensor of the model.
+def _parts(source: Source, array: Chunked, model: str | None) -> list[Part]:
+    """The parts of a new tensor, one for each shard of a tensor-parallel rank. It is a state of the parameter `model`.
 
     Raises:
         UserError: a state does not have its parameter's shape, or its shards are uneven.
     """
-    name = array.tensor.name
+    path, name = source.found.path, array.tensor.name
     if model is None:
-        return array.full, _shards(array)
+        return _shards(array)
     if model not in source.arrays:
-        raise UserError(f"{source.found.path}: {name} is the state of {model}, which is not there")
-    weight = source.arrays[model]
-    if weight.full != array.full:
-        expected, found = list(weight.full), list(array.full)
-        raise UserError(f"{source.found.path}: expected {name} of its parameter's shape {expected}, found {found}")
+        raise UserError(f"{path}: {name} is the state of {model}, which is not there")
+    if (shape := source.arrays[model].full) != array.full:
+        raise UserError(f"{path}: expected {name} of its parameter's shape {list(shape)}, found {list(array.full)}")
     if array.tensor.whole is None and len(array.full) == 1:  # slices of a bias's state
-        return array.full, [Part((0,), array.full, tuple(array.extents[at] for at in sorted(array.extents)))]
-    return array.full, _shards(array)
+        return [Part((0,), array.full, tuple(array.extents[at] for at in sorted(array.extents)))]
+    return _shards(array)
 
 
 def _shards(array: Chunked) -> list[Part]:

@@ -31,17 +31,11 @@ ZERO3 = ["stage3"] + (["stage3_fp16"] if all_releases() else [])
 @pytest.mark.slow
 @pytest.mark.parametrize("version", RELEASES)
 def test_of_real_trainings(version: str, tmp_path: Path) -> None:
-    """Every file, entry, dtype and bit equals upstream's, for both bf16 optimizers and for fp16."""
+    """Every file, entry, dtype and bit equals upstream's, for both bf16 optimizers, fp16, and groups of stage 3."""
     writer = version if version in WRITERS else "0.16.2"
-    kinds = [*FLAT, *(ZERO3 if version == NEWEST else [])]  # earlier ones may write padding as data
+    kinds = [*FLAT, *([*ZERO3, "stage3_groups"] if version == NEWEST else [])]  # earlier ones may write padding as data
     checkpoints = trained(writer, *kinds)
     assert both(tmp_path, *checkpoints.values(), version=version) == {kind: [] for kind in kinds}
-
-
-def test_of_stage_3_with_several_groups_and_sub_groups(tmp_path: Path) -> None:
-    """All groups and sub-groups are converted, like upstream's converter since 0.18."""
-    checkpoints = {"stage3_groups": trained(NEWEST, "stage3_groups")["stage3_groups"]}
-    assert both(tmp_path, *checkpoints.values(), version=NEWEST) == {"stage3_groups": []}
 
 
 @pytest.mark.slow
@@ -115,21 +109,20 @@ def test_as_a_module_a_command_and_a_function(source: Path, tmp_path: Path, caps
     assert "exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--no-strict", "--inject-missing-state", "--keep-temp-folder", "--direct=on"])
-def test_options_of_upstream_alone_are_in_the_hand_over_alone(
-    option: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["to-universal", str(source), "--output", str(tmp_path / "universal"), option])
-    assert f"no option {option.partition('=')[0]}" in capsys.readouterr().err
+UPSTREAMS = ("--no-strict", "--inject-missing-state", "--keep-temp-folder", "--direct=on")
+USAGE = {
+    **{f"a --output new {option}": f"no option {option.partition('=')[0]}" for option in UPSTREAMS},
+    "--output new": "expected one folder of a checkpoint, PATH",
+    "a --input-folder b --output new": "expected one folder of a checkpoint, PATH",
+}
 
 
-@pytest.mark.parametrize("folders", [0, 2])
-def test_one_checkpoint_is_expected(folders: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["a", "--input-folder", "b"] if folders else []
+@pytest.mark.parametrize("arguments", USAGE)
+def test_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options of upstream's converter alone are in the hand-over alone."""
     with pytest.raises(SystemExit):
-        main(["to-universal", *given, "--output", str(tmp_path / "universal")])
-    assert "expected one folder of a checkpoint, PATH" in capsys.readouterr().err
+        main(["to-universal", *arguments.split()])
+    assert USAGE[arguments] in capsys.readouterr().err
 
 
 def test_the_summary_for_programs(source: Path, tmp_path: Path) -> None:

@@ -116,10 +116,7 @@ def test_autoep_is_left_to_upstreams_converter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", CLASSIC_DAMAGES)
 def test_a_damaged_classic_checkpoint_is_one_clear_line(damage: str, tmp_path: Path) -> None:
-    check_damaged(experts(1), *CLASSIC_DAMAGES[damage], tmp_path)
-
-
-def check_damaged(source: Path, damaging: Callable[[Path], object], expected: str, tmp_path: Path) -> None:
-    folder = shutil.copytree(source, tmp_path / "in" / source.name)
+    folder = shutil.copytree(experts(1), tmp_path / "in" / experts(1).name)
+    damaging, expected = CLASSIC_DAMAGES[damage]
     damaging(folder)
     check_refused(folder, tmp_path / "out", expected)
