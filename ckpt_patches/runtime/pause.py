@@ -1,23 +1,29 @@
 """Pause the garbage collector, and warnings, while a tree or a large checkpoint is planned."""
 
 import gc
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import get_ident
 from typing import Any
 
+_paused = False
+
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Pause collections: they would double the time to build a syntax tree or an index of millions of chunks."""
-    was_enabled = gc.isenabled()
+    global _paused
+    if _paused or not gc.isenabled():
+        yield
+        return
+    _paused = True
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        _end_pause()
 
 
 class _Here:
@@ -46,3 +52,14 @@ def without_syntax_warnings() -> Iterator[None]:
         for one in ours:
             with suppress(ValueError):  # another thread has taken it away
                 warnings.filters.remove(one)  # type: ignore[attr-defined]
+
+
+def _end_pause() -> None:
+    """End the pause; also in a forked child, which does not plan."""
+    global _paused
+    if _paused:
+        _paused = False
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_end_pause)
