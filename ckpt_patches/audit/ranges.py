@@ -19,6 +19,11 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
     return found
 
 
+def overlap(ranges: Iterable[Range], begin: int, end: int) -> int:
+    """How much of a range is in the others, which are from `joined`."""
+    return sum(max(0, min(last, end) - max(first, begin)) for first, last in ranges)
+
+
 def gaps(begin: int, end: int, ranges: list[Range]) -> Iterator[Range]:
     """The parts of a range that are in none of `ranges`, which are from `joined`."""
     for number in range(max(bisect.bisect_right(ranges, (begin, end)) - 1, 0), len(ranges)):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckpt_patches.audit.audit import Report
 from ckpt_patches.audit.judging import blocks, scan
-from ckpt_patches.audit.ranges import Range, joined
+from ckpt_patches.audit.ranges import Range, joined, overlap
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages
 from ckpt_patches.formats.checkpoint import (
@@ -160,7 +160,7 @@ def _check_extent(found: Checkpoint, fills: Iterable[Fill]) -> None:
             parts = [("all ranks", 0, shard.numel), *(owner for owner in shard.owners if owner.rank)]
             for rank, first, last in parts:
                 total[role, rank] += last - first
-                wrong[role, rank] += sum(max(0, min(end, last) - max(begin, first)) for begin, end in own)
+                wrong[role, rank] += overlap(own, first, last)
     for (role, rank), elements in wrong.items():
         if elements > MOST * total[role, rank]:
             raise UserError(

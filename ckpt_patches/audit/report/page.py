@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ckpt_patches import __version__
 from ckpt_patches.audit.audit import TO_RESUME_FROM, Report
+from ckpt_patches.audit.ranges import Range, joined, overlap
 from ckpt_patches.audit.report.rows import about, by_severity, headline, rows, summary, what_to_do
 from ckpt_patches.audit.report.run_report import RunReport
 from ckpt_patches.audit.report.text_report import COLORS, HEADS
@@ -134,27 +135,18 @@ def _grid(report: Report) -> str:
 
 def odd_by_rank(report: Report) -> dict[str, dict[str, tuple[int, int]]]:
     """By parameter and rank: the elements in ranges of findings, and all elements. Only parameters with findings."""
-    ranges: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    ranges: dict[tuple[str, str], list[Range]] = {}
     for own in report.findings:
         if own.begin is not None and own.end is not None and own.kind.severity != NOTE:
             ranges.setdefault((own.array, own.shard), []).append((own.begin, own.end))
     found: dict[str, dict[str, tuple[int, int]]] = {}
     for shard in report.checkpoint.shards:
-        odd = [one for stream in shard.streams.values() for one in ranges.get((stream.array, shard.label), ())]
+        odd = joined(one for own in shard.streams.values() for one in ranges.get((own.array, shard.label), ()))
         for owner in shard.owners if odd else ():
-            there = union(odd, owner.begin, owner.end)
+            there = overlap(odd, owner.begin, owner.end)
             known = found.setdefault(shard.parameter, {}).get(owner.rank, (0, 0))
             found[shard.parameter][owner.rank] = (known[0] + there, known[1] + owner.end - owner.begin)
     return found
-
-
-def union(ranges: Iterable[tuple[int, int]], begin: int, end: int) -> int:
-    """The elements of [begin, end) that are in any of the ranges."""
-    count, last = 0, begin
-    for low, high in sorted(ranges):
-        count += max(0, min(high, end) - max(low, last))
-        last = max(last, high)
-    return count
 
 
 def _number(rank: str) -> tuple[int, str]:
