@@ -148,6 +148,11 @@ IN_ZARR: dict[str, Damage] = {
     "all moments": (zero_files("optimizer.state.exp_avg*/[0-9]*"), DAMAGED, {"no_moments"}),
     "moments of a parameter that may be unused": (zero_files(f"optimizer.state.exp_avg*.{UP}/[0-9]*"), WHOLE, set()),
     "squares of few bits": (put_many_zeros, WHOLE, set()),
+    "a bias that is zero yet": (
+        both(zero_files("module.up.bias/[0-9]*"), zero_files(f"{state('fp32_param', 'module.up.bias')}/[0-9]*")),
+        WHOLE,
+        set(),
+    ),
     "other main parameters": (
         put("fp32_param", 0, 576, np.random.default_rng(0).normal(size=576)),
         DAMAGED,

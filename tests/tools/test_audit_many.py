@@ -1,6 +1,7 @@
 """The rules on single elements and on many: one crafted layer in zarr."""
 
 import json
+import random
 from pathlib import Path
 
 import ml_dtypes
@@ -138,6 +139,28 @@ def test_a_slice_is_lost_beside_dead_units_and_rows(tmp_path: Path) -> None:
     report = audit(written(tmp_path / "damaged", states))
     assert report.verdict == DAMAGED
     assert {name: own[:2] for name, own in found(report).items()} == {"lost_moment": (30 * 16 + 2, 33 * 16 + 9)}
+
+
+def test_moments_of_tiny_and_of_negative_gradients_are_no_lost_slices(tmp_path: Path) -> None:
+    states = arrays(64, 16)
+    first, square = (states[state].reshape(-1) for state in STATES[1:])
+    first[100:170] *= np.float32(1e-25)
+    square[100:170] = 0  # it has underflowed
+    first[300:600] = -0.0  # a computed result
+    assert found_in(written(tmp_path, states)) == (WHOLE, set())
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_slices_lost_at_random_are_found_to_the_element(state: str, tmp_path: Path) -> None:
+    for seed in range(20):
+        choose, states = random.Random(seed), arrays(64, 16)
+        weight = states["fp32_param"].copy()
+        begin = choose.randrange(1000)
+        end = choose.randrange(begin + 4, 1025)
+        states[state].reshape(-1)[begin:end] = 0
+        path = written(tmp_path / str(seed), states, weight)
+        kind = "lost_master" if state == "fp32_param" else "lost_moment"
+        assert {name: own[:2] for name, own in found(audit(path)).items()} == {kind: (begin, end)}, seed
 
 
 @pytest.mark.parametrize("state", STATES)
