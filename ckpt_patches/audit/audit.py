@@ -1,7 +1,7 @@
-"""Audit one checkpoint: read it, and judge it."""
+"""Audit one checkpoint: read it, with one rank or several, and judge it."""
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,17 +55,9 @@ def audit(path: Path, workers: int | None = None, label: str = "") -> Report:
     Raises:
         UserError: the path is not a checkpoint in a known format.
     """
-    found, shards = _structure(path)
-    workers = workers or Ranks().workers
-    spans = list(scan.spans(shards, frozenset(record.path for record in found.records)))
-    try:
-        found.repaired = repair_list.read(found).ranges
-        with Progress(sum(span.nbytes for span in spans), label=f"{label or path.name}:") as progress:
-            _apply_rules(found, shards, scan.scan(spans, workers, progress.show))
-        recorded_states.decide(found, workers)
-    except Exception as error:
-        found.findings.append(_unreadable(path, error))
-    return Report(found, tuple(found.findings))
+    report = audit_together(path, workers or Ranks().workers, Ranks(), label)
+    assert report is not None  # there is one rank
+    return report
 
 
 def audit_structure(path: Path) -> Report:
@@ -76,6 +68,27 @@ def audit_structure(path: Path) -> Report:
     """
     found, _ = _structure(path)
     return Report(found, tuple(found.findings))
+
+
+def audit_together(path: Path, workers: int, ranks: Ranks, label: str = "") -> Report | None:
+    """Like `audit`, for several ranks: rank 0 reads the structure and judges. Returns None on other ranks.
+
+    Raises:
+        UserError: the path is not a checkpoint in a known format, or a rank is missing.
+    """
+    own: list[tuple[Checkpoint, list[Shard]]] = []
+
+    def read() -> list[scan.Span]:
+        found, shards = _structure(path)
+        own.append((found, shards))
+        return list(scan.spans(shards, frozenset(record.path for record in found.records)))
+
+    spans, label = ranks.first(f"reading the headers of {path}", read), label or path.name
+    parts = _scan(label, spans, workers)
+    if ranks.size > 1:
+        shares = ranks.gather(f"reading {path}", lambda: _share(_scan(label, ranks.share(spans), workers)))
+        parts = _in_order(shares, len(spans))
+    return None if ranks.rank else _judge(*own[0], parts, workers)
 
 
 def _structure(path: Path) -> tuple[Checkpoint, list[Shard]]:
@@ -107,6 +120,42 @@ def _unreadable(path: Path, error: Exception) -> Finding:
     where = f"{Path(at.filename).name}, line {at.lineno}"
     detail = f"a defect of the audit, please report it: {type(error).__name__}: {error} ({where})"
     return Finding(damages.UNREADABLE, str(path), detail=detail)
+
+
+def _scan(label: str, spans: Sequence[scan.Span], workers: int) -> Iterator[scan.Part]:
+    with Progress(sum(span.nbytes for span in spans), label=f"{label}:") as progress:
+        yield from scan.scan(spans, workers, progress.show)
+
+
+def _share(parts: Iterable[scan.Part]) -> list[scan.Part | Exception]:
+    """One rank's results for rank 0: its parts or, after the first error, that as the last one."""
+    found: list[scan.Part | Exception] = []
+    try:
+        found.extend(parts)
+    except Exception as error:
+        found.append(error)
+    return found
+
+
+def _in_order(shares: Sequence[list[scan.Part | Exception]], spans: int) -> Iterator[scan.Part]:
+    """The parts of all spans, of which each rank has every n-th. Raises the error of a rank that could not read."""
+    for number in range(spans):
+        own = shares[number % len(shares)]
+        part = own[min(number // len(shares), len(own) - 1)]
+        if isinstance(part, Exception):
+            raise part
+        yield part
+
+
+def _judge(found: Checkpoint, shards: list[Shard], parts: Iterable[scan.Part], workers: int) -> Report:
+    """Judge a checkpoint from its scanned parts."""
+    try:
+        found.repaired = repair_list.read(found).ranges
+        _apply_rules(found, shards, parts)
+        recorded_states.decide(found, workers)
+    except Exception as error:
+        found.findings.append(_unreadable(found.path, error))
+    return Report(found, tuple(found.findings))
 
 
 def _apply_rules(found: Checkpoint, shards: list[Shard], parts: Iterable[scan.Part]) -> None:

@@ -14,6 +14,7 @@ from ckpt_patches.runtime.shown import printable, printable_lines
 
 if TYPE_CHECKING:
     from ckpt_patches.audit.audit import Report
+    from ckpt_patches.runtime.distributed import Ranks
 
 EXPECTED = "a checkpoint or a folder of checkpoints"
 
@@ -103,8 +104,8 @@ def _audit(options: argparse.Namespace) -> int:
 
     with commands.needed_by("an audit"):
         import ckpt_patches.audit.audit  # noqa: F401 - with its dependencies
-    with joined(options.distributed) as ranks:  # of which one works
-        return ranks.first("the audit", lambda: _audit_folders(folders, options))
+    with joined(options.distributed) as ranks:
+        return _audit_together(folders, options, ranks, options.workers or ranks.workers)
 
 
 def _repair(options: argparse.Namespace) -> int:
@@ -129,18 +130,23 @@ def _repair(options: argparse.Namespace) -> int:
     return 0
 
 
-def _audit_folders(folders: list[Path], options: argparse.Namespace) -> int:
-    from ckpt_patches.audit.audit import audit
+def _audit_together(folders: list[Path], options: argparse.Namespace, ranks: "Ranks", workers: int) -> int:
+    from ckpt_patches.audit.audit import audit_together
     from ckpt_patches.audit.report import page, text_report
     from ckpt_patches.audit.run_folder import runs
     from ckpt_patches.audit.unit import joined
 
-    if options.html:
-        page.require(options.html)
-    # The newest by its number first: nothing is read yet.
-    every = {folder: {unit: run[unit] for run in runs(folder).values() for unit in reversed(run)} for folder in folders}
+    def found() -> dict[Path, dict[Path, list[Path]]]:
+        if options.html:
+            page.require(options.html)
+        # The newest by its number first: nothing is read yet.
+        return {
+            folder: {unit: run[unit] for run in runs(folder).values() for unit in reversed(run)} for folder in folders
+        }
+
     reports: list[Report] = []
     printer = _Printer(keep=bool(options.html))
+    every = ranks.first("looking for checkpoints", found)
     units: list[tuple[Path, list[Path]]] = []
     seen = set[str]()  # of paths that are the same, or within each other, a save is judged once
     for unit, parts in (one for own in every.values() for one in own.items()):
@@ -150,12 +156,16 @@ def _audit_folders(folders: list[Path], options: argparse.Namespace) -> int:
     for number, (unit, parts) in enumerate(units, 1):
         name = printable(unit.name)
         label = f"{name}, {number} of {len(units)}" if len(units) > 1 else name
-        reports.append(joined(unit, [audit(part, options.workers, label) for part in parts]))
+        judged = [report for part in parts if (report := audit_together(part, workers, ranks, label))]
+        if not judged:
+            continue  # rank 0 reports it
+        reports.append(joined(unit, judged))
         if options.json_lines:
             printer.print(json.dumps(text_report.line_as_json(reports[-1])))
         elif not (options.json or options.summary or options.markdown):
             printer.print(text_report.as_text(reports[-1], notes=options.notes))
-    return _end(folders, [folder for folder in folders if not every[folder]], options, reports, printer)
+    empty = [folder for folder in folders if not every[folder]]
+    return ranks.first("the report", lambda: _end(folders, empty, options, reports, printer))
 
 
 class _Printer:

@@ -25,6 +25,7 @@ CHAINED = re.compile(r"^chained_\d+\.")  # prefix of tensor names if there are s
 LOCAL_EXPERT = re.compile(r"\bdeepspeed_experts\.(\d+)\.")
 EXPERT = "deepspeed_experts.global_"  # in the names of its parameters
 OF_MODEL = ("master", "weight", FROZEN, OF_BUFFER)  # states that are parameters themselves
+AGAIN = "master_param"  # main parameters, which the buckets of a hybrid optimizer have a second time
 NOWHERE = "this run has nothing of it"  # of a value that is no parameter's
 NO_TENSOR = "it is in no tensor of its own in the files"
 NOT_RECORDED = "the run recorded nothing of it"
@@ -278,6 +279,10 @@ def _as_recorded(record: Record, found: Mapping[Key, State]) -> dict[Key, State]
     """
     parameters = {parameter for parameter, _ in record.states}
     named = {key: one for key, one in found.items() if key[0] in parameters and key[1] != "model"}
+    for key in [key for key in named if key[1] == AGAIN and key not in record.states]:
+        again, main = named.pop(key), record.states.get((key[0], "master"))
+        if main is None or (again.numel, again.value) != (main.numel, main.value):
+            named[key[0], "master"] = again  # of the two, the one that is not as recorded
     for key, state in record.states.items():
         weight = found.get((key[0], "model"))
         if key[1] == FROZEN and (key[0], "master") not in record.states:  # a conversion writes it as a main parameter

@@ -138,8 +138,7 @@ def migrate(
     workers = options.workers or ranks.workers
     made: list[tuple[Plan, UnfinishedFolder]] = []  # on rank 0
     ranks.first("planning", lambda: made.append(_prepared(path, output, options)))
-    of_first = ranks.gather("the audit", lambda: None if ranks.rank else audit.audit(path, workers))
-    report = of_first[0]  # None on other ranks
+    report = audit.audit_together(path, workers, ranks)
     with ExitStack() as stack:
 
         def start() -> tuple[Path, list[OutputFile]]:

@@ -8,7 +8,7 @@ and with --save-as in any case, in that format.
 
     gpt_resume.py save|resume OUT [--checkpoint FOLDER] [--format fully_sharded_model_space] [--backend torch_dist]
         [--save-as dp_reshardable] [--tp 1] [--pp 1] [--ep 1] [--dp 2] [--experts] [--of-each 2] [--fp32]
-        [--inner fused|torch] [--optimizer distributed|whole|layer_wise|none]
+        [--inner fused|torch] [--optimizer distributed|whole|layer_wise|none] [--offload 0.5]
 
 A `whole` optimizer is not distributed: each rank has all of its state. Of the `layer_wise` one (layer_wise.py) each
 data-parallel rank has that of whole parameters. With `none` only the model's weights are saved.
@@ -37,7 +37,7 @@ def main() -> None:
     options = parsed(
         {"what": str, "out": Path}, checkpoint=Path, format="fully_sharded_model_space", backend="torch_dist",
         save_as="", tp=1, pp=1, ep=1, dp=2, experts=False, of_each=2, fp32=False, inner="fused",
-        optimizer="distributed",
+        optimizer="distributed", offload="",
     )  # fmt: skip
     ranks = options.tp * options.pp * options.dp
     parallel = {"tensor_parallel": options.tp, "pipeline_parallel": options.pp}
@@ -55,6 +55,7 @@ def build(options: argparse.Namespace) -> tuple[Any, Any]:
         "gated": True,
         **{name: getattr(options, name) for name in ("tp", "pp", "inner", "optimizer")},
         **({"optimizer": "whole"} if options.optimizer == "layer_wise" else {}),
+        "offload": float(options.offload) if options.offload else None,
         "ep": options.ep if options.experts else 0,
         "experts": options.of_each,
         "dtype": "fp32" if options.fp32 else "bf16",

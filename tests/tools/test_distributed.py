@@ -283,10 +283,23 @@ def test_a_rank_that_never_starts(tmp_path: Path) -> None:
     assert "rank 0 of 2 cannot join the others at 127.0.0.1:" in errors
 
 
+UNREADABLE = """
+def fail(self, path, offset, into): raise OSError(5, "a broken disk", "a disk")
+ranged.RangedFiles.read = fail
+"""
+
+
+def test_a_share_that_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
+    first, other = work("audit", tmp_path, "together").by_hand("", UNREADABLE)
+    assert (first[0], other[:2]) == (3, (3, "")), (first, other)
+    (checkpoint,) = json.loads(first[1])["checkpoints"]
+    (unreadable,) = [own["detail"] for own in checkpoint["findings"] if own["name"] == "unreadable"]
+    assert unreadable.startswith("a broken disk")
+
+
 @pytest.mark.slow
 def test_a_defect_of_one_rank_is_reported_by_rank_0(tmp_path: Path) -> None:
-    defect = "from ckpt_patches.fingerprint import files\nfiles._nbytes = lambda *given: 1 / 0"
-    found = work("fingerprint", tmp_path, "together").by_hand("", defect)
+    found = work("audit", tmp_path, "together").by_hand("", "audit._share = lambda *given: 1 / 0")
     once("ZeroDivisionError", found)
     assert "a defect, please report it" in found[0][2]
 

@@ -15,7 +15,7 @@ import pytest
 from changed_elements import Bits, change_elements
 from ckpt_patches.cli import command_line
 from ckpt_patches.formats import torch_dist_reader
-from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER
+from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT
 from ckpt_patches.migrate import migrate
 from ckpt_patches.migrate.output import OutputFile
 from ckpt_patches.runtime.progress import shown_in_order
@@ -44,12 +44,14 @@ class Gpt:
         return ["--format", self.format or usual, *self.options.split()]
 
 
+HYBRID = Gpt(NEWEST, "--dp 2 --offload 0.5", format="dp_reshardable", default=True)
 GPTS = [
     Gpt(NEWEST, "--tp 2 --dp 2", default=True),
     Gpt(NEWEST, "--ep 2 --dp 2 --experts", parameters=12, default=True),  # two optimizers
     Gpt(NEWEST, "--tp 2 --dp 2 --optimizer whole", default=True),
     Gpt(NEWEST, "--tp 2 --dp 2", format="dp_reshardable", default=True),
     Gpt(NEWEST, "--ep 2 --dp 2 --experts", parameters=12, format="dp_reshardable", default=True),
+    HYBRID,
     Gpt(NEWEST, "--pp 2 --dp 2", format="dp_zero_gather_scatter", default=True),
     Gpt("0.14.0", "--ep 2 --dp 2 --experts", parameters=12, format="dp_zero_gather_scatter"),
     Gpt("0.14.0", "--tp 2 --dp 2 --backend zarr", format="fully_sharded_bucket_space"),
@@ -185,6 +187,18 @@ def test_one_flipped_bit_is_damage(copy: Path, tmp_path: Path, capsys: pytest.Ca
     assert command_line.main(["repair", str(copy), "--output", str(tmp_path / "repaired")]) == 2
     assert "not_as_recorded" in capsys.readouterr().err
     assert not (tmp_path / "repaired").exists()
+
+
+def test_main_parameters_that_a_hybrid_optimizer_saves_twice_are_compared_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(saved(HYBRID), tmp_path / "copy"))
+    found = torch_dist_reader.read(folder)
+    copies = (shard for shard in found.shards if shard.parameter.endswith(".master_param"))
+    shard = max(copies, key=lambda shard: shard.numel)  # others can be gaps between parameters
+    change_elements(found, shard, WEIGHT, 16, flipped)
+    status, out = said(capsys, "fingerprint", str(folder))
+    assert (status, out.count("  master  differs")) == (1, 1), out
 
 
 def test_a_repair_says_which_states_are_no_more_what_was_recorded(
