@@ -27,6 +27,7 @@ GROUPS = {
 AFTER = """options of every command:
   -q, --quiet           no progress and no remarks: results and errors alone
   -v, --verbose         print a traceback before the line of an error
+  --color WHEN          auto (default), always or never
 
 environment variables:
   CKPT_PATCHES          warn (default), strict (a missing fix is an error), off

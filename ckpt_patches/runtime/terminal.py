@@ -1,5 +1,6 @@
 """The commands' output: how much of it, tables, wrapped to the width of the terminal, and colors."""
 
+import argparse
 import os
 import shutil
 import sys
@@ -8,7 +9,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TextIO
 
+from ckpt_patches.errors import UserError
+
 QUIET, VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")  # whole words: an error message can begin with one
+WHEN = ("auto", "always", "never")
 COLORS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
 GAP = 2  # columns between two cells
 NARROWEST = 14  # minimum columns of a wrapped cell
@@ -19,14 +23,26 @@ class Output:
 
     quiet = False  # no progress, and no line that is neither a result nor an error
     verbose = False  # a traceback before an error's line
+    color = WHEN[0]
 
 
 def take_options(arguments: Sequence[str]) -> list[str]:
-    """Set `Output` from the options of every command, and return the other arguments."""
+    """Set `Output` from the options of every command, and return the other arguments.
+
+    Raises:
+        UserError: --color has no value, or another one than those in WHEN.
+    """
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     own = arguments[:end]
     Output.quiet, Output.verbose = (any(word in names for word in own) for names in (QUIET, VERBOSE))
-    return [*(word for word in own if word not in (*QUIET, *VERBOSE)), *arguments[end:]]
+    Output.color = WHEN[0]
+    common = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    common.add_argument("--color", choices=WHEN)
+    try:
+        _, left = common.parse_known_args([word for word in own if word not in (*QUIET, *VERBOSE)], Output)
+    except argparse.ArgumentError as error:
+        raise UserError(str(error)) from None
+    return [*left, *arguments[end:]]
 
 
 def width() -> int:
@@ -51,8 +67,9 @@ def filled(text: str, stream: TextIO | None = None) -> str:
 
 
 def paint(text: str, color: str) -> str:
-    """Text in one of `COLORS`, on a terminal with colors if NO_COLOR is not set."""
+    """Text in one of `COLORS`: by --color or, without it, on a terminal with colors if NO_COLOR is not set."""
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb" or not _is_terminal()
+    plain = plain if Output.color == "auto" else Output.color == "never"
     return text if plain or not color else f"\x1b[{COLORS[color]}m{text}\x1b[0m"
 
 

@@ -140,6 +140,13 @@ def test_status_has_colors_on_a_terminal_that_has_them(term: str, no_color: str 
     assert "active" in shown
 
 
+def test_colors_by_option() -> None:
+    assert "\x1b[" not in on_terminal("status", "--color", "never", columns=100, TERM="xterm")
+    assert "\x1b[1m" in command("list", "--color=always").stdout
+    assert "argument --color: invalid choice: 'red'" in one_line(command("--color", "red", "list"))
+    assert one_line(command("list", "--color")) == "ckpt-patches: argument --color: expected one argument"
+
+
 @pytest.mark.parametrize("left", ["megatron/core/optimizer", "deepspeed/ops"])
 def test_folders_that_an_uninstall_has_left_are_no_package(left: str, tmp_path: Path) -> None:
     (tmp_path / left).mkdir(parents=True)

@@ -131,10 +131,10 @@ def test_findings_have_one_order(tmp_path: Path) -> None:
 
 def test_an_option_of_every_command_is_a_whole_word_of_one_call() -> None:
     given = ["explain", "-quietly failing: error", "-v is wrong", "-vq"]
-    assert take_options(["audit", "-q", "--verbose", "--", "-q"]) == ["audit", "--", "-q"]
-    assert (Output.quiet, Output.verbose) == (True, True)
+    assert take_options(["audit", "-q", "--verbose", "--color=never", "--", "-q"]) == ["audit", "--", "-q"]
+    assert (Output.quiet, Output.verbose, Output.color) == (True, True, "never")
     assert take_options(given) == given
-    assert (Output.quiet, Output.verbose) == (False, False)
+    assert (Output.quiet, Output.verbose, Output.color) == (False, False, "auto")
 
 
 def test_the_help_has_groups_and_the_environment() -> None:
