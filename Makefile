@@ -10,7 +10,7 @@ SPELLED := *.md docs/*.md docs/*/*.md ckpt_patches megatron deepspeed_patches nv
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n 3 --dist worksteal
 SLOW := $(PYTEST) -m "slow and not exhaustive"
 
-.PHONY: test test-all quick lint bench stacks demo prove explore docs clean
+.PHONY: test test-all test-gpu quick lint bench stacks demo prove explore docs clean
 
 # Formatting, lint, types, the tests of the engine, the hook, the formats and the tools, and the proofs of a dozen fixes.
 test: lint
@@ -21,6 +21,11 @@ test: lint
 test-all: $(VENV)/ready
 	$(SLOW) tests/fixes tests/contract
 	$(SLOW) --ignore=tests/fixes --ignore=tests/contract
+
+# On a machine with a GPU, in a few minutes: saves and resumes there, the proofs of fixes over NCCL, and what a fingerprint
+# costs. Ranks share the GPU.
+test-gpu: $(VENV)/ready
+	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -m gpu -s tests/trainers tests/benchmarks
 
 # The tests that run no upstream package: less than a minute.
 quick: $(VENV)/ready
