@@ -166,6 +166,7 @@ def repair(
 
     Raises:
         UserError: nothing is to be repaired, or it cannot be without a guess. Nothing was written.
+        OSError: a file cannot be read or written.
     """
     folder, source = _folder(path), None if older is None else _folder(older)
     from pathlib import Path
@@ -183,6 +184,7 @@ def to_universal(path: "AnyPath", output: "AnyPath", *, workers: int | None = No
 
     Raises:
         UserError: the checkpoint is damaged or of an unsupported kind, or the output exists.
+        OSError: a file cannot be read or written. The same call continues.
     """
     folder = _folder(path)
     from pathlib import Path
@@ -201,6 +203,7 @@ def migrate(path: "AnyPath", output: "AnyPath", *, workers: int | None = None) -
 
     Raises:
         UserError: the checkpoint is damaged, needs nothing, or is of an unsupported kind; or the output exists.
+        OSError: a file cannot be read or written. The same call continues.
     """
     folder = _folder(path)
     from pathlib import Path

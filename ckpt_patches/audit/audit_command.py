@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_patches.errors import UserError
 from ckpt_patches.runtime import commands
-from ckpt_patches.runtime.options import MANY, add_workers, described
+from ckpt_patches.runtime.options import MANY, add_distributed, add_workers, described
 from ckpt_patches.runtime.shown import printable, printable_lines
 
 if TYPE_CHECKING:
@@ -54,12 +54,7 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         "--html", type=Path, metavar="FILE.html", help="write a page: what to resume from, what is damaged and where"
     )
     add_workers(audit, many=MANY)
-    audit.add_argument(
-        "--distributed",
-        action=argparse.BooleanOptionalAction,
-        help="one of all ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) audits, and all have its exit status, or "
-        "each for itself (default: under torchrun)",
-    )
+    add_distributed(audit)
     audit.set_defaults(run=_audit)
     repair = parsers.add_parser(
         "repair",

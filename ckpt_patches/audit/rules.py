@@ -284,7 +284,7 @@ class Part:
     def parameter(self) -> str:
         """Its name. Each expert-parallel rank has other experts under the same name."""
         own = self.shard
-        return f"{own.parameter} {own.label}" if own.label.startswith("expert") else own.parameter
+        return f"{own.parameter} {own.label}" if "expert" in own.label else own.parameter
 
 
 def parts_of(shard: Shard, runs: Odd) -> list[Part]:

@@ -150,7 +150,7 @@ def prepare(input_folder: Path, output_folder: Path, options: Options) -> tuple[
     """Plan, and check everything that can be checked before the first byte is written."""
     source.check_folder(input_folder)
     check_outside(input_folder, output_folder)
-    folder = UnfinishedFolder(output_folder, "conversion", fingerprint(input_folder, options))
+    folder = UnfinishedFolder(output_folder, "conversion", fingerprint(input_folder, options), input_folder)
     found = planned(input_folder, options)
     folder.check({output.name: output.nbytes for output in found.outputs})
     return found, folder

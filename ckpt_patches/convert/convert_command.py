@@ -60,7 +60,7 @@ def take_over(upstream: Any, module: str) -> bool:
         module: the name of its module; as a program, it ends with one line and the command's status after an error.
 
     Raises:
-        UserError: the checkpoint was not converted.
+        UserError, OSError: the checkpoint was not converted.
         SystemExit: the same, in a program.
     """
     switches = Switches(os.environ)

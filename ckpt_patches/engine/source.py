@@ -504,9 +504,9 @@ class Source:
     def _comment_above(self, statement: Any, word: str) -> int:
         """The offset of the comment above a statement from its line with this word on; else that of the statement."""
         start = self._span(statement)[0]
-        line = rf"#[^\n]*{re.escape(word)}[^\n]*\n(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]*\Z"
-        comment = re.compile(line.encode()).search(self.data[:start])
-        return comment.start() if comment else start
+        line = rf"^[ \t]*(#[^\n]*{re.escape(word)}[^\n]*\n(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]*)\Z"
+        comment = re.compile(line.encode(), re.MULTILINE).search(self.data[:start])
+        return comment.start(1) if comment else start
 
     def remove(self, statement: ast.stmt) -> None:
         """Remove a statement, the line breaks before it and a comment on its line. A comment above it stays.

@@ -7,9 +7,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ckpt_patches.fingerprint.element_hash import Box
-from ckpt_patches.fingerprint.record import NotARecord
-
-MOST = 1 << 48  # elements of a tensor
+from ckpt_patches.fingerprint.record import MOST, NotARecord, count
 
 
 class Laid(NamedTuple):
@@ -52,23 +50,22 @@ def layouts(plain: Mapping[str, Any]) -> dict[str, Layout]:
         NotARecord: the value has another form.
     """
     try:
-        return {
-            key: Layout(tuple(map(_count, numels)), tuple(map(_laid, laid))) for key, (numels, laid) in plain.items()
-        }
+        return {key: _layout(tuple(map(count, numels)), laid) for key, (numels, laid) in plain.items()}
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise NotARecord(f"expected the layout of buckets ({error!r})") from None
 
 
+def _layout(numels: tuple[int, ...], plain: Any) -> Layout:
+    laid = tuple(map(_laid, plain))
+    if any(own.bucket >= len(numels) for own in laid):
+        raise ValueError(f"a place in a bucket that is none of {len(numels)}")
+    return Layout(numels, laid)
+
+
 def _laid(plain: Any) -> Laid:
     bucket, begin, parameter, *box = plain
-    offsets, size, shape = (tuple(map(_count, axes)) for axes in box)
+    offsets, size, shape = (tuple(map(count, axes)) for axes in box)
     ends = [at + numel for at, numel in zip(offsets, size, strict=True)]
     if math.prod(shape) >= MOST or any(end > axis for end, axis in zip(ends, shape, strict=True)):
         raise ValueError(f"a box of {size} at {offsets} in {shape}")
-    return Laid(_count(bucket), _count(begin), str(parameter), Box(offsets, size, shape))
-
-
-def _count(value: Any) -> int:
-    if not 0 <= int(value) < MOST:
-        raise ValueError(f"{value} elements")
-    return int(value)
+    return Laid(count(bucket), count(begin), str(parameter), Box(offsets, size, shape))

@@ -127,7 +127,7 @@ def _placed(own: Sequence[tuple[Shard, Stream]]) -> list[Part] | None:
 
 
 def tensors_in_buckets(found: Checkpoint, known: Mapping[str, Layout]) -> Parts:
-    """The states of parameters in Megatron's buckets, under names as of other formats; without layouts, each bucket.
+    """The states of parameters in Megatron's buckets, under names as of other formats; without its layout, a bucket.
 
     The formats `dp_reshardable` and `fully_sharded_bucket_space` have a tensor per bucket and state.
     `dp_zero_gather_scatter` has one per buffer and state: its buckets without their end padding.
@@ -148,7 +148,7 @@ def tensors_in_buckets(found: Checkpoint, known: Mapping[str, Layout]) -> Parts:
                 own.sort(key=lambda shard: int(shard.label))
             extents = tuple(extent for shard in own for extent in shard.streams[role].extents)
             stream = own[0].streams[role]._replace(extents=extents)
-            if not known:
+            if layout is None:
                 parts[stream.array] = [Part(all_of((stream.numel,)), stream)]
             for begin, laid in layout.places(bucket) if layout else ():
                 named = f"{OPTIMIZER_STATE}{match['state'] or role}.{laid.parameter}"

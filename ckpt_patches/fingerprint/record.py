@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 FORMAT = 1
+MOST = 1 << 48  # elements of a tensor
 STEP = "global_steps"  # of the run; detects a record that a client saved again
 # A parameter's settings that must be equal, and the rate, which is for information: a schedule changes it.
 SETTINGS = ("weight_decay", "betas", "eps", "step", "momentum", "dampening", "nesterov", "amsgrad")
@@ -82,9 +83,9 @@ def from_plain(value: Any) -> Record:
     try:
         if value["format"] != FORMAT:
             raise NotARecord(f"expected format {FORMAT}, found {value['format']}: it is of another release of ours")
-        sizes = {str(parameter): int(numel) for parameter, numel in value.get("sizes", {}).items()}
+        sizes = {str(parameter): count(numel) for parameter, numel in value.get("sizes", {}).items()}
         states = {
-            (str(parameter), str(name)): State(int(n), int(sum_), sizes.get(parameter, int(n)), str(dtype))
+            (str(parameter), str(name)): State(count(n), int(sum_), sizes.get(parameter, count(n)), str(dtype))
             for parameter, of_one in value["states"].items()
             for name, (n, sum_, dtype, *_) in of_one.items()
         }
@@ -97,6 +98,17 @@ def from_plain(value: Any) -> Record:
         return Record(states, settings, left_out, dict(value["buckets"]), others, partial, "sizes" in value)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise NotARecord(f"expected a record of fingerprints, found {type(value).__name__} ({error!r})") from None
+
+
+def count(value: Any) -> int:
+    """A number of elements, or a place, from a record.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    if not 0 <= int(value) < MOST:
+        raise ValueError(f"{value} elements")
+    return int(value)
 
 
 def digest(value: Any, size: int = 16) -> str:

@@ -91,7 +91,7 @@ def same_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         odd += [key for key in ("wd_mult", "lr_mult") if not is_number(group.get(key, 1.0))]
         if odd:
             yield f"group {number}: {odd[0]} is {shown(group[odd[0]])}"
-        first = seen.setdefault(str(_canonical([group.get(key) for key in (*IDENTITY, "optimizer")])), number)
+        first = seen.setdefault(str(canonical([group.get(key) for key in (*IDENTITY, "optimizer")])), number)
         if first != number:
             yield f"groups {first} and {number} have the same multipliers and bounds: a load takes one for the other"
 
@@ -112,7 +112,7 @@ def unlike_schedules(groups: Sequence[Mapping[str, Any]], *, experts_are_apart: 
     rates: dict[str, tuple[int, Any]] = {}
     for number, group in enumerate(groups):
         bounds = [group.get(key) for key in ("lr_mult", "is_decoupled_lr", "max_lr", "min_lr")]
-        first, rate = rates.setdefault(str(_canonical(bounds)), (number, group.get("lr")))
+        first, rate = rates.setdefault(str(canonical(bounds)), (number, group.get("lr")))
         if differ(rate, group.get("lr")):
             yield f"lr is {_shown(rate)} in group {first}, {_shown(group.get('lr'))} in {number}, of the same bounds"
 
@@ -139,7 +139,7 @@ def differ(one: Any, other: Any) -> bool:
     """Whether two plain values (numbers, strings, None, short lists or tuples of these) differ; others never do."""
     if one is other or not _is_plain(one) or not _is_plain(other):
         return False
-    return bool(_canonical(one) != _canonical(other))
+    return bool(canonical(one) != canonical(other))
 
 
 def _is_plain(value: Any) -> bool:
@@ -148,10 +148,10 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (int, float, str))
 
 
-def _canonical(value: Any) -> Any:
+def canonical(value: Any) -> Any:
     """A value for comparison: NaN equals itself, and a list equals the tuple of its items."""
     if isinstance(value, (list, tuple)):
-        return tuple(map(_canonical, value))
+        return tuple(map(canonical, value))
     return "NaN" if isinstance(value, float) and math.isnan(value) else value
 
 

@@ -188,7 +188,7 @@ def _prepared(path: Path, output: Path, options: Options) -> tuple[Plan, Unfinis
     check_parent(output)
     planned = prepare(path, options)
     depends_on = json.dumps([__version__, os.path.abspath(path), planned.source.files, sizes(planned)])
-    folder = UnfinishedFolder(output, "migration", depends_on)
+    folder = UnfinishedFolder(output, "migration", depends_on, path)
     folder.check(sizes(planned))
     return planned, folder
 

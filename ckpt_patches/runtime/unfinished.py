@@ -54,59 +54,85 @@ def check_parent(output: Path) -> None:
         raise UserError(f"{output}: expected a folder {parent}, found none: make it first, or correct the path")
 
 
+HELD: dict[Path, object] = {}  # the folders that this process writes: its own locks do not exclude each other
+
+
 class UnfinishedFolder:
     """An output folder: named `final` in the end, and `working` while it is written.
 
     The latter name has a digest of `depends_on`, everything that the output depends on: only the same work finds it
-    again. `work` is the name of the work in messages.
+    again. `work` is the name of the work in messages, `source` what it reads.
     """
 
-    def __init__(self, folder: Path, work: str, depends_on: str) -> None:
+    def __init__(self, folder: Path, work: str, depends_on: str, source: Path) -> None:
         self.final, self.work, self.depends_on = Path(os.path.realpath(folder)), work, depends_on
         digest = hashlib.sha256(f"{work} {depends_on}".encode()).hexdigest()[:12]
         self.working = self.final.with_name(f"{self.final.name}-{digest}.unfinished")
+        self.source = Path(os.path.realpath(source))
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Check that these files can be written, of which the bytes are given by name.
 
-        Removes what a killed process has left of other work for the same output.
-
         Raises:
             UserError: something has the final name, or the disk has too little room for what is missing.
         """
-        if self.final.exists() and not (self.final.is_dir() and not os.listdir(self.final)):
-            raise UserError(f"{self.final} exists; name another output folder, or remove it")
-        name = re.compile(rf"{re.escape(self.final.name)}-[0-9a-f]{{12}}\.unfinished")
-        for other in os.listdir(self.final.parent) if self.final.parent.is_dir() else ():
-            if name.fullmatch(other) and other != self.working.name:
-                with suppress(OSError), open(self.final.with_name(other) / LOCK, "r+b") as file:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or it is being written
-                    shutil.rmtree(self.final.with_name(other))
+        self._check_final()
         check_space(self.final, sum(sizes[own] for own in self.missing(sizes)))
+
+    def _check_final(self) -> None:
+        if self.final.exists() and not (self.final.is_dir() and not os.listdir(self.final)):
+            self._remove_abandoned(self.working)  # a process that was killed, or came late, can have left it
+            raise UserError(f"{self.final} exists; name another output folder, or remove it")
+
+    def _remove_abandoned(self, folder: Path) -> None:
+        """Remove an unfinished folder that no process writes, unless the source is in it."""
+        if folder in HELD or folder in (self.source, *self.source.parents):
+            return
+        with suppress(OSError), open(folder / LOCK, "r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Make the folder, lock it against other writers if the file system has locks, and remove incomplete files.
 
+        Removes what killed processes have left of other work for the same output.
+
         Raises:
-            UserError: another process holds the lock, or has completed the output.
+            UserError: another writer holds the lock, or has completed the output.
         """
-        make_folder(self.working)
-        with open(self.working / LOCK, "ab") as file:
-            try:
-                # A lock of the process and not of the open file: workers of a killed process do not hold it.
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                raise UserError(
-                    f"another {self.work} writes {self.working} now; wait for it, or name another output folder"
-                ) from None
-            except OSError:
-                pass  # the file system has no locks
-            self.check({})
-            for path in self.working.rglob(f"{TEMPORARY}*"):
-                if not path.is_dir():  # a folder can have such a name, as one of a parameter
-                    path.unlink(missing_ok=True)
-            yield
+        busy = UserError(f"another {self.work} writes {self.working} now; wait for it, or name another output folder")
+        token = object()
+        if HELD.setdefault(self.working, token) is not token:
+            raise busy
+        try:
+            make_folder(self.working)
+            with open(self.working / LOCK, "ab") as file:
+                try:
+                    # A lock of the process and not of the open file: workers of a killed process do not hold it.
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except (BlockingIOError, PermissionError):
+                    raise busy from None
+                except OSError:
+                    pass  # the file system has no locks
+                try:
+                    self._check_final()
+                except UserError:
+                    shutil.rmtree(self.working, ignore_errors=True)
+                    raise
+                self._tidy()
+                yield
+        finally:
+            del HELD[self.working]
+
+    def _tidy(self) -> None:
+        """Remove incomplete files, and what is left of other work."""
+        for path in self.working.rglob(f"{TEMPORARY}*"):
+            if not path.is_dir():  # a folder can have such a name, as one of a parameter
+                path.unlink(missing_ok=True)
+        name = re.compile(rf"{re.escape(self.final.name)}-[0-9a-f]{{12}}\.unfinished")
+        for other in filter(name.fullmatch, os.listdir(self.final.parent)):
+            self._remove_abandoned(self.final.with_name(other))
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """The files that are still to be written. Only a complete file has its final name."""
@@ -118,15 +144,16 @@ class UnfinishedFolder:
         `tracker` is a file beside it to write that name into. It comes first: until the rename, it names no folder.
 
         Raises:
-            UserError: one of these files is missing.
+            UserError: one of these files is missing, or other work has completed the output.
             OSError: a folder could not be synced.
         """
         if missing := self.missing(names):
             raise UserError(f"{self.working / missing[0]} is missing, and {len(missing) - 1} more")
         with ThreadPoolExecutor(TOGETHER) as pool:  # syncs at the same time share the disk's work
             list(pool.map(sync_folder, (Path(folder) for folder, _, _ in os.walk(self.working))))
+        self._check_final()
         if tracker:
             replace_durably(self.final.parent / tracker, self.final.name.encode())
-        (self.working / LOCK).unlink(missing_ok=True)
         os.rename(self.working, self.final)
+        (self.final / LOCK).unlink(missing_ok=True)
         sync_folder(self.final.parent)

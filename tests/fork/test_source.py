@@ -243,6 +243,10 @@ def test_a_comment_goes_from_the_line_on_that_it_is_about() -> None:
     made = Source(text.encode(), "x.py")
     made.remove_comment_above(made.one("b = 1"), "Three")
     assert made.edited().decode() == text
+    beside = b"a = 1  # Two: why.\nb = 1\n"
+    made = Source(beside, "x.py")
+    made.remove_comment_above(made.one("b = 1"), "Two")
+    assert made.edited() == beside
     made = Source(b"a = 1; b = 1\n", "x.py")
     with pytest.raises(NoMatch, match="to begin its line"):
         made.remove_comment_above(made.one("b = 1"), "Two")

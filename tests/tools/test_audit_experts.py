@@ -10,7 +10,8 @@ import pytest
 
 from ckpt_patches.audit.audit import DAMAGED, INCOMPLETE, UNKNOWN, WHOLE, audit
 from ckpt_patches.audit.judging.record_checksums import update_checksum
-from ckpt_patches.formats.checkpoint import MOMENTS, Extent
+from ckpt_patches.audit.rules import Part
+from ckpt_patches.formats.checkpoint import MOMENTS, Extent, Shard
 from crafted_files import Change, change, copied, found_in, names, with_other_value
 from every_checkpoint import experts
 from test_convert_experts import NEIGHBOURS, autoep
@@ -133,6 +134,12 @@ DAMAGES: dict[str, tuple[Any, Change, str, set[str]]] = {
     "converted, without an expert": (partial(universal, "classic"), without_an_expert, INCOMPLETE, {"interrupted"}),
     "converted, without experts": (partial(universal, "AutoEP"), without_experts, DAMAGED, {"element_count"}),
 }
+
+
+@pytest.mark.parametrize("model_parallel", ["", "mp_rank_00, "])
+def test_ranks_have_experts_of_their_own_under_one_name(model_parallel: str) -> None:
+    shards = [Shard("experts.0.weight", f"{model_parallel}expert-parallel rank {n}", (4,), {}) for n in range(2)]
+    assert len({Part(shard, "", 0, 4, is_zero=True).parameter for shard in shards}) == 2
 
 
 @pytest.mark.parametrize("what", DAMAGES)

@@ -4,10 +4,12 @@ import errno
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from ckpt_patches.errors import UserError
 from ckpt_patches.runtime import durable, unfinished
 
 
@@ -51,7 +53,7 @@ def test_the_converter_waits_for_many_folders_and_misses_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several threads sync the folders, and an error in any of them is raised."""
-    work = unfinished.UnfinishedFolder(tmp_path / "output", "conversion", "")
+    work = unfinished.UnfinishedFolder(tmp_path / "output", "conversion", "", tmp_path / "source")
     folders = [work.working / str(index) for index in range(20)]
     for folder in folders:
         folder.mkdir(parents=True)
@@ -83,7 +85,7 @@ def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_folder_with_the_name_of_an_incomplete_file_stays(tmp_path: Path) -> None:
-    work = unfinished.UnfinishedFolder(tmp_path / "output", "conversion", "")
+    work = unfinished.UnfinishedFolder(tmp_path / "output", "conversion", "", tmp_path / "source")
     parameter = work.working / "zero" / f"{durable.TEMPORARY}abcd"
     parameter.mkdir(parents=True)
     (parameter / "fp32.pt").touch()
@@ -96,7 +98,7 @@ def test_what_is_left_of_other_work_is_removed_unless_it_goes_on(tmp_path: Path)
     """So is nothing that a user has given such a name."""
 
     def folder(depends_on: str, name: str = "output") -> unfinished.UnfinishedFolder:
-        return unfinished.UnfinishedFolder(tmp_path / name, "conversion", depends_on)
+        return unfinished.UnfinishedFolder(tmp_path / name, "conversion", depends_on, tmp_path / "source")
 
     for own in (folder("a killed one"), folder("", "other")):
         with own.held():
@@ -111,12 +113,51 @@ def test_what_is_left_of_other_work_is_removed_unless_it_goes_on(tmp_path: Path)
         while not (folder("one that goes on").working / unfinished.LOCK).exists():
             time.sleep(0.01)
         time.sleep(0.2)  # until it has the lock
-        folder("this").check({})
-        found = {*os.listdir(tmp_path)}
+        with folder("this").held():
+            found = {*os.listdir(tmp_path)}
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    running, other = folder("one that goes on").working.name, folder("", "other").working.name
-    assert found == {running, other, f"output-{'0' * 12}.unfinished", "output-mine.unfinished"}
-    folder("this").check({})
-    assert running not in os.listdir(tmp_path)
+    this, running, other = (
+        own.working.name for own in (folder("this"), folder("one that goes on"), folder("", "other"))
+    )
+    assert found == {this, running, other, f"output-{'0' * 12}.unfinished", "output-mine.unfinished"}
+    with folder("this").held():
+        assert running not in os.listdir(tmp_path)
+
+
+def test_what_this_process_writes_or_reads_is_not_removed(tmp_path: Path) -> None:
+    def folder(depends_on: str, source: Path = tmp_path / "source") -> unfinished.UnfinishedFolder:
+        return unfinished.UnfinishedFolder(tmp_path / "output", "conversion", depends_on, source)
+
+    with folder("killed").held():
+        source = folder("killed").working / "step_1"
+        source.mkdir()
+        with folder("of another thread").held():
+            assert source.is_dir()
+        with pytest.raises(UserError, match="another conversion writes"), folder("killed").held():
+            pass
+    with folder("of its copy", source).held():
+        assert source.is_dir()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_work_that_other_work_has_completed_is_refused_and_leaves_nothing(late: bool, tmp_path: Path) -> None:
+    def folder(depends_on: str) -> unfinished.UnfinishedFolder:
+        return unfinished.UnfinishedFolder(tmp_path / "output", "conversion", depends_on, tmp_path / "source")
+
+    def complete(own: unfinished.UnfinishedFolder) -> None:
+        (own.working / "file").write_text("content")
+        own.finish(["file"], "latest")
+
+    with folder("first").held(), folder("second").held() if late else nullcontext():
+        complete(folder("first"))
+        if late:
+            with pytest.raises(UserError, match="output exists"):
+                complete(folder("second"))
+    with pytest.raises(UserError, match="output exists"), folder("second").held():
+        pass
+    with pytest.raises(UserError, match="output exists"):
+        folder("second").check({})
+    assert sorted(os.listdir(tmp_path)) == ["latest", "output"]
+    assert os.listdir(tmp_path / "output") == ["file"]

@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from torch.distributed.checkpoint import save
 
 from ckpt_patches.cli import command_line
 from ckpt_patches.fingerprint import contents, megatron_state
-from ckpt_patches.fingerprint.buckets import layouts
+from ckpt_patches.fingerprint.buckets import Layout, layouts
 from ckpt_patches.fingerprint.element_hash import LONG, MODULUS, Box, of_box, of_run
 from ckpt_patches.fingerprint.files import of_megatron, opened, tensors_in_buckets
-from ckpt_patches.fingerprint.record import NotARecord
+from ckpt_patches.fingerprint.record import NotARecord, Record, State, from_plain
+from ckpt_patches.formats.checkpoint import MASTER, Checkpoint, Extent, Shard, Stream
 from every_checkpoint import EVERY
 from test_fingerprint import by_formula
 from torch_dist_indexes import loaded_by_torch
@@ -84,10 +86,33 @@ def test_buckets_of_a_copy_are_equal(name: str, tmp_path: Path, capsys: pytest.C
     assert "differs: 1 " in capsys.readouterr().out  # whatever is not verified beside it
 
 
-@pytest.mark.parametrize("box", [[[2], [4], [4]], [[0], [1 << 60], [1 << 60]], [[0], [4]], [[0], ["x"], [4]]])
-def test_places_that_no_run_records_are_no_record(box: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    ("bucket", "box"),
+    [
+        (0, [[2], [4], [4]]),
+        (0, [[0], [1 << 60], [1 << 60]]),
+        (0, [[0], [4]]),
+        (0, [[0], ["x"], [4]]),
+        (1, [[0], [4], [4]]),
+    ],
+)
+def test_places_that_no_run_records_are_no_record(bucket: int, box: list[list[int]]) -> None:
     with pytest.raises(NotARecord):
-        layouts({"dp_group_idx_0.gbuf_idx_0": [[4], [[0, 0, "weight", *box]]]})
+        layouts({"dp_group_idx_0.gbuf_idx_0": [[4], [[bucket, 0, "weight", *box]]]})
+
+
+@pytest.mark.parametrize("change", [{"states": {"w": {"master": [-4, 0, "float32"]}}}, {"sizes": {"w": -4}}])
+def test_numbers_of_elements_that_no_run_records_are_no_record(change: dict[str, Any]) -> None:
+    with pytest.raises(NotARecord):
+        from_plain({**Record({("w", "master"): State(4, 0, 4, "float32")}).as_plain(), **change})
+
+
+def test_a_bucket_of_which_the_record_has_no_places_is_compared_as_a_whole(tmp_path: Path) -> None:
+    name = "optimizer.distributed.dp_group_idx_0.gbuf_idx_1.dtype_x.bucket_idx_0"
+    (tmp_path / "file").write_bytes(bytes(16))
+    stream = Stream(f"{name}.param", "float32", (Extent(str(tmp_path / "file"), 0, 16),))
+    found = Checkpoint(tmp_path, "megatron", shards=[Shard(name, "", (4,), {MASTER: stream}, has_rows=False)])
+    assert [*tensors_in_buckets(found, {"dp_group_idx_0.gbuf_idx_0": Layout((4,), ())})] == [stream.array]
 
 
 def test_tensors_of_other_types_are_compared(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_an_error_of_the_disk_is_told_and_the_same_command_goes_on(
 
 
 def test_a_full_disk_is_found_before_the_start(tmp_path: Path) -> None:
-    folder = UnfinishedFolder(tmp_path / "a" / "universal", "conversion", "")
+    folder = UnfinishedFolder(tmp_path / "a" / "universal", "conversion", "", tmp_path / "source")
     folder.check({"x": 1})
     with pytest.raises(UserError, match=rf"universal needs 909\.5 TiB, and {tmp_path} has .* [GT]iB free"):
         folder.check({"x": 10**15})

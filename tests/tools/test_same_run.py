@@ -3,14 +3,17 @@
 import functools
 import itertools
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ckpt_patches.audit.repair.same_run import BOUND, distance
+from ckpt_patches.audit.repair.same_run import BOUND, check, distance
 from ckpt_patches.cli import main
+from ckpt_patches.errors import UserError
+from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint, Extent, Shard, Stream
 from ckpt_patches.formats.reading import reader_of
 from crafted_files import with_other_value
 from every_checkpoint import put, tensors
@@ -93,4 +96,31 @@ def test_other_settings_and_shapes_are_refused(
     for file in source.glob("*_optim_states.pt"):
         with_other_value(file, other_betas)
     refusal(capsys, path, trained("0.16.2", "stage2")["stage2"])
-    assert "betas of group 0 is [[0.8, 0.99]] there, and [[0.9, 0.999]] here" in refusal(capsys, path, source)
+    assert "betas of group 0 is (0.8, 0.99) there, and (0.9, 0.999) here" in refusal(capsys, path, source)
+
+
+def checkpoint(path: Path, name: str, betas: list[Any], more: str = "") -> Checkpoint:
+    weight = np.linspace(1, 2, 64, dtype=np.float32)
+    (path / name).mkdir()
+    (path / name / "file").write_bytes(weight.tobytes())
+    extent = Extent(str(path / name / "file"), 0, weight.nbytes)
+    shards = [Shard(own, "", (8, 8), {WEIGHT: Stream(own, "float32", (extent,))}) for own in ("weight", more) if own]
+    return Checkpoint(path / name, "of a test", groups=[{"betas": own} for own in betas], shards=shards)
+
+
+RAGGED = [[0.9], [0.9, 0.999]]
+
+
+@pytest.mark.parametrize(
+    ("older", "reason"),
+    [
+        ({"betas": [(0.9, 0.99), (0.9, 0.99)]}, "it has 2 param groups, and here are 1"),
+        ({"betas": [[0.9, 0.99]], "more": "classifier"}, "it has 'classifier', which is not here"),
+        ({"betas": [RAGGED]}, "betas of group 0 is"),
+        ({"betas": [[0.9, 0.99]]}, ""),
+    ],
+)
+def test_runs_of_other_parameters_or_groups_are_refused(older: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    own, source = checkpoint(tmp_path, "own", [(0.9, 0.99)]), checkpoint(tmp_path, "older", **older)
+    with pytest.raises(UserError, match=reason) if reason else nullcontext():
+        check(own, source)

@@ -28,10 +28,8 @@ def new_copy(path: Path, output: Path) -> Iterator[Path]:
     """
     check_outside(path, output)
     check_parent(output)
-    work = UnfinishedFolder(output, "repair", os.path.realpath(path))
+    work = UnfinishedFolder(output, "repair", os.path.realpath(path), path)
     check_outside(work.working, path)  # which is removed
-    if work.final.exists():
-        shutil.rmtree(work.working, ignore_errors=True)  # of a repair that was killed at its very end
     work.check({})
     with work.held():
         try:

@@ -7,12 +7,13 @@ each checkpoint cuts them into shards.
 
 from collections.abc import Iterator
 from statistics import median
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt_patches.errors import UserError
+from ckpt_patches.formats import settings
 from ckpt_patches.formats.checkpoint import MASTER, WEIGHT, Checkpoint, Shard, Stream
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.elements import Block, as_float32, read_elements
@@ -84,22 +85,29 @@ def _differences(own: Checkpoint, source: Checkpoint) -> Iterator[str]:
         yield "it is the damaged one itself"
     if own.step is not None and source.step is not None and source.step > own.step:
         yield f"its step is {source.step}, expected {own.step} at the latest"
-    here, there = _facts(own), _facts(source)
+    here, there = _shapes(own), _shapes(source)
     for name in sorted(here.keys() & there.keys()):
         if here[name] != there[name]:
-            yield f"{name} is {shown(there[name])} there, and {shown(here[name])} here"
+            yield f"the shape of {shown(name)} is {there[name]} there, and {here[name]} here"
+    parameters, others = ({shard.parameter for shard in found.shards} for found in (own, source))
+    for name in sorted(others - parameters):
+        yield f"it has {shown(name)}, which is not here"
+    if own.groups and source.groups and len(own.groups) != len(source.groups):
+        yield f"it has {len(source.groups)} param groups, and here are {len(own.groups)}"
+    for number, (mine, other) in enumerate(zip(own.groups, source.groups, strict=False)):
+        for name in (name for name in CONSTANT if name in mine and name in other):
+            if settings.canonical(mine[name]) != settings.canonical(other[name]):
+                yield f"{name} of group {number} is {shown(other[name])} there, and {shown(mine[name])} here"
     if (apart := distance(own, source)) is None:
         yield "no weights of two dimensions can be compared"
     elif apart > BOUND:
         yield f"its weights are {apart:.2f} away from those here, relative to their norm, expected {BOUND} at most"
 
 
-def _facts(found: Checkpoint) -> dict[str, list[Any]]:
-    """What the checkpoints of a run have in common, by its name: shapes of tensors, and constant settings."""
+def _shapes(found: Checkpoint) -> dict[str, list[int]]:
+    """The shape of each tensor, from its shards, by its name."""
     ends = {key: [_edges(shard)[1].ravel().tolist() for shard, _ in own] for key, own in tensors(found).items()}
-    shapes = {f"the shape of {shown(' '.join(key).strip())}": list(map(max, *own, own[0])) for key, own in ends.items()}
-    groups = [(n, name, group) for n, group in enumerate(found.groups) for name in CONSTANT if name in group]
-    return shapes | {f"{name} of group {n}": [np.asarray(group[name]).tolist()] for n, name, group in groups}
+    return {" ".join(key).strip(): list(map(max, *own, own[0])) for key, own in ends.items()}
 
 
 def distance(own: Checkpoint, source: Checkpoint) -> float | None:
