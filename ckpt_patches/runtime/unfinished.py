@@ -82,6 +82,8 @@ class UnfinishedFolder:
     def _check_final(self) -> None:
         if self.final.exists() and not (self.final.is_dir() and not os.listdir(self.final)):
             self._remove_abandoned(self.working)  # a process that was killed, or came late, can have left it
+            with suppress(OSError):
+                os.rmdir(self.working)  # without the lock file, which went before it
             raise UserError(f"{self.final} exists; name another output folder, or remove it")
 
     def _remove_abandoned(self, folder: Path) -> None:
@@ -90,7 +92,7 @@ class UnfinishedFolder:
             return
         with suppress(OSError), open(folder / LOCK, "r+b") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
+            _remove(folder)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -118,12 +120,17 @@ class UnfinishedFolder:
                 try:
                     self._check_final()
                 except UserError:
-                    shutil.rmtree(self.working, ignore_errors=True)
+                    self.discard()
                     raise
                 self._tidy()
                 yield
         finally:
             del HELD[self.working]
+
+    def discard(self) -> None:
+        """Remove the folder, which this process holds, if it is there."""
+        with suppress(OSError):
+            _remove(self.working)
 
     def _tidy(self) -> None:
         """Remove incomplete files, and what is left of other work."""
@@ -157,3 +164,13 @@ class UnfinishedFolder:
         os.rename(self.working, self.final)
         (self.final / LOCK).unlink(missing_ok=True)
         sync_folder(self.final.parent)
+
+
+def _remove(folder: Path) -> None:
+    """Remove an unfinished folder, its lock file last: nothing else tells that a folder is abandoned."""
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        elif entry.name != LOCK:
+            os.unlink(entry.path)
+    shutil.rmtree(folder)

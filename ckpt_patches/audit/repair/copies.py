@@ -37,7 +37,7 @@ def new_copy(path: Path, output: Path) -> Iterator[Path]:
             shutil.rmtree(copy, ignore_errors=True)  # of a repair that was killed
             yield copy
         finally:
-            shutil.rmtree(work.working, ignore_errors=True)
+            work.discard()
 
 
 def copy_checkpoint(path: Path, copy: Path, output: Path, say: Callable[[str], object]) -> None:
