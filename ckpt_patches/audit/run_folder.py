@@ -94,6 +94,8 @@ def _visit(path: Path, root: Path, seen: set[tuple[int, int]]) -> _Visit:
         reader = reader_of(path)
         is_save = reader is not None or why_not_read(path) is not None
         has_data = is_save and _has_data(path, reader)
+        if path.name.endswith(UNFINISHED):  # what is in it can be whole, and not yet on the disk
+            return _Visit(path, is_save=True, has_data=True)
         if leaves(path, root):
             return _Visit(path, is_save, has_data)
         named = [missing for tracker in trackers(path) if (missing := _not_there(tracker))]

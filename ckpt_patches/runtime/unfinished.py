@@ -61,14 +61,15 @@ class UnfinishedFolder:
     """An output folder: named `final` in the end, and `working` while it is written.
 
     The latter name has a digest of `depends_on`, everything that the output depends on: only the same work finds it
-    again. `work` is the name of the work in messages, `source` what it reads.
+    again. `work` is the name of the work in messages, `sources` are what it reads.
     """
 
-    def __init__(self, folder: Path, work: str, depends_on: str, source: Path) -> None:
+    def __init__(self, folder: Path, work: str, depends_on: str, *sources: Path) -> None:
         self.final, self.work, self.depends_on = Path(os.path.realpath(folder)), work, depends_on
         digest = hashlib.sha256(f"{work} {depends_on}".encode()).hexdigest()[:12]
         self.working = self.final.with_name(f"{self.final.name}-{digest}.unfinished")
-        self.source = Path(os.path.realpath(source))
+        read = [Path(os.path.realpath(source)) for source in sources]
+        self.kept = {folder for source in read for folder in (source, *source.parents)}
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Check that these files can be written, of which the bytes are given by name.
@@ -87,8 +88,8 @@ class UnfinishedFolder:
             raise UserError(f"{self.final} exists; name another output folder, or remove it")
 
     def _remove_abandoned(self, folder: Path) -> None:
-        """Remove an unfinished folder that no process writes, unless the source is in it."""
-        if folder in HELD or folder in (self.source, *self.source.parents):
+        """Remove an unfinished folder that no process writes, unless a source is in it."""
+        if folder in HELD or folder in self.kept:
             return
         with suppress(OSError), open(folder / LOCK, "r+b") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -119,6 +119,12 @@ RUNS: dict[str, Case] = {
         {"universal.unfinished": INCOMPLETE},
         IT,
     ),
+    "a copy in a repair's unfinished folder": Case(
+        lambda run: shutil.copytree(run / ZERO, run / "new-0123456789ab.unfinished" / ZERO),
+        1,
+        {"new-0123456789ab.unfinished": INCOMPLETE},
+        IT,
+    ),
     "another format": Case(folder("global_step5", "model.gguf"), 3, {"global_step5": UNKNOWN}, IT),
     "links": Case(with_links, 1, {"global_step4": DAMAGED}, IT),
 }

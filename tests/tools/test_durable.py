@@ -139,6 +139,8 @@ def test_what_this_process_writes_or_reads_is_not_removed(tmp_path: Path) -> Non
             pass
     with folder("of its copy", source).held():
         assert source.is_dir()
+    with unfinished.UnfinishedFolder(tmp_path / "output", "repair", "", tmp_path / "damaged", source).held():
+        assert source.is_dir()
 
 
 @pytest.mark.parametrize("late", [False, True])

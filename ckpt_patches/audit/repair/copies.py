@@ -20,7 +20,7 @@ BUFFER = 1 << 22  # bytes
 
 
 @contextmanager
-def new_copy(path: Path, output: Path) -> Iterator[Path]:
+def new_copy(path: Path, output: Path, older: Path | None) -> Iterator[Path]:
     """A path for the copy, in a folder beside the output, which is removed in the end, or by the next repair.
 
     Raises:
@@ -28,7 +28,7 @@ def new_copy(path: Path, output: Path) -> Iterator[Path]:
     """
     check_outside(path, output)
     check_parent(output)
-    work = UnfinishedFolder(output, "repair", os.path.realpath(path), path)
+    work = UnfinishedFolder(output, "repair", os.path.realpath(path), path, *filter(None, [older]))
     check_outside(work.working, path)  # which is removed
     work.check({})
     with work.held():

@@ -75,7 +75,7 @@ def repair(
         UserError: something in it cannot be repaired, or what is right would be a guess; or the
             output exists; or the older checkpoint is damaged, or not known to be of the same run.
     """
-    with new_copy(path, output) as copy:
+    with new_copy(path, output, older_path) as copy:
         report = audit(path, workers)
         found, older = report.checkpoint, None
         if report.verdict in TO_RESUME_FROM:
