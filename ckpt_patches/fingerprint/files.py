@@ -3,7 +3,6 @@
 An element has the same place in its tensor in every format, whatever the parallelism of the run that saved.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.reading import reader_of, wrong_path
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.processes import in_order
-from ckpt_patches.runtime.progress import Progress
+from ckpt_patches.runtime.progress import with_progress
 from ckpt_patches.runtime.shown import shown
 
 Item = TypeVar("Item")
@@ -177,13 +176,7 @@ def computed(
 ) -> Iterator[Result]:
     """The function's values, each computed from that many bytes, with a progress line; an empty label shows none."""
     values = in_order(function, items, workers) if workers > 1 else map(function, items)
-    if not label:
-        yield from values
-        return
-    with Progress(sum(nbytes), label=f"{label}:") as progress:
-        for value, done in zip(values, itertools.accumulate(nbytes), strict=True):
-            progress.show(done)
-            yield value
+    return with_progress(values, nbytes, f"{label}:") if label else values
 
 
 def _nbytes(parts: Sequence[Part]) -> int:

@@ -36,6 +36,7 @@ BACKENDS = ZARR, TORCH_DIST = "zarr", "torch_dist"
 # Roles of a parameter's states. The main parameter's name depends on the format; buckets use the second one.
 STATES = {"fp32_param": MASTER, "param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 MOST_RANKS = 1 << 20
+TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"  # arguments of a run
 ADAM = {"betas", "eps"}  # settings that identify it
 SHARDING_TYPE = "param_state_sharding_type"
 SCALER, OF_SCALER = "grad_scaler", {"scale", "growth_tracker", "hysteresis_tracker"}
@@ -162,13 +163,12 @@ def set_run(found: Checkpoint, optimizers: list[list[dict[str, Any]]], arguments
     found.step = last_step(steps) if steps else (0 if found.groups else None)
     found.beta1 = first_beta(found.groups)
     if isinstance(arguments, torch_file.Instance):
-        stated = {kind: arguments.fields.get(f"{kind}_parallel_size") for kind in ("data", "context")}
-        sizes = {kind: size for kind, size in stated.items() if type(size) is int and 0 < size < MOST_RANKS}
-        if "data" in sizes:  # the ranks of context parallelism share the optimizer's states, too
-            found.data_parallel = sizes["data"] * sizes.get("context", 1)
-        tensor, pipeline = (arguments.fields.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline"))
-        if all(type(size) is int and 0 < size < MOST_RANKS for size in (tensor, pipeline)):
-            found.model_parallel = int(tensor), int(pipeline)  # type: ignore[arg-type]
+        fields = arguments.fields.items()
+        sizes = {name: size for name, size in fields if type(size) is int and 0 < size < MOST_RANKS}
+        if "data_parallel_size" in sizes:  # the ranks of context parallelism share the optimizer's states, too
+            found.data_parallel = sizes["data_parallel_size"] * sizes.get("context_parallel_size", 1)
+        if {TENSOR, PIPELINE} <= sizes.keys():
+            found.model_parallel = sizes[TENSOR], sizes[PIPELINE]
         found.torch_fsdp2 = arguments.fields.get("use_torch_fsdp2") is True
 
 

@@ -3,7 +3,7 @@
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO
 
 from ckpt_patches.runtime.processes import Item, Result, in_order
@@ -46,11 +46,16 @@ def line(done: int, total: int, seconds: float) -> str:
     return f"{share:5.0%} {in_bytes(done)} of {in_bytes(total)}, {in_bytes(rate)}/s, {left}"
 
 
+def with_progress(values: Iterable[Result], nbytes: Sequence[int], label: str = "") -> Iterator[Result]:
+    """The values, with a progress line; `nbytes` is what each has taken to read or write."""
+    with Progress(sum(nbytes), label=label) as progress:
+        for done, value in zip(itertools.accumulate(nbytes), values, strict=True):
+            progress.show(done)
+            yield value
+
+
 def shown_in_order(
     function: Callable[[Item], Result], items: Sequence[Item], nbytes: Sequence[int], count: int, label: str = ""
 ) -> Iterator[Result]:
     """As `in_order`, with a progress line; `nbytes` is that of each item."""
-    with Progress(sum(nbytes), label=label) as progress:
-        for done, result in zip(itertools.accumulate(nbytes), in_order(function, items, count), strict=True):
-            progress.show(done)
-            yield result
+    return with_progress(in_order(function, items, count), nbytes, label)

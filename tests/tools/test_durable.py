@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,11 +50,17 @@ def test_every_new_folder_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(synced) == 3
 
 
+def conversion(
+    beside: Path, depends_on: str = "", name: str = "output", source: Path | None = None
+) -> unfinished.UnfinishedFolder:
+    return unfinished.UnfinishedFolder(beside / name, "conversion", depends_on, source or beside / "source")
+
+
 def test_the_converter_waits_for_many_folders_and_misses_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several threads sync the folders, and an error in any of them is raised."""
-    work = unfinished.UnfinishedFolder(tmp_path / "output", "conversion", "", tmp_path / "source")
+    work = conversion(tmp_path)
     folders = [work.working / str(index) for index in range(20)]
     for folder in folders:
         folder.mkdir(parents=True)
@@ -85,7 +92,7 @@ def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_folder_with_the_name_of_an_incomplete_file_stays(tmp_path: Path) -> None:
-    work = unfinished.UnfinishedFolder(tmp_path / "output", "conversion", "", tmp_path / "source")
+    work = conversion(tmp_path)
     parameter = work.working / "zero" / f"{durable.TEMPORARY}abcd"
     parameter.mkdir(parents=True)
     (parameter / "fp32.pt").touch()
@@ -97,9 +104,7 @@ def test_a_folder_with_the_name_of_an_incomplete_file_stays(tmp_path: Path) -> N
 def test_what_is_left_of_other_work_is_removed_unless_it_goes_on(tmp_path: Path) -> None:
     """So is nothing that a user has given such a name."""
 
-    def folder(depends_on: str, name: str = "output") -> unfinished.UnfinishedFolder:
-        return unfinished.UnfinishedFolder(tmp_path / name, "conversion", depends_on, tmp_path / "source")
-
+    folder = partial(conversion, tmp_path)
     for own in (folder("a killed one"), folder("", "other")):
         with own.held():
             pass
@@ -127,9 +132,7 @@ def test_what_is_left_of_other_work_is_removed_unless_it_goes_on(tmp_path: Path)
 
 
 def test_what_this_process_writes_or_reads_is_not_removed(tmp_path: Path) -> None:
-    def folder(depends_on: str, source: Path = tmp_path / "source") -> unfinished.UnfinishedFolder:
-        return unfinished.UnfinishedFolder(tmp_path / "output", "conversion", depends_on, source)
-
+    folder = partial(conversion, tmp_path)
     with folder("killed").held():
         source = folder("killed").working / "step_1"
         source.mkdir()
@@ -137,7 +140,7 @@ def test_what_this_process_writes_or_reads_is_not_removed(tmp_path: Path) -> Non
             assert source.is_dir()
         with pytest.raises(UserError, match="another conversion writes"), folder("killed").held():
             pass
-    with folder("of its copy", source).held():
+    with folder("of its copy", source=source).held():
         assert source.is_dir()
     with unfinished.UnfinishedFolder(tmp_path / "output", "repair", "", tmp_path / "damaged", source).held():
         assert source.is_dir()
@@ -145,8 +148,7 @@ def test_what_this_process_writes_or_reads_is_not_removed(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("late", [False, True])
 def test_work_that_other_work_has_completed_is_refused_and_leaves_nothing(late: bool, tmp_path: Path) -> None:
-    def folder(depends_on: str) -> unfinished.UnfinishedFolder:
-        return unfinished.UnfinishedFolder(tmp_path / "output", "conversion", depends_on, tmp_path / "source")
+    folder = partial(conversion, tmp_path)
 
     def complete(own: unfinished.UnfinishedFolder) -> None:
         (own.working / "file").write_text("content")
