@@ -9,7 +9,8 @@ FORMAT = 1
 MOST = 1 << 48  # elements of a tensor
 STEP = "global_steps"  # of the run; detects a record that a client saved again
 # A parameter's settings that must be equal, and the rate, which is for information: a schedule changes it.
-SETTINGS = ("weight_decay", "betas", "eps", "step", "momentum", "dampening", "nesterov", "amsgrad")
+OPTIONAL = frozenset(("momentum", "dampening", "nesterov", "amsgrad"))  # off in an optimizer that does not have them
+SETTINGS = ("weight_decay", "betas", "eps", "step", *sorted(OPTIONAL))
 RATE = "lr"
 NOT_ALIKE = "not the same on all ranks that saved"
 STATE = "state "  # prefix of the name of a setting that is a number among a parameter's states
@@ -175,9 +176,13 @@ def setting_differences(
         SettingDifference(what, name, its.get(name), found[what].get(name))
         for what, its in sorted(saved.items())
         if what in found
-        for name in sorted(its.keys() | found[what].keys() if known is None else its.keys() & known)
-        if not same(its.get(name), found[what].get(name))
+        for name in sorted(its.keys() | found[what].keys() if known is None else (its.keys() | OPTIONAL) & known)
+        if not same(_value(its, name), _value(found[what], name))
     ]
+
+
+def _value(its: Settings, name: str) -> Any:
+    return its.get(name, False if name in OPTIONAL else None)
 
 
 def plain_values(state: Mapping[Any, Any]) -> Settings:

@@ -1,14 +1,16 @@
 """DeepSpeed's checkpoints without ZeRO: `mp_rank_*_model_states.pt` hold the weights and the optimizer's state.
 
-With experts a file of each expert-parallel rank holds the optimizer's, and one of each expert its weights.
+With experts a file of each expert-parallel rank holds the optimizer's, and one of each expert its weights. A pipeline
+has a file of weights for each layer, and no list of its layers.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ckpt_patches.formats import damages, tensor_streams, torch_optimizers, zero, zero_inventory
+from ckpt_patches.formats import damages, tensor_streams, torch_optimizers, zero, zero_inventory, zero_pipeline
 from ckpt_patches.formats.checkpoint import Checkpoint, first_beta, last_step
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.tensor_streams import groups_of, states_of
@@ -54,6 +56,7 @@ def read(path: Path) -> Checkpoint:
     count = max((c for own in facts if (c := count_of(own.value.get("mp_world_size")))), default=1)
     absent = zero_inventory.absent_ranks({*named}, count, "the file of its model states", "model-parallel ")
     found.findings += [*zero_inventory.other_step(path.name, facts), *absent]
+    found.findings += _without_layers(models, files, found.buffers)
     found.beta1, found.step = first_beta(found.groups), last_step(steps)
     if found.step and all(taken_steps(own.value) == found.step - 1 for own in facts):
         found.step -= 1  # the first step used zero gradients, to allocate the states
@@ -81,6 +84,27 @@ def _read_expert_ranks(
     for rank, file in read.items():
         value = {**model.value, **file.value}
         _read_optimizers(found, file, value, f"expert-parallel rank {rank}", experts)
+
+
+def _without_layers(models: dict[int, TorchFile], files: dict[str, TorchFile], buffers: set[str]) -> Iterator[Finding]:
+    """Parameters with states that no file of a pipeline's layers has a weight of, for each tensor-parallel rank."""
+    layers, where = zero_pipeline.layer_files(files), "layer_*-model_states.pt"
+    for rank in sorted({rank for _, rank in layers}):
+        of_rank = [file for own, file in models.items() if zero_pipeline.rank_of(layers, own) == rank]
+        in_layers = {f"module.{number}": files[name].value for (number, of), name in layers.items() if of == rank}
+        tensors = [own for prefix, value in in_layers.items() for own in tensors_in(value, prefix)]
+        weights = [own.shape for name, own in tensors if name not in buffers]
+        held = {}  # stages that share a layer have the same states of it
+        for file in of_rank:
+            for optimizer, _ in torch_optimizers.within(file.value.get("optimizer")):
+                for state in torch_optimizers.first_states(states_of(optimizer).values()):
+                    held[file.checksums.get(state.offset, (file.path.name, state.offset))] = state.shape
+        if any(len(shape) > 1 for shape in held.values()):
+            kind, what = damages.MISSING_WEIGHT, torch_optimizers.WITH_STATES
+            yield from torch_optimizers.unmatched(kind, where, what, held.values(), weights)
+        elif len(of_rank) == 1 and sum(map(math.prod, held.values())) > sum(map(math.prod, weights)):
+            # FusedAdam's are flat. Of several stages nobody knows which elements they share.
+            yield Finding(damages.MISSING_WEIGHT, where, "the optimizer has states of more elements than the layers")
 
 
 def _read_optimizers(

@@ -29,6 +29,7 @@ OF_ELEMENTS = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "master_param"),
     *("grad_avg", "acc_delta", "prev", "ax"),  # of RMSprop, Adadelta, Rprop, ASGD
 )
+WITH_STATES = "parameters with states"
 OF_A_DIMENSION = re.compile(r"\w*[^\W\d]_(\d{1,3})")  # names of Shampoo's and SM3's states, such as pre_cond_0
 OF_MATRICES = ("row_var", "col_var", "_row", "_col")  # suffixes of Adafactor's names, in torch and Transformers
 
@@ -171,7 +172,7 @@ def _masters(optimizer: Optimizer) -> Iterator[Finding]:
     own, weights = ([one.shape for one in of if isinstance(one, TensorHeader)] for of in (masters, optimizer.weights))
     is_flat = any(len(shape) > 1 for shape in weights) and not any(len(shape) > 1 for shape in own)
     if weights and not is_flat:
-        yield from _unmatched(damages.MISSING_WEIGHT, where, "main parameters", own, weights)
+        yield from unmatched(damages.MISSING_WEIGHT, where, "main parameters", own, weights)
 
 
 def without_weights(
@@ -181,18 +182,24 @@ def without_weights(
 
     A rank's own part of a flat parameter has such a shape: the parts of the other ranks were not saved.
     """
-    first = [[own for key in OF_ELEMENTS if isinstance(own := state.get(key), TensorHeader)][:1] for state in states]
-    shapes = [own.shape for one in first for own in one if own.shape]  # Amos has one number
-    return _unmatched(UNUSUAL, where, "parameters with states", shapes, weights)
+    return unmatched(UNUSUAL, where, WITH_STATES, [own.shape for own in first_states(states)], weights)
 
 
-def _unmatched(
+def first_states(states: Iterable[Mapping[Any, Any]]) -> Iterator[TensorHeader]:
+    """The first state of each parameter that has a number for each of its elements."""
+    for state in states:
+        own = [one for key in OF_ELEMENTS if isinstance(one := state.get(key), TensorHeader)]
+        yield from [one for one in own[:1] if one.shape]  # Amos has one number
+
+
+def unmatched(
     kind: damages.FindingKind,
     where: str,
     what: str,
     shapes: Iterable[tuple[int, ...]],
     weights: Iterable[tuple[int, ...]],
 ) -> Iterator[Finding]:
+    """Yield the shapes that fewer weights than others have."""
     for shape, count in (Counter(shapes) - Counter(weights)).items():
         yield Finding(kind, where, f"{count} {what} of the shape {shown(tuple(shape))} have no weight in the model")
 

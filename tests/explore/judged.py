@@ -190,7 +190,9 @@ def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outc
         return Outcome(LOUD, "the audit: DAMAGED, as it was saved without the fixes")
     if load["some_ranks"] or (load["old"] and all_fixes):
         without = replace(stack, fixes=False, without="").run("load", file, tried.tag.parent)
-        if "error" in without or {*different} <= {*without.get("different", [])}:
+        # A state that some ranks have and others lack is not the one of either load.
+        named = _kind if load["some_ranks"] else str
+        if "error" in without or {*map(named, different)} <= {*map(named, without.get("different", []))}:
             return Outcome(NOT_TRAINED, "upstream's own, of a save or of ranks without the fixes")
     if load["by_upstream"]:
         own = _of_upstream(tried)

@@ -42,10 +42,7 @@ class Exploration:
 
     def take(self, name: str) -> None:
         case = SPACES[self.stack.package].drawn(name, self.stack.version)
-        try:
-            found = outcome(case, self.stack)
-        except Exception as error:  # a program without output must not discard hours of other cases
-            found = Outcome(NOT_TRAINED, f"the explorer's own: {type(error).__name__}: {error}")
+        found = _outcome(case, self.stack)
         with self.lock:
             self.counts[found.kind] += 1
             if found.kind in (LOUD, NOT_TRAINED):
@@ -70,6 +67,13 @@ class Exploration:
         return f"explored {done}: {parts}, silent {self.counts[SILENT]} ({signatures} signatures)"
 
 
+def _outcome(case: dict[str, Any], stack: Stack) -> Outcome:
+    try:
+        return outcome(case, stack)
+    except Exception as error:  # a program without output must not discard hours of other cases
+        return Outcome(NOT_TRAINED, f"the explorer's own: {type(error).__name__}: {error}")
+
+
 def _without_numbers(error: str) -> str:
     return re.sub(r"\d+", "N", error)[:200]
 
@@ -85,7 +89,7 @@ def shrunk(case: dict[str, Any], found: Outcome, stack: Stack) -> tuple[dict[str
         for at in range(0, len(steps), size):
             left = steps_to_plain(case)
             smaller = plainer(case, [step for step in steps[at : at + size] if step in left])
-            if smaller != case and (again := outcome(smaller, stack)).signature == found.signature:
+            if smaller != case and (again := _outcome(smaller, stack)).signature == found.signature:
                 case, found, changed = smaller, again, True
         size = size // 2 if size > 1 or not changed else 1
     return case, found

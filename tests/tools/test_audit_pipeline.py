@@ -1,5 +1,6 @@
 """Pipeline weights in layer files: missing files, and weights that differ from main parameters. A real run, changed."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from ckpt_patches.errors import UserError
 from ckpt_patches.formats.zero_pipeline import Place, places
 from crafted_files import copied, with_other_value
 from test_convert_tied_stages import trained
+from upstream import newest, run_json, tree
 
 pytestmark = pytest.mark.slow
 
@@ -96,3 +98,44 @@ def test_tensor_parallel_ranks_have_files_of_their_own() -> None:
         "1.weight": Place("layer_01-model_01-model_states.pt", "weight"),
         "2.bias": Place("layer_02-model_01-model_states.pt", "bias"),  # absent
     }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stages", "tied"), [("fp32", 1, False), ("fp32", 2, True), ("fp16", 1, True), ("fp16", 2, False)]
+)
+def test_without_zero_the_file_of_a_trained_layer_is_missing(
+    dtype: str, stages: int, tied: bool, tmp_path: Path
+) -> None:
+    """No file names the parameters: the shapes of the optimizer's states show that a layer is absent.
+
+    The weight of a shared layer is in two files, so that one of three files with its shape is not missed (a load refuses it).
+    """
+    case = {"stage": 0, "pipeline": stages, "dtype": dtype, "tied": tied, "buffers": True}
+    cases = tmp_path / "cases.json"
+    cases.write_text(json.dumps([{**case, "kind": "a pipeline", "seed": 1, "folder": str(tmp_path)}]))
+    run_json("deepspeed_kinds", cases, "--ranks", "2", tree=tree("deepspeed", newest("deepspeed")), delivery="hook")
+    folder = tmp_path / "judged" / "global_step4"
+    assert (audit(folder).verdict, found(audit(folder))) == (WHOLE, [])
+    layers = [file for file in sorted(folder.glob("layer_*")) if torch.load(file)]
+    assert len(layers) == 7
+    for file in layers:
+        content = file.read_bytes()
+        file.unlink()
+        is_square = file.name in [f"layer_{number:02d}-model_states.pt" for number in (0, 5, 6)]
+        assert (audit(folder).verdict == DAMAGED) == (not (tied and is_square)), file.name
+        file.write_bytes(content)
+
+
+def test_without_zero_flat_states_of_more_elements_than_the_layers(tmp_path: Path) -> None:
+    """FusedAdam's states are flat, one tensor for each group."""
+    flat = {"exp_avg": torch.ones(20), "exp_avg_sq": torch.ones(20), "step": 1}
+    optimizer = {"state": {0: flat}, "param_groups": [{"betas": (0.9, 0.99), "eps": 1e-8, "params": [0]}]}
+    wrapper = {"optimizer_state_dict": optimizer, "fp32_groups_flat": [torch.ones(20)], "dynamic_loss_scale": False}
+    model = {"module": None, "optimizer": {**wrapper, "cur_scale": 1.0, "cur_iter": 1}, "global_steps": 1}
+    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"weight": torch.ones(4, 4).half()}, tmp_path / TIED)
+    torch.save({"weight": torch.ones(4).half()}, tmp_path / LINEAR)
+    missing = ("missing_weight", "layer_*-model_states.pt")
+    assert missing not in found(audit(tmp_path))
+    (tmp_path / LINEAR).unlink()
+    assert missing in found(audit(tmp_path))

@@ -166,6 +166,11 @@ def test_a_setting_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not verdict_of(live(some(), lr=1.0, betas=(0.9, 0.95)), recorded(live(some()))).is_wrong
     with pytest.raises(FingerprintError, match=r"^resume differs: 3 settings; 9 states verified"):
         prove(live(some(), step=4), recorded(live(some())))
+    # One of two optimizers in a run has no such setting, and another layout gives a parameter to the other one.
+    assert not verdict_of(live(some(), amsgrad=False), recorded(live(some()))).is_wrong
+    assert not verdict_of(live(some()), recorded(live(some(), momentum=0, nesterov=False))).is_wrong
+    assert verdict_of(live(some(), amsgrad=True), recorded(live(some()))).is_wrong
+    assert verdict_of(live(some()), recorded(live(some(), momentum=0.9))).is_wrong
 
 
 NOTHING = "resume not verified: nothing could be compared; 1 not verified\n  not verified: the checkpoint: "
