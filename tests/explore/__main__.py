@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 from explore.judged import SILENT, Stack, outcome
 from explore.search import Exploration
 from explore.spaces import SPACES, complete
@@ -38,6 +39,7 @@ def main() -> int:
         return int(found.kind == SILENT)
     FOLDER.mkdir(exist_ok=True)
     seed = given("SEED") or time.strftime("%Y%m%d")  # the same seed draws the same cases
+    forks.AT_ONCE = 24  # cases draw releases, deliveries and fingerprints: imports would be half of the work
     exploration = Exploration(FOLDER / f"{stack}-{seed}.json", seed, stack)
     exploration.run(time.monotonic() + 60 * float(given("MINUTES", "10")))
     print(exploration.summary())
