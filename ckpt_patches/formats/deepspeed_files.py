@@ -59,7 +59,8 @@ def read(path: Path) -> Checkpoint:
     found.findings += _without_layers(models, files, found.buffers)
     found.beta1, found.step = first_beta(found.groups), last_step(steps)
     if found.step and all(taken_steps(own.value) == found.step - 1 for own in facts):
-        found.step -= 1  # the first step used zero gradients, to allocate the states
+        # The first step allocates the states: its gradients are zero, but for the decay that NAdam and others add.
+        found.step = found.step - 1 or None
     return found
 
 
