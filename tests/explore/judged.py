@@ -153,6 +153,8 @@ def of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
     if "error" in found:
         return Outcome(LOUD, found["error"])
     if found.get("hangs"):
+        if load["some_ranks"]:
+            return Outcome(NOT_TRAINED, "known limit: a fix that communicates waits for ranks without the fixes")
         return Outcome(SILENT, signature=f"{what}: hangs")
     lines = [line for begin in (DIFFERS, VERIFIED) for line in found["proof"] if line.startswith(begin)]
     proof = lines[0] if lines else ""  # several lines, such as optimizer and scheduler, may differ; use one
