@@ -108,7 +108,8 @@ def test_without_zero_the_file_of_a_trained_layer_is_missing(
 ) -> None:
     """No file names the parameters: the shapes of the optimizer's states show that a layer is absent.
 
-    The weight of a shared layer is in two files, so that one of three files with its shape is not missed (a load refuses it).
+    The weight of a shared layer is in two files, so that one of three files with its shape
+    is not missed; a load refuses it.
     """
     case = {"stage": 0, "pipeline": stages, "dtype": dtype, "tied": tied, "buffers": True}
     cases = tmp_path / "cases.json"
