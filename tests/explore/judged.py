@@ -22,8 +22,10 @@ NOT_TRAINED, RIGHT, LOUD, SILENT = "not trained", "right", "loud", "SILENT"
 VERIFIED, DIFFERS = "resume verified", "resume differs"  # lines of the log begin with these
 BUCKETS = ("dp_reshardable", "dp_zero_gather_scatter", "torch")  # Megatron's formats
 FIRST = "first"  # the first of two saves
-# Pipeline layers: one layer has no parameters, and the others may be frozen.
+# Pipeline layers: one layer has no parameters, two may be frozen, and two may share their parameters.
 UNTRAINED = tuple(f"layer_0{number}-model_states.pt absent" for number in (2, 3, 5))
+SHARED = tuple(f"layer_0{number}-model_states.pt absent" for number in (0, 6))
+SCALER = {"_scale", "_growth_tracker", "_hysteresis_tracker"}
 REPAIRED_PART = "a repaired part"
 # A line of the log gives one of these reasons why it is not verified.
 NOT_VERIFIED = (
@@ -98,8 +100,8 @@ def outcome(case: dict[str, Any], stack: Stack) -> Outcome:
         tag = saves / load["tag"]
         harm = _harm(case, saves, killed="killed" in trained)
         if harm.is_whole and load["damage"] not in UNSEEN:
-            if harm.what in UNTRAINED:
-                return Outcome(NOT_TRAINED, "known limit: no file states which layers without trained parameters exist")
+            if harm.what in UNTRAINED or (case["run"].get("tied") and harm.what in SHARED):
+                return Outcome(NOT_TRAINED, "known limit: no file states which layers without own parameters exist")
             return Outcome(SILENT, signature=f"audit: {harm.verdict} in spite of {harm.what}")
         if load["repaired"] and harm.verdict == DAMAGED and tools.repaired(tag, saves / FIRST):
             harm = Harm(REPAIRED_PART, REPAIRED)
@@ -143,7 +145,7 @@ def _harm(case: dict[str, Any], saves: Path, killed: bool) -> Harm:
     elif load["damage"]:
         name = damage(tag, other, load["damage"], load["file"], without_zero=case["run"].get("stage") == 0)
         what = f"{name} {load['damage']}" if name else ""
-        what = what if what in UNTRAINED else re.sub("[0-9]+", "N", what)
+        what = what if what in (*UNTRAINED, *SHARED) else re.sub("[0-9]+", "N", what)
     return Harm(what, tools.verdict(tag)) if what else Harm()
 
 
@@ -218,7 +220,10 @@ def _of_upstream(tried: Tried) -> dict[str, Any]:
 
 def _limit(case: dict[str, Any], different: list[str]) -> str:
     """The reason that neither audit nor fingerprint can notice an element altered in the save (reference/limits.md)."""
-    if {_kind(name) for name in different} != {"weight"}:
+    kinds = {_kind(name) for name in different}
+    if case["package"] == "megatron" and kinds <= SCALER:
+        return "the loss scale in the common file of another iteration, which only a folder's name tells"
+    if kinds != {"weight"}:
         return ""
     if case["run"].get("stage") == 0:
         return "a weight without ZeRO, which no tool compares (docs/reference/formats.md)"
