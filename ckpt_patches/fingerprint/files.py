@@ -142,9 +142,7 @@ def tensors_in_buckets(found: Checkpoint, known: Mapping[str, Layout]) -> Parts:
         buffer, bucket = match["buffer"] or match["whole"], None if match["whole"] else int(match["bucket"])
         layout = known.get(f"{match['chain'] or ''}dp_group_idx_{match['group']}.gbuf_idx_{buffer}")
         for role in sorted({role for shard in shards for role in shard.streams}):
-            own = [shard for shard in shards if role in shard.streams]
-            if len(own) > 1:  # the label of a chunk is its index, or its offset
-                own.sort(key=lambda shard: int(shard.label))
+            own = [shard for shard in shards if role in shard.streams]  # in the order of their elements
             extents = tuple(extent for shard in own for extent in shard.streams[role].extents)
             stream = own[0].streams[role]._replace(extents=extents)
             if layout is None:

@@ -134,8 +134,9 @@ def drawn(seed: str, version: str) -> Case:
     if load["fingerprint"] and not (load["damage"] or load["old"] or run["asynchronous"]) and one_in(6):
         load |= {"damage": generator.choice([ALTERED, *LOST]), "file": generator.randrange(60)}
         load["repaired"] = load["damage"] in LOST and one_in(2)
-    if run["format"] == "torch" and run["optimizer"] == "whole":
-        load["fingerprint"] = False  # this format has no fingerprints
+    if run["format"] == "torch":  # this format has no fingerprints, which alone notice an altered element
+        load["fingerprint"] &= run["optimizer"] != "whole"
+        load["damage"] = "" if load["damage"] == ALTERED else load["damage"]
     if one_in(8) and not run["mup"] and run["optimizer"] == "distributed" and numbers(version) >= (0, 16):
         _migrate(generator, run, load)
     if one_in(2) and run["format"] in RESHARDABLE:

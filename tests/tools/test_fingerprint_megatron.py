@@ -20,6 +20,8 @@ from ckpt_patches.fingerprint.element_hash import LONG, MODULUS, Box, of_box, of
 from ckpt_patches.fingerprint.files import of_megatron, opened, tensors_in_buckets
 from ckpt_patches.fingerprint.record import NotARecord, Record, State, from_plain
 from ckpt_patches.formats.checkpoint import MASTER, Checkpoint, Extent, Shard, Stream
+from ckpt_patches.formats.chunked import Chunked, shards_of
+from ckpt_patches.formats.torch_dist import Tensor
 from every_checkpoint import EVERY
 from test_fingerprint import by_formula
 from torch_dist_indexes import loaded_by_torch
@@ -113,6 +115,18 @@ def test_a_bucket_of_which_the_record_has_no_places_is_compared_as_a_whole(tmp_p
     stream = Stream(f"{name}.param", "float32", (Extent(str(tmp_path / "file"), 0, 16),))
     found = Checkpoint(tmp_path, "megatron", shards=[Shard(name, "", (4,), {MASTER: stream}, has_rows=False)])
     assert [*tensors_in_buckets(found, {"dp_group_idx_0.gbuf_idx_0": Layout((4,), ())})] == [stream.array]
+
+
+def test_parts_of_a_bucket_are_read_in_the_order_of_their_elements(tmp_path: Path) -> None:
+    """A gap before a parameter makes parts of 256, 64 and 320 elements, whose indexes in a grid are 0, 4 and 1."""
+    name = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.bucket_idx_0"
+    parts = {(0,): (256,), (256,): (64,), (320,): (320,)}
+    extents = {at: Extent(str(tmp_path / "file"), 4 * at[0], 4 * numel) for at, (numel,) in parts.items()}
+    bucket = Chunked(Tensor(f"{name}.param", "float32", (640,), None, parts), extents)
+    found = Checkpoint(tmp_path, "megatron")
+    found.shards += shards_of(found, name, {MASTER: bucket})
+    ((part,),) = tensors_in_buckets(found, {}).values()
+    assert [extent.offset for extent in part.stream.extents] == [0, 1024, 1280]
 
 
 def test_tensors_of_other_types_are_compared(tmp_path: Path) -> None:
