@@ -200,7 +200,10 @@ def _noticed(tried: Tried, different: list[str], proof: str, file: Path) -> Outc
             return Outcome(NOT_TRAINED, "upstream's own, of a save or of ranks without the fixes")
     if load["by_upstream"]:
         own = _of_upstream(tried)
-        if "error" in own or {*different} <= {*own.get("different", [])}:
+        wrong = own.get("different", [])
+        # A load that is wrong at once is not trained further.
+        is_wrong_later = bool(wrong) and all(name.startswith(("later ", "next ")) for name in different)
+        if "error" in own or {*different} <= {*wrong} or is_wrong_later:
             return Outcome(NOT_TRAINED, "upstream's own, of a load without the fixes")
     return None
 
