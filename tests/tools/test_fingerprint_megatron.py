@@ -120,7 +120,7 @@ def test_a_bucket_of_which_the_record_has_no_places_is_compared_as_a_whole(tmp_p
 def test_parts_of_a_bucket_are_read_in_the_order_of_their_elements(tmp_path: Path) -> None:
     """A gap before a parameter makes parts of 256, 64 and 320 elements, whose indexes in a grid are 0, 4 and 1."""
     name = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.bucket_idx_0"
-    parts = {(0,): (256,), (256,): (64,), (320,): (320,)}
+    parts: dict[tuple[int, ...], tuple[int, ...]] = {(0,): (256,), (256,): (64,), (320,): (320,)}
     extents = {at: Extent(str(tmp_path / "file"), 4 * at[0], 4 * numel) for at, (numel,) in parts.items()}
     bucket = Chunked(Tensor(f"{name}.param", "float32", (640,), None, parts), extents)
     found = Checkpoint(tmp_path, "megatron")
