@@ -97,8 +97,6 @@ def _audit(options: argparse.Namespace) -> int:
         return UserError.status
     from ckpt_patches.runtime.distributed import joined
 
-    with commands.needed_by("an audit"):
-        import ckpt_patches.audit.audit  # noqa: F401 - with its dependencies
     with joined(options.distributed) as ranks:
         return _audit_together(folders, options, ranks, options.workers or ranks.workers)
 
@@ -109,9 +107,9 @@ def _repair(options: argparse.Namespace) -> int:
     for path in (options.path, options.older):
         if path is not None and (not path.is_dir() or reader_of(path) is None):
             raise wrong_path(path)
-    with commands.needed_by("a repair"):
-        from ckpt_patches.audit.repair.repair import SCHEMA, repair
-        from ckpt_patches.runtime.distributed import Ranks
+    from ckpt_patches.audit.repair.repair import SCHEMA, repair
+    from ckpt_patches.runtime.distributed import Ranks
+
     with commands.told_as_json(SCHEMA, options.json):
         result = repair(
             *(options.path, options.output, options.older, options.workers or Ranks().workers),

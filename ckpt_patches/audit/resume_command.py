@@ -75,10 +75,9 @@ def _number(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
+    from ckpt_patches.audit.resume_from import Answer, resume_from
     from ckpt_patches.formats.reading import wrong_path
 
-    with commands.needed_by("resume-from"):
-        from ckpt_patches.audit.resume_from import Answer, resume_from
     run, quick = options.run_folder, options.quick
     if run.is_dir():
         how = {"quick": quick, "most": options.most}

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_patches.runtime.commands import needed_by, note
+from ckpt_patches.runtime.commands import note
 from ckpt_patches.runtime.options import MANY, add_distributed, add_trust, add_workers, described
 from ckpt_patches.runtime.shown import printable
 
@@ -61,8 +61,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 def run(options: argparse.Namespace) -> int:
     """Run one of the commands and return its exit status."""
-    with needed_by("a fingerprint"):
-        import ckpt_patches.fingerprint.contents  # noqa: F401
+    import ckpt_patches.fingerprint.contents  # noqa: F401 - what is not installed is an error before ranks join
     from ckpt_patches.runtime.distributed import joined
 
     with joined(options.distributed) as ranks:

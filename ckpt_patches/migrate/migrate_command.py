@@ -55,8 +55,8 @@ def add_to(parsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 def run(options: argparse.Namespace) -> int:
     """Migrate, or print the plan. Returns the exit status."""
-    with commands.needed_by("migrate"):
-        from ckpt_patches.migrate import migrate
+    from ckpt_patches.migrate import migrate
+
     say = partial(commands.say, "ckpt-patches")
     chosen = migrate.Options(options.workers, options.damaged_as_is, options.trust_checkpoint)
     with commands.told_as_json(SCHEMA, options.json):

@@ -35,6 +35,12 @@ def run(program: str, work: Callable[[], int], *, interrupted: str = "interrupte
     except BrokenPipeError:
         _discard_output()
         return 128 + signal.SIGPIPE  # as a shell reports it: `audit | head -1 && resume` must not go on
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("ckpt_patches"):
+            raise
+        return _failed(
+            program, f"needs {error.name}, which is not installed: pip install {error.name}", UserError.status
+        )
     except OSError as error:
         _discard_output()
         # Only errors of files that are already open have no file name; here, that file is standard output.

@@ -135,9 +135,18 @@ def test_elements_of_sixteen_bits_count_as_the_numbers_that_they_are(dtype: torc
     assert of_blocks([data[:400]], name) == by_formula(values[: 400 // values.element_size()])
 
 
-def test_without_numpy_it_says_what_to_install(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        *((command, ()) for command in ("audit", "resume-from", "fingerprint")),
+        *((command, ("--output", "new")) for command in ("repair", "migrate", "to-universal")),
+        ("compare", (".",)),
+    ],
+)
+def test_without_numpy_a_command_says_what_to_install(command: str, more: tuple[str, ...], tmp_path: Path) -> None:
     program = f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}]; from ckpt_patches.cli import main; sys.exit(main())"
-    command = [sys.executable, "-I", "-S", "-c", program, "fingerprint", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    run = [sys.executable, "-I", "-S", "-c", program, command, str(tmp_path), *more]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=TIMEOUT, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "ckpt-patches: a fingerprint needs numpy, which is not installed: pip install numpy\n"
+    assert done.stderr.endswith(": needs numpy, which is not installed: pip install numpy\n")
+    assert len(done.stderr.splitlines()) == 1
