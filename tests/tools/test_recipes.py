@@ -58,11 +58,11 @@ def cluster(tmp_path: Path) -> Path:
     commands = tmp_path / "bin"
     commands.mkdir()
     scripts = {
-        "ckpt-patches": f'exec {sys.executable} -m ckpt_patches "$@"',
+        "ckpt-patches": f'exec "{sys.executable}" -m ckpt_patches "$@"',
         "sbatch": 'SLURM_NNODES=1 SLURM_JOB_ID=7 exec bash "$1"',
         "srun": 'exec "$@"',
         "hostname": "echo localhost:0",
-        "torchrun": f'exec {sys.executable} -m torch.distributed.run "${{@/#8/1}}"',
+        "torchrun": f'exec "{sys.executable}" -m torch.distributed.run "${{@/#8/1}}"',
     }
     for name, body in scripts.items():
         (commands / name).write_text(f"#!/bin/bash\n{body}\n")
