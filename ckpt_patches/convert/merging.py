@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from ckpt_patches.convert.conversion_plan import AVERAGED, Content
 from ckpt_patches.convert.layout import Block
 from ckpt_patches.convert.reading import BLOCK, Elements
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.dtypes import ITEM_SIZE
+from ckpt_patches.formats.elements import half_as_float32
 from ckpt_patches.formats.ranged import RangedFiles
-from ckpt_patches.runtime.commands import needed_by
 
 SHORT = 65536  # bytes; rows up to this length are read in batches, longer ones directly to their targets
 
@@ -94,33 +96,23 @@ def _rows(block: Block, size: int, begin: int, end: int) -> Iterator[tuple[int, 
             yield (block.source + row * block.source_stride) * size + low - target, low, high - low
 
 
-# Elements that are computed, bit for bit as torch computes them; a bfloat16 is the upper half of a float32. NumPy is
-# imported only here; torch, whose import takes a second, never is.
-
-
-def _numpy() -> Any:
-    with needed_by("to average parameters, or to convert weights to float32,"):
-        import numpy
-    return numpy
+# Elements that are computed, bit for bit as torch computes them; a bfloat16 is the upper half of a float32.
+# torch, whose import takes a second, is never imported.
 
 
 def _is_same(one: memoryview, other: memoryview, dtype: str) -> bool:
     """Whether elements are equal, even if bytes differ (0.0 and -0.0). Comparing bytes is faster than views."""
-    return bytes(one) == bytes(other) or bool(_numpy().array_equal(_load(one, dtype), _load(other, dtype)))
+    return bytes(one) == bytes(other) or bool(np.array_equal(_load(one, dtype), _load(other, dtype)))
 
 
 def _load(data: memoryview, dtype: str) -> Any:
     """A NumPy array of the elements; bfloat16 as float32."""
-    np = _numpy()
     if dtype != "bfloat16":
         return np.frombuffer(data, np.dtype(dtype))
-    from ckpt_patches.formats.elements import half_as_float32  # imports NumPy
-
     return half_as_float32(np.frombuffer(data, np.uint8), dtype)
 
 
 def _store(values: Any, data: memoryview, dtype: str) -> None:
-    np = _numpy()
     is_16 = dtype == "bfloat16"
     np.frombuffer(data, np.uint16 if is_16 else np.dtype(dtype))[:] = _upper_halves(values) if is_16 else values
 
@@ -132,7 +124,6 @@ def _rounded(values: Any, dtype: str) -> Any:
 
 def _upper_halves(values: Any) -> Any:
     """Convert float32 to bfloat16, rounding to nearest even; a NaN stays a NaN."""
-    np = _numpy()
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)

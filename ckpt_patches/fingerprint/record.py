@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 FORMAT = 1
 MOST = 1 << 48  # elements of a tensor
 STEP = "global_steps"  # of the run; detects a record that a client saved again
-# A parameter's settings that must be equal, and the rate, which is for information: a schedule changes it.
 OPTIONAL = frozenset(("momentum", "dampening", "nesterov", "amsgrad"))  # off in an optimizer that does not have them
+# A parameter's settings that must be equal, and the rate, which is for information: a schedule changes it.
 SETTINGS = ("weight_decay", "betas", "eps", "step", *sorted(OPTIONAL))
 RATE = "lr"
 NOT_ALIKE = "not the same on all ranks that saved"

@@ -36,11 +36,10 @@ def run(program: str, work: Callable[[], int], *, interrupted: str = "interrupte
         _discard_output()
         return 128 + signal.SIGPIPE  # as a shell reports it: `audit | head -1 && resume` must not go on
     except ModuleNotFoundError as error:
-        if str(error.name).startswith("ckpt_patches"):
+        name = str(error.name)
+        if name.startswith("ckpt_patches"):
             raise
-        return _failed(
-            program, f"needs {error.name}, which is not installed: pip install {error.name}", UserError.status
-        )
+        return _failed(program, f"needs {name}, which is not installed: pip install {name}", UserError.status)
     except OSError as error:
         _discard_output()
         # Only errors of files that are already open have no file name; here, that file is standard output.
@@ -68,20 +67,6 @@ def told_as_json(schema: int, as_json: bool) -> Iterator[None]:
         if as_json:
             print(json.dumps({"schema": schema, "output": None, "nothing_to_do": str(error)}, indent=1))
         raise
-
-
-@contextlib.contextmanager
-def needed_by(what: str) -> Iterator[None]:
-    """A context for imports of packages that may not be installed.
-
-    Raises:
-        UserError: a package is not installed; the message names it.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        name = error.name
-        raise UserError(f"{what} needs {name}, which is not installed: pip install {name}") from None
 
 
 def note(program: str, message: str) -> None:

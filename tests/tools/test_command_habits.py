@@ -14,6 +14,7 @@ from megatron_checkpoints import ZARR, written
 from old_checkpoints import flattened, settings
 from small_tree import command, on_terminal, one_line
 from test_audit import lose_both_moments, lose_master
+from upstream import REPOSITORY, TIMEOUT
 from zero_checkpoints import trained
 
 
@@ -143,3 +144,20 @@ def test_the_help_has_groups_and_the_environment() -> None:
         assert f"\n{line}\n" in text
     for name in ("CKPT_PATCHES ", "CKPT_PATCHES_SKIP", "CKPT_PATCHES_FINGERPRINT", "NO_COLOR"):
         assert f"\n  {name}" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *((name, ()) for name in ("audit", "resume-from", "fingerprint")),
+        *((name, ("--output", "new")) for name in ("repair", "migrate", "to-universal")),
+        ("compare", (".",)),
+    ],
+)
+def test_without_numpy_a_command_says_what_to_install(name: str, more: tuple[str, ...], tmp_path: Path) -> None:
+    program = f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}]; from ckpt_patches.cli import main; sys.exit(main())"
+    run = [sys.executable, "-I", "-S", "-c", program, name, str(tmp_path), *more]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=TIMEOUT, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.endswith(": needs numpy, which is not installed: pip install numpy\n")
+    assert len(done.stderr.splitlines()) == 1

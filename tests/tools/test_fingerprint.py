@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,7 @@ from ckpt_patches.fingerprint.states import Fingerprint, of_blocks, state_named
 from every_checkpoint import put, tensors
 from test_fingerprint_mix import mix
 from universal import ours, parallel
-from upstream import REPOSITORY, TIMEOUT, newest
+from upstream import newest
 from zero_checkpoints import KEYS, convert, converted, trained
 
 RELEASE = newest("deepspeed")
@@ -133,20 +131,3 @@ def test_elements_of_sixteen_bits_count_as_the_numbers_that_they_are(dtype: torc
     assert of_blocks([data[:4096], data[4096:]], name) == whole
     assert of_blocks([memoryview(values.float().view(torch.uint8).numpy())], "float32") == whole
     assert of_blocks([data[:400]], name) == by_formula(values[: 400 // values.element_size()])
-
-
-@pytest.mark.parametrize(
-    ("command", "more"),
-    [
-        *((command, ()) for command in ("audit", "resume-from", "fingerprint")),
-        *((command, ("--output", "new")) for command in ("repair", "migrate", "to-universal")),
-        ("compare", (".",)),
-    ],
-)
-def test_without_numpy_a_command_says_what_to_install(command: str, more: tuple[str, ...], tmp_path: Path) -> None:
-    program = f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}]; from ckpt_patches.cli import main; sys.exit(main())"
-    run = [sys.executable, "-I", "-S", "-c", program, command, str(tmp_path), *more]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=TIMEOUT, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.endswith(": needs numpy, which is not installed: pip install numpy\n")
-    assert len(done.stderr.splitlines()) == 1
