@@ -176,6 +176,13 @@ class PatchFinder:
                 return spec
         return None
 
+    def uninstall(self) -> None:
+        """Remove the finder. Modules that are already patched stay patched."""
+        global installed
+        installed = None
+        atexit.unregister(examine)
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
+
 
 # Why `start` failed; empty if it did not.
 failure = ""
@@ -277,6 +284,10 @@ def run() -> None:
     global failure
     try:
         start()
+        if "uninstall" in sys.orig_argv:
+            from ckpt_patches.inplace.uninstall import tell_what_stays
+
+            tell_what_stays(sys.orig_argv)
     except StrictModeError as error:  # the next import of what it is about raises it
         tell(str(error))
     except Exception as error:

@@ -3,28 +3,14 @@
 The hook itself starts in the package's `__init__`, which every interpreter loads at its start; this module is not.
 """
 
-import atexit
 import os
-import sys
 
 import ckpt_patches
 from ckpt_patches import PatchFinder
 
 
-class Handle:
-    """The result of `install`. `uninstall` removes the finder; modules that are already patched stay patched."""
-
-    def __init__(self, finder: PatchFinder) -> None:
-        self.finder = finder
-
-    def uninstall(self) -> None:
-        atexit.unregister(ckpt_patches.examine)
-        ckpt_patches.installed = None
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self.finder]
-
-
-def install() -> Handle | None:
-    """Put the finder in front of the meta path. Idempotent. Returns None with `CKPT_PATCHES=off`.
+def install() -> PatchFinder | None:
+    """Put the finder in front of the meta path, unless one is there, and return it; None with `CKPT_PATCHES=off`.
 
     For environments that read no .pth file (`pip install --target`, `python -S`): call it before the first import
     of megatron or deepspeed. A fix is active in none of its modules if one of them is imported already, with a warning.
@@ -32,8 +18,7 @@ def install() -> Handle | None:
     Raises:
         StrictModeError: in strict mode, there is such a fix. The finder is installed.
     """
-    finder = ckpt_patches.start()
-    return None if finder is None else Handle(finder)
+    return ckpt_patches.start()
 
 
 def verify() -> None:

@@ -65,21 +65,21 @@ def timed(*arguments):
     finally:
         held.append(time.perf_counter() - start)
 PatchFinder.find_spec = timed
-hook = install()
+finder = install()
 start = time.process_time()
 importlib.import_module(sys.argv[1])
 elapsed = time.process_time() - start
 syntax = 0.0  # seconds to parse and compile each edited module once
-if hook is not None:
+if finder is not None:
     import ast, gc
     from ckpt_patches.hook import running
     gc.disable()
-    for file in (file for tree in running.trees(hook.finder.switches) for file in tree.plan.files.values()):
+    for file in (file for tree in running.trees(finder.switches) for file in tree.plan.files.values()):
         start = time.process_time()
         ast.parse(file.original)
         compile(file.original, file.path, "exec", dont_inherit=True)
         syntax += time.process_time() - start
-print(json.dumps([elapsed, max(held), syntax, hook is not None]))
+print(json.dumps([elapsed, max(held), syntax, finder is not None]))
 """
 RUNS = 7
 

@@ -372,14 +372,14 @@ def test_a_logging_handler_may_import_a_module_of_upstream(tmp_path: Path) -> No
 # Installing by hand, and the start
 
 
-def test_the_handle_takes_the_hook_away() -> None:
+def test_the_finder_takes_the_hook_away() -> None:
     before = list(sys.meta_path)
-    handle = install()
-    assert handle is not None
-    assert handle.finder in sys.meta_path
-    handle.uninstall()
-    handle.uninstall()
-    assert handle.finder not in sys.meta_path
+    finder = install()
+    assert finder is not None
+    assert finder in sys.meta_path
+    finder.uninstall()
+    finder.uninstall()
+    assert finder not in sys.meta_path
     sys.meta_path[:] = before
 
 

@@ -397,6 +397,18 @@ def test_a_running_process_survives_an_uninstall_and_an_upgrade(
         assert (done.returncode, len(said)) == (1, 1), done.stderr
 
 
+def test_pip_says_which_packages_keep_fixes_in_their_files(environment: Environment, wheel: Path) -> None:
+    environment.install(str(wheel))
+    make_two(environment.site_packages)
+    pip = ("-m", "pip", "uninstall", "--quiet", "--yes")
+    tools = str(environment.tools)
+    assert environment.python("-m", "ckpt_patches", "apply").returncode == 0
+    assert environment.python(*pip, "another", PYTHONPATH=tools).stderr.startswith("WARNING: Skipping another")
+    said = environment.python(*pip, "Training_Checkpoint.Patches", PYTHONPATH=tools).stderr
+    begin, end = "ckpt-patches: WARNING: fixes stay in the files of", "run `ckpt-patches revert` before the uninstall"
+    assert said == f"{begin} megatron-core: {end}\n"
+
+
 @pytest.mark.parametrize("command", ["install", "develop"])
 def test_setup_py_refuses_what_leaves_the_hook_out(command: str, source: Path) -> None:
     done = subprocess.run([sys.executable, "setup.py", command], cwd=source, capture_output=True, text=True)
