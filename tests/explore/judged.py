@@ -177,6 +177,8 @@ def of_load(tried: Tried, found: dict[str, Any], file: Path) -> Outcome:
     if harm.what or partly:
         return Outcome(RIGHT)
     against, detail = tools.objections(tried.tag)
+    if against and load["old"] and outcome({**tried.case, "load": {**load, "old": False}}, tried.stack).kind == RIGHT:
+        return Outcome(NOT_TRAINED, "upstream's own, of a save without the fixes: its files are wrong")
     return Outcome(SILENT, detail, against) if against else Outcome(RIGHT)
 
 
