@@ -1,22 +1,23 @@
 """Find pages by an error text, an effect, a question, a word or the name of a finding: `ckpt-patches explain TEXT`.
 
 A pasted line matches an error text of a page if it contains most of its words, or is a part of it: for a fix, the
-errors in the first section of its page; for a topic, such as the audit, the items of its section "Error texts". If no
-line matches, the text is compared with each fix's symptom and first section, and with each topic's page. A word has
-more weight the fewer pages contain it.
+errors in the first section of its page, and the messages of its code; for a topic, such as the audit, the items of its
+section "Error texts". If no line matches, the text is compared with each fix's symptom and first section, and with each
+topic's page. A word has more weight the fewer pages contain it.
 """
 
+import ast
 import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from operator import itemgetter
 from pathlib import Path
 
-from ckpt_patches.engine.fix import every_fix, load
+from ckpt_patches.engine.fix import every_fix, load, path_of
 from ckpt_patches.engine.format_patch import pages
 from ckpt_patches.formats.damages import KINDS
 from ckpt_patches.runtime.shown import shortened
@@ -24,6 +25,7 @@ from ckpt_patches.runtime.shown import shortened
 CONTAINED = 0.85  # minimum share, by weight, of an error text's words in a pasted line
 SHARED = 0.6  # minimum share, by weight, of the words of an effect or a question in a page
 IN_TEXT = 0.4  # weight of a word that a topic's page has, and neither its title nor its headings
+PART = 0.2  # minimum share of the words of an error text in a pasted line that is a part of it
 FEW = 4  # words of an error text; a pasted line must contain a shorter one without gaps
 LONGEST = 25  # words of an effect or a question; a longer text is a log, in which only error texts are searched
 LONGEST_LINE = 2000  # characters of a line: its begin and its end; patterns take time that grows faster than it
@@ -107,7 +109,39 @@ def _of_fix(path: Path) -> Page:
     _, section, *_ = [*path.read_text(encoding="utf-8").split("\n## ", 2), ""]
     symptom = load(path.stem).symptom
     text = f"{symptom}\n\n{section.partition(chr(10))[2]}"
-    return Page(path.stem, symptom, text, errors=dict.fromkeys(errors(text), symptom))
+    own = f"a message of this fix, which its page explains; CKPT_PATCHES_SKIP={path.stem} turns it off"
+    said = messages(Path(path_of(path.stem)).read_text(encoding="utf-8"))
+    return Page(path.stem, symptom, text, errors=dict.fromkeys(said, own) | dict.fromkeys(errors(text), symptom))
+
+
+def messages(code: str) -> Iterator[str]:
+    """The messages in a fix's code, also in code that it has as text; `…` for what differs. Prose is no Python."""
+    text = re.sub(r"\{\w*\}", "…", textwrap.dedent(code))
+    try:
+        parsed = ast.parse(text.replace("…", "Ellipsis"))
+    except SyntaxError:
+        prose = text.replace("Ellipsis", "…")
+        if len(words(prose)) >= FEW:
+            yield " ".join(prose.split())
+    else:
+        for inner in _strings(parsed):
+            yield from messages(inner)
+
+
+def _strings(node: ast.AST) -> Iterator[str]:
+    """The strings below a node, without docstrings, what describes the fix, and what it looks for in upstream."""
+    called = node.func if isinstance(node, ast.Call) else None
+    looks = getattr(getattr(called, "value", None), "id", "") == "source"
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    if looks or is_docstring or getattr(called, "id", "") in ("Fix", "NoMatch"):
+        return
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.JoinedStr):
+        yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    else:
+        for inner in ast.iter_child_nodes(node):
+            yield from _strings(inner)
 
 
 def _of_topic(path: Path) -> Page:
@@ -197,7 +231,8 @@ def _found(error: str, lines: Sequence[Sequence[str]], raw: Sequence[str]) -> fl
         return _sum(every) if any(map(verbatim.search, raw)) else 0.0
     if any(contains(line, every) for line in lines):
         return _sum({*every})
-    if part := max((_sum({*line}) for line in lines if len(line) > 1 and contains(every, line)), default=0.0):
+    least = max(2, PART * len(every))
+    if part := max((_sum({*line}) for line in lines if len(line) >= least and contains(every, line)), default=0.0):
         return part
     best = max((_sum({*every}.intersection(line)) for line in lines), default=0.0)
     return best if len(every) >= FEW and best >= CONTAINED * _sum({*every}) else 0.0

@@ -208,6 +208,13 @@ def test_an_answer_has_what_matches() -> None:
     assert first.matched == ""  # its symptom is shown
 
 
+def test_an_error_of_a_fix_leads_to_its_switch() -> None:
+    error = "expected remainders of main parameters, found main parameters in the checkpoint: resume with"
+    first = symptoms.search(f"ValueError: {error} store_param_remainders=False")[0]
+    assert first.name == "param_remainders"
+    assert "CKPT_PATCHES_SKIP=param_remainders" in first.why
+
+
 def test_each_kind_of_finding_is_explained() -> None:
     for kind in damages.KINDS.values():
         (answer,) = symptoms.search(kind.name)
