@@ -166,7 +166,7 @@ def _apply_rules(found: Checkpoint, shards: list[Shard], parts: Iterable[scan.Pa
     for shard, odd in zip(shards, scan.by_shard(parts, pieces), strict=True):
         own = scan.without(odd, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
         found.findings += rules.judge(shard, own, found)
-        moments += rules.parts_of(shard, own)
+        moments += rules.parts_of(shard, own, found)
         scales += rules.scales_of(shard, own)
     found.findings[:] = rules.of_zero_masters(found, found.findings)
     found.findings[:] = rules.of_sparse_moments(found, found.findings)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,17 @@ from ckpt_patches.audit.judging import blocks, masters
 from ckpt_patches.audit.judging.scan import Odd, stretches
 from ckpt_patches.audit.ranges import Range
 from ckpt_patches.formats import damages, elements
-from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, ROLES, WEIGHT, Checkpoint, Shard
+from ckpt_patches.formats.checkpoint import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTS,
+    ROLES,
+    WEIGHT,
+    Checkpoint,
+    Owner,
+    Shard,
+)
 from ckpt_patches.formats.damages import Finding, FindingKind
 from ckpt_patches.formats.dtypes import FLOATS
 from ckpt_patches.formats.zero_inventory import numbered
@@ -28,6 +39,7 @@ SLICES_PER_RANK = 2  # a write that is lost leaves one range, or two where it is
 SMALL = 1 << 12  # elements
 # Megatron's buckets have padding with undefined content: after a parameter, and at the end.
 PADDING, ALIGNMENT = 1024, 256  # elements; ALIGNMENT is per data-parallel rank
+GAP = 64  # elements: each parameter begins at a multiple of it, so those are no padding between two
 NEAR = 64  # elements: wrong elements at most this far apart are one range
 MOST_FINDINGS = 1000  # of one kind in one array; more are merged
 ZERO = {EXP_AVG: blocks.NO_AVG, EXP_AVG_SQ: blocks.NO_SQ}
@@ -176,7 +188,11 @@ def lost_moment(seen: Seen) -> Iterator[Finding]:
     The first moment can decay to zero; if its factor is 0, it is the last gradient.
     """
     code, row = seen.odd.code, seen.shard.row
-    certain = {EXP_AVG: code & BOTH == blocks.NO_AVG, EXP_AVG_SQ: code & blocks.AVG_IS_LARGE > 0}
+    is_no_gap = _reach_parameters(seen.shard, seen.odd.begin, seen.odd.end)
+    certain = {
+        EXP_AVG: (code & BOTH == blocks.NO_AVG) & is_no_gap,
+        EXP_AVG_SQ: (code & blocks.AVG_IS_LARGE > 0) & is_no_gap,
+    }
     for role in (EXP_AVG_SQ,) if seen.found.beta1 == 0 else MOMENTS:
         every = holes(seen.odd, ZERO[role], certain[role])
         alone = few(seen, every)
@@ -233,6 +249,12 @@ def not_judged(seen: Seen) -> Iterator[Finding]:
 # Ranges of odd elements
 
 
+def _reach_parameters(shard: Shard, begin: "npt.NDArray[np.int64]", end: "npt.NDArray[np.int64]") -> Any:
+    """Whether each range has an element that is not between two parameters of a bucket."""
+    at = sum(shard.begin)  # of the shard in its bucket
+    return np.full(len(begin), True) if shard.has_rows else -(-(begin + at) // GAP) * GAP < end + at
+
+
 def holes(odd: Odd, bits: int, certain: npt.NDArray[np.bool_]) -> list[Range]:
     """In each run of zeros (`bits`), the range from the first to the last element that cannot be zero (`certain`)."""
     wrong = odd.chosen(certain)
@@ -279,6 +301,7 @@ class Part:
     begin: int
     end: int
     is_zero: bool  # whether both moments of all its elements are zero
+    is_trained: bool  # whether it has moments that are not zero; in a bucket, such as cannot be padding
 
     @property
     def parameter(self) -> str:
@@ -287,12 +310,25 @@ class Part:
         return f"{own.parameter} {own.label}" if "expert" in own.label else own.parameter
 
 
-def parts_of(shard: Shard, runs: Odd) -> list[Part]:
+def parts_of(shard: Shard, runs: Odd, found: Checkpoint) -> list[Part]:
     """The parts of a shard by rank, or one part; none if it has no moments."""
     if not set(MOMENTS) <= shard.streams.keys() or shard.is_padding:
         return []
-    zeros, owners = stretches(runs, BOTH), (own for own in shard.owners if own.end > own.begin)
-    return [Part(shard, *own, any(begin <= own.begin and own.end <= end for begin, end in zeros)) for own in owners]
+    seen, zeros = Seen(shard, runs, found), stretches(runs, BOTH)
+    parts = []
+    for own in (own for own in shard.owners if own.end > own.begin):
+        is_zero = any(begin <= own.begin and own.end <= end for begin, end in zeros)
+        parts.append(Part(shard, *own, is_zero, not is_zero and _is_trained(seen, own, zeros)))
+    return parts
+
+
+def _is_trained(seen: Seen, own: Owner, zeros: list[Range]) -> bool:
+    """Whether moments that are not zero are those of a parameter: in a bucket, the rest and the end can be padding."""
+    inner = [(max(begin, own.begin), min(end, own.end)) for begin, end in zeros if begin < own.end and own.begin < end]
+    edges = np.array([own.begin, *(edge for zero in inner for edge in zero), own.end])
+    begin, end = edges[::2], edges[1::2]
+    is_no_end = (end < seen.shard.numel) | (end - begin >= seen.least)
+    return seen.shard.has_rows or bool((_reach_parameters(seen.shard, begin, end) & is_no_end & (begin < end)).any())
 
 
 def scales_of(shard: Shard, runs: Odd) -> list[Part]:
@@ -301,7 +337,8 @@ def scales_of(shard: Shard, runs: Odd) -> list[Part]:
     if not is_state or shard.streams.keys() != {WEIGHT} or shard.streams[WEIGHT].dtype not in FLOATS:
         return []
     file = Path(shard.streams[WEIGHT].extents[0].path).name
-    return [Part(shard, file, 0, shard.numel, stretches(runs, blocks.NO_MASTER) == [(0, shard.numel)])]
+    is_zero = stretches(runs, blocks.NO_MASTER) == [(0, shard.numel)]
+    return [Part(shard, file, 0, shard.numel, is_zero, not is_zero)]
 
 
 def of_scales(parts: list[Part]) -> Iterator[Finding]:
@@ -352,7 +389,7 @@ def of_sparse_moments(found: Checkpoint, findings: list[Finding]) -> list[Findin
 def of_moments(found: Checkpoint, parts: list[Part]) -> Iterator[Finding]:
     """Findings for moments that are zero in a parameter, on a rank or everywhere, or not zero at step 0."""
     if found.step == 0:
-        if places := sum(not part.is_zero for part in parts):
+        if places := sum(part.is_trained for part in parts):
             found.step = None
             yield _at_step_0(found, f"moments that are not zero in {places} places, and ")
         return

@@ -86,9 +86,7 @@ class Chunked:
         return shape if math.prod(shape) == numel else (numel,)
 
     def begin(self, offsets: list[Offsets]) -> Offsets:
-        """The place of a shard's first element in the tensor; empty if the shard has another shape, and in buckets."""
-        if is_bucket(self.tensor.name):
-            return ()
+        """The place of a shard's first element in the tensor, or in the bucket; empty if it has another shape."""
         if self.tensor.whole is None:
             return offsets[0]
         shape = self.shape(offsets)

@@ -97,6 +97,22 @@ def test_nan_in_a_small_bucket_is_not_called_whole(tmp_path: Path) -> None:
     assert {verdict_of(path, place) for place in parts} == {UNKNOWN}
 
 
+def test_what_lies_between_parameters_of_a_bucket_is_no_moment(tmp_path: Path) -> None:
+    """A save before the first step has zeros, and there what memory had; a parameter begins at a multiple of 64."""
+    path = copy_of("0.12, zarr, buckets", tmp_path)
+    (settings,) = path.glob("*.optimizer/*.pt")
+    change(settings, lambda own: [group.update(step=0) for group in own["param_groups"]])
+    squares = [place for place in tensors(path) if place.name.rpartition("/")[0].endswith("exp_avg_sq")]
+    for place in tensors(path):
+        if "exp_avg" in place.name:
+            put(place, bytes(place.nbytes))
+    for first in (17, 1050):
+        put(squares[0], torch.ones(30).numpy().tobytes(), first)
+    assert found_in(path) == (WHOLE, set())
+    put(squares[0], torch.ones(1).numpy().tobytes(), 64)
+    assert found_in(path) == (DAMAGED, {"contradiction"})
+
+
 def test_where_no_parameter_is_known_to_be_trained_infinity_is_not_detected(tmp_path: Path) -> None:
     """Buckets of Megatron do not name their parameters: an infinite weight is not told from a buffer."""
     path = copy_of("0.14, torch", tmp_path)

@@ -42,12 +42,17 @@ def tensors(found: Checkpoint) -> Tensors:
 
 
 def _key(shard: Shard, stream: Stream) -> tuple[str, str]:
-    return stream.array, "" if shard.begin else shard.label
+    return stream.array, "" if _place(shard) else shard.label
+
+
+def _place(shard: Shard) -> tuple[int, ...]:
+    """Where a shard begins in its tensor; empty for buckets, which other numbers of ranks may cut otherwise."""
+    return shard.begin if shard.has_rows else ()
 
 
 def _edges(shard: Shard) -> tuple[Edges, Edges]:
     """Where a shard begins and ends in its tensor, as columns with a row for each axis."""
-    begin = np.array(shard.begin or (0,) * len(shard.shape), np.int64).reshape(-1, 1)
+    begin = np.array(_place(shard) or (0,) * len(shard.shape), np.int64).reshape(-1, 1)
     return begin, begin + np.array(shard.shape, np.int64).reshape(-1, 1)
 
 
