@@ -434,6 +434,6 @@ def _zeros(kind: FindingKind, parts: Iterable[Part], detail: str) -> Iterator[Fi
 
 def _at_step_0(found: Checkpoint, detail: str) -> Finding:
     """Moments although the step is 0, or although no file has a step."""
-    if found.format.startswith("megatron") and not any("step" in group for group in found.groups):
+    if found.format.startswith("megatron") and all(group.get("step") is None for group in found.groups):
         return Finding(damages.UNUSUAL, "param_groups", detail=f"{detail}no step: a load counts from 0")
     return Finding(damages.CONTRADICTION, "the optimizer's step", detail=f"{detail}step 0: a load counts from there")

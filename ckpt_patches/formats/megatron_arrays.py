@@ -209,10 +209,11 @@ def param_groups(optimizer: Any) -> list[list[dict[str, Any]]]:
     """The param groups of one optimizer, or of each optimizer in a chain."""
     found = []
     for _, own in _wrapped(optimizer):
-        # torch's optimizers keep the step per parameter; megatron-core saves it once.
+        groups = [group for group in own["param_groups"] if isinstance(group, dict)]
+        # torch's optimizers keep the step per parameter; megatron-core saves it once, and groups can have None.
         step = own["state"].get("common_step") if isinstance(own.get("state"), dict) else None
         common = {} if step is None else {"step": step}
-        found.append([{**common, **group} for group in own["param_groups"] if isinstance(group, dict)])
+        found.append([group if group.get("step") is not None else {**group, **common} for group in groups])
     return found
 
 
