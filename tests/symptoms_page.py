@@ -26,12 +26,12 @@ def text() -> str:
         for error, answer in page.errors.items():
             answers.setdefault((answer, page.name), []).append(_code(error))
     by_fixes: dict[str, list[str]] = {}  # error texts with the same answer are one row
-    for error in sorted({error for fix in fixes for error in _longest(tuple(fix.errors))}, key=_letters):
-        own = ", ".join(_linked(fix.name) for fix in fixes if error in _longest(tuple(fix.errors)))
+    for error in sorted({error for fix in fixes for error in _longest(_of_page(fix))}, key=_letters):
+        own = ", ".join(_linked(fix.name) for fix in fixes if error in _longest(_of_page(fix)))
         by_fixes.setdefault(own, []).append(_code(error))
     answered = (("<br>".join(own), answer, _linked(name)) for (answer, name), own in answers.items())
     errors = (("<br>".join(own), links) for links, own in by_fixes.items())
-    effects = [load(one.name) for one in fixes if not one.errors or load(one.name).silent]
+    effects = [load(one.name) for one in fixes if not _of_page(one) or load(one.name).silent]
     rows = (
         (fix.symptom, fix.affected, fix.stacks, _linked(fix.name))
         for fix in sorted(effects, key=lambda f: _letters(f.symptom))
@@ -45,6 +45,11 @@ def text() -> str:
         *_table(("Effect", "Releases", "Stacks", "Fix"), rows),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _of_page(fix: symptoms.Page) -> tuple[str, ...]:
+    """The errors on a fix's page; the messages of its own code name themselves."""
+    return tuple(error for error, answer in fix.errors.items() if answer == fix.about)
 
 
 def _longest(errors: tuple[str, ...]) -> list[str]:

@@ -120,10 +120,9 @@ def _read_optimizers(
     found.findings += damages.labelled(_of_the_wrapper(file.path, value), label)
     module, steps = value.get("module"), list[Any]()
     weights = [*module.values(), *experts] if isinstance(module, dict) else []
-    for optimizer, masters in optimizers:
-        own = torch_optimizers.take(
-            found, file, optimizer, "optimizer", label, masters=masters, weights=weights, taken=taken
-        )
+    for number, (optimizer, masters) in enumerate(optimizers):
+        name = f"optimizer.{number}" if len(optimizers) > 1 else "optimizer"
+        own = torch_optimizers.take(found, file, optimizer, name, label, masters=masters, weights=weights, taken=taken)
         steps += own.values()
     return steps
 

@@ -121,6 +121,7 @@ def _read_torch(found: Checkpoint, name: str) -> TorchFile | None:
 def _read_optimizers(found: Checkpoint, files: Mapping[str, TorchFile], weights: Mapping[str, Any]) -> list[Any]:
     """Read the optimizers' files, with states by parameter number or name. Returns the steps of the states."""
     steps: list[Any] = []
+    optimizers: list[dict[str, Any]] = []
     shapes = [tensor.shape for tensors in weights.values() for tensor in tensors.values()]
     for name, file in files.items():
         if not OPTIMIZER.fullmatch(name):
@@ -129,10 +130,11 @@ def _read_optimizers(found: Checkpoint, files: Mapping[str, TorchFile], weights:
         if not isinstance(value.get("state"), dict) or not isinstance(value.get("param_groups"), list):
             found.add(damages.MISSING_STATE, name, torch_optimizers.NO_STATES)
             continue
+        optimizers.append(value)
         steps += torch_optimizers.take(found, file, value, f"{file.path.stem}.state").values()
         states = filter(_is_of_its_shape, tensor_streams.states_of(value).values())
         found.findings += torch_optimizers.without_weights(name, states, shapes) if shapes else ()
-    return steps
+    return [0] if trainer_files.is_unstepped(optimizers) else steps
 
 
 def _is_of_its_shape(state: Mapping[Any, Any]) -> bool:
@@ -161,9 +163,10 @@ def read_local(path: Path) -> Checkpoint:
             found.add(damages.UNUSUAL, name, f"of an earlier iteration than {found.iteration}, which the others are of")
         elif file is not None:
             label = f"rank {int(newest[name][2])}"
-            for optimizer, masters in torch_optimizers.within(file.value):
-                found_steps = torch_optimizers.take(found, file, optimizer, f"{name}.state", label, masters=masters)
-                steps += found_steps.values()
+            optimizers = list(torch_optimizers.within(file.value))
+            for number, (optimizer, masters) in enumerate(optimizers):
+                states = f"{name}.{number}.state" if len(optimizers) > 1 else f"{name}.state"
+                steps += torch_optimizers.take(found, file, optimizer, states, label, masters=masters).values()
     set_step(found, steps)
     there = {int(own[2]) for own in newest.values()}
     folders = {int(parent) for name in every if (parent := Path(name).parent.name).isdecimal()}

@@ -12,7 +12,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ckpt_patches.formats import damages, settings, tensor_streams, torch_optimizers, zero_inventory, zero_keys
+from ckpt_patches.formats import (
+    damages,
+    settings,
+    tensor_streams,
+    torch_optimizers,
+    trainer_files,
+    zero_inventory,
+    zero_keys,
+)
 from ckpt_patches.formats.checkpoint import ALONE, WEIGHT, Checkpoint, Shard, last_step
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dcp_reader import set_step
@@ -121,7 +129,13 @@ def read(path: Path) -> Checkpoint:
     weights = {rank: _read_weights(found, file, rank) for rank, file in sorted(files[MODEL].items())}
     states: Parts = {}
     steps = {rank: _read_optimizer(found, file, rank, states) for rank, file in sorted(files[OPTIMIZER].items())}
-    set_step(found, [step for own in steps.values() for step in own.values()], path.name, path.parent.name)
+    taken = [step for own in steps.values() for step in own.values()]
+    if trainer_files.is_unstepped([file.value for file in files[OPTIMIZER].values()]):
+        schedulers = [file.value.get("lr_scheduler") for file in files[EXTRA].values()]
+        counted = last_step(map(trainer_files.counted, schedulers))
+        found.findings += trainer_files.without_states(counted)
+        taken = [0] if counted is None else []  # verl's actor takes none while its critic warms up
+    set_step(found, taken, path.name, path.parent.name)
     found.findings += _unlike_steps(files[OPTIMIZER], steps)
     for parts in (weights, states):
         for name, of_ranks in _by_name(parts).items():

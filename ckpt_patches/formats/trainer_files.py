@@ -7,7 +7,7 @@ weights and the optimizer. https://huggingface.co/docs/transformers/main_classes
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from ckpt_patches.formats import damages, settings, torch_file
 from ckpt_patches.formats.checkpoint import last_step
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.paths import path_within
-from ckpt_patches.formats.tensor_streams import read_json
+from ckpt_patches.formats.tensor_streams import groups_of, read_json, states_of
 from ckpt_patches.formats.zero import OPTIMIZER as OF_A_ZERO_RANK
 from ckpt_patches.runtime.shown import shown
 
 STATE, SCHEDULER, ARGUMENTS = "trainer_state.json", "scheduler.pt", "training_args.bin"
+OF_ACCELERATE = "scheduler.bin"
 RANDOM_STATE = re.compile(r"rng_state(_\d{1,7})?\.pth")
 FOLDER = re.compile(r"checkpoint-(\d{1,15})")
 OF_DEEPSPEED = re.compile(r"global_step(\d{1,15})")
@@ -53,6 +54,8 @@ def findings(
         groups: the optimizer's param groups; empty if not known.
     """
     yield from _missing(path, names)
+    if OF_ACCELERATE in names and last_step(steps) == 0:
+        yield from without_states(counted(_value(path, OF_ACCELERATE)))
     has_random_state, named = any(map(RANDOM_STATE.fullmatch, names)), FOLDER.fullmatch(path.name)
     has_training = has_random_state or SCHEDULER in names or "optimizer.pt" in names
     is_trainers = STATE in names or named or ARGUMENTS in names or (has_random_state and SCHEDULER in names)
@@ -80,6 +83,31 @@ def findings(
         yield from _of_steps(path, state, steps, groups)
 
 
+def is_unstepped(optimizers: Collection[Mapping[str, Any]]) -> bool:
+    """Whether no optimizer has a state, and one has settings of Adam or momentum, which have some after a step."""
+    groups = [group for own in optimizers for group in groups_of(own)]
+    return not any(state for own in optimizers for state in states_of(own).values()) and any(
+        group.get("params") and ("betas" in group or group.get("momentum")) for group in groups
+    )
+
+
+def counted(scheduler: Any) -> int | None:
+    """The steps that a scheduler has counted; None if unknown."""
+    return last_step([_of_steps_alone(scheduler).get("last_epoch")])
+
+
+def _of_steps_alone(scheduler: Any) -> dict[str, Any]:
+    """A scheduler's state; empty if it counts evaluations."""
+    return scheduler if isinstance(scheduler, dict) and not {*OF_EVALUATIONS} & {*scheduler} else {}
+
+
+def without_states(steps: int | None) -> Iterator[Finding]:
+    """The finding on an optimizer that has taken no step, if its scheduler has counted some."""
+    if steps:
+        detail = f"no step and no state, and the scheduler has counted {steps} steps: were the states saved?"
+        yield Finding(damages.UNUSUAL, "optimizer", detail)
+
+
 def _missing(path: Path, names: Collection[str]) -> Iterator[Finding]:
     """Files that are missing between others of their kind; a scheduler of Accelerate without an optimizer."""
     there: dict[tuple[str, str], set[int]] = {}
@@ -100,6 +128,9 @@ def _missing(path: Path, names: Collection[str]) -> Iterator[Finding]:
         yield Finding(damages.UNUSUAL, "rng_state_1.pth", "missing: one rank alone has rng_state.pth")
     if ("scheduler", "bin") in there and not any(map(WITH_OPTIMIZER.fullmatch, names)):
         yield Finding(damages.MISSING_STATE, "optimizer", "scheduler.bin is there, and no file of an optimizer")
+    if {("scheduler", "bin"), ("optimizer", "bin")} & {*there} and ("random_states", "pkl") not in there:
+        detail = "no random state of any rank is there, which Accelerate writes after these: has the save finished?"
+        yield Finding(damages.UNUSUAL, "random_states_0.pkl", detail)
 
 
 def _ranks_below(path: Path, names: Iterable[str]) -> int:
@@ -136,15 +167,14 @@ def _of_steps(path: Path, state: int | None, steps: Iterable[Any], groups: list[
 
     The Trainer also counts steps that fp16 skips, and those before a resume without the optimizer's files.
     """
-    scheduler = _value(path, SCHEDULER)
-    scheduler = scheduler if isinstance(scheduler, dict) and not {*OF_EVALUATIONS} & {*scheduler} else {}
-    counted, taken = last_step([scheduler.get("last_epoch")]), last_step(steps)
-    if taken is not None and state == counted == taken - 1:
+    scheduler = _of_steps_alone(_value(path, SCHEDULER))
+    of_scheduler, taken = counted(scheduler), last_step(steps)
+    if taken is not None and state == of_scheduler == taken - 1:
         return  # some optimizers count from 1
-    every = {"Trainer": state, "scheduler": counted, "optimizer": taken}
+    every = {"Trainer": state, "scheduler": of_scheduler, "optimizer": taken}
     known = {step for step in every.values() if step is not None}
     text = ", ".join(f"the {called}'s step is {step}" for called, step in every.items() if step is not None)
-    if state is not None and counted == state and taken is not None and taken < state:
+    if state is not None and of_scheduler == state and taken is not None and taken < state:
         yield Finding(damages.MIXED_STEPS, "optimizer", f"{text}: the optimizer's file is of an earlier save")
     elif len(known) > 1 and not _are_skipped(path, state, known - {state}):
         yield Finding(damages.UNUSUAL, STATE, f"{text}: a file of another save, or an optimizer that began anew")

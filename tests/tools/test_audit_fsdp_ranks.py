@@ -71,6 +71,11 @@ def with_rate(path: Path) -> None:
     with_other_value(path / OPTIMIZER, lambda value: value["param_groups"][0].update(lr=0.5))
 
 
+def without_states(path: Path) -> None:
+    for file in path.glob("optim*"):
+        with_other_value(file, lambda value: value["state"].clear())
+
+
 OF_FSDP2: dict[str, tuple[Change, str, set[str]]] = {
     "no rank's file": (without("*.pt"), INCOMPLETE, {"incomplete_save"}),
     "another number of ranks": (configured(json.dumps({"world_size": 3})), DAMAGED, {"contradiction"}),
@@ -79,6 +84,7 @@ OF_FSDP2: dict[str, tuple[Change, str, set[str]]] = {
     "another rate": (with_rate, DAMAGED, {"contradiction"}),
     "another step": (of_step_2, DAMAGED, {"mixed_steps"}),
     "parts at one place": (at_the_place_of_another, DAMAGED, {"fragments"}),
+    "no state in the optimizer": (without_states, UNKNOWN, {"unusual"}),
     "weights alone": (without("optim*"), WHOLE, set()),
 }
 

@@ -33,6 +33,7 @@ from megatron_checkpoints import ZARR, ZARR_TP, Configuration, written
 from test_audit import FIRST, IN_ZARR, UP, chunk, lose_first_moment, lose_square, put, state
 from test_audit_many import Arrays, arrays
 from test_audit_many import written as written_by_hand
+from test_audit_trainer import run as of_trainer
 from test_same_run import of_seed
 
 pytestmark = pytest.mark.slow
@@ -364,6 +365,61 @@ def test_a_reset_is_refused_and_names_the_neighbor_that_has_the_moments(
     check_truth(tmp_path / "reset", truth, None)
     change(older, EXP_AVG, 0, 1, np.nan)
     assert "--from OLDER" in refused(capsys, zero, tmp_path / "other")
+
+
+def test_a_damaged_part_of_what_is_resumed_from_as_one_is_named(zero: Path, tmp_path: Path, capsys: Say) -> None:
+    """Beside the Trainer's own files DeepSpeed's folder is a checkpoint of its own, with the optimizer."""
+    trainers = of_trainer(tmp_path / "trainer", ranks=2).rename(tmp_path / "trainer" / "checkpoint-10")
+    (trainers / "optimizer.pt").unlink()
+    (trainers / "trainer_state.json").write_text('{"global_step": 10}')
+    part = Path(shutil.copytree(zero, trainers / zero.name))
+    assert repair(trainers, tmp_path / "new", "--reset-moments") == 0  # "nothing to repair"
+    change(part, EXP_AVG_SQ, 5, 35, 0.0)
+    said = refused(capsys, trainers, tmp_path / "new", "--reset-moments")
+    assert f"resumes from it together with {part}, which is DAMAGED: repair that one" in said
+    assert main(["audit", str(trainers.parent), "--html", str(tmp_path / "page.html")]) == 1
+    command = f"ckpt-patches repair {part} --output NEW --from OLDER"
+    assert f"To repair a newer one: {command}<" in (tmp_path / "page.html").read_text()
+    assert repair(part, tmp_path / "new", "--reset-moments") == 0
+
+
+def state_of_adam() -> dict[str, Any]:
+    moments = {"exp_avg": torch.randn(64, 64) / 1000, "exp_avg_sq": torch.rand(64, 64) / 1e6 + 1e-8}
+    return {**torch.optim.AdamW([torch.zeros(64, 64)]).state_dict(), "state": {0: {"step": 10.0, **moments}}}
+
+
+@pytest.mark.parametrize("lost", ["a", "b", "ab"])
+def test_each_of_several_optimizers_in_a_file_is_repaired_by_itself(lost: str, tmp_path: Path, capsys: Say) -> None:
+    """Without ZeRO a file can have a dict of optimizers, whose parameters have the same numbers."""
+    path, optimizers = tmp_path / "global_step10", {name: state_of_adam() for name in "ab"}
+    for name in lost:
+        optimizers[name]["state"][0]["exp_avg_sq"].view(-1)[101:501] = 0
+    weights = {name: torch.randn(64, 64) for name in "ab"}
+    counts = {"global_steps": 10, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
+    path.mkdir()
+    torch.save(
+        {"module": weights, "optimizer": optimizers, "lr_scheduler": None, "ds_config": {}, **counts},
+        path / "mp_rank_00_model_states.pt",
+    )
+    output = tmp_path / "new"
+    assert repair(path, output, "--reset-moments") == 0
+    assert audit(output).verdict == REPAIRED
+    found = torch.load(output / "mp_rank_00_model_states.pt")["optimizer"]
+    for name, own in optimizers.items():
+        for role in MOMENTS:
+            expected = own["state"][0][role].flatten()
+            expected[101:501] *= name not in lost
+            assert torch.equal(found[name]["state"][0][role].flatten(), expected)
+
+
+def test_arrays_of_one_name_are_not_told_apart(tmp_path: Path, capsys: Say) -> None:
+    path = of_trainer(tmp_path / "run")
+    value = torch.load(path / "optimizer.pt")
+    torch.save(value, path / "optimizer.bin")
+    torch.save({}, path / "random_states_0.pkl")
+    value["state"][0]["exp_avg_sq"].view(-1)[101:201] = 0
+    torch.save(value, path / "optimizer.pt")
+    assert "or another array of this name" in refused(capsys, path, tmp_path / "new", "--reset-moments")
 
 
 # The list of what was repaired

@@ -120,6 +120,10 @@ def of_another_model(value: Any) -> None:
     value["state"][0].update(dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.ones(5, 5)))
 
 
+def no_state(value: Any) -> None:
+    value["state"].clear()
+
+
 SUSPECT = (UNKNOWN, {"unusual"})
 DAMAGES: dict[str, Damage] = {
     "no state of the Trainer": (without(STATE), INCOMPLETE, {"incomplete_save"}),
@@ -153,6 +157,7 @@ DAMAGES: dict[str, Damage] = {
         DAMAGED,
         {"contradiction", "unusual"},
     ),
+    "no state in the optimizer": (in_optimizer(no_state), DAMAGED, {"mixed_steps"}),
     "states of another model": (in_optimizer(of_another_model), DAMAGED, {"foreign_file", "unusual"}),
     "only the model": (without("optimizer.pt", "scheduler.pt", "rng*"), WHOLE, set()),
     "only the model, no state of the Trainer": (without("optimizer.pt", "scheduler.pt", "rng*", STATE), *SUSPECT),
@@ -174,6 +179,14 @@ def test_a_sound_one_is_whole(optimizer: str, dtype: torch.dtype, ranks: int, tm
     assert found_in(path) == (WHOLE, set())
     earlier("optimizer.pt")(path)  # SGD has no steps: the learning rate is the scheduler's of the save before
     assert found_in(path)[0] != WHOLE
+
+
+def test_a_save_before_the_first_step_is_whole(tmp_path: Path) -> None:
+    path = run(tmp_path / "run")
+    in_optimizer(no_state)(path)
+    change(path / "scheduler.pt", lambda value: value.update(last_epoch=0))
+    state('{"global_step": 0}')(path)
+    assert found_in(path.rename(tmp_path / "checkpoint-0")) == (WHOLE, set())
 
 
 FURTHER: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -334,6 +347,17 @@ def in_a_folder_of_a_model(path: Path) -> None:
 OF_ACCELERATE: dict[str, Damage] = {
     "sound": (lambda path: None, WHOLE, set()),
     "no random state of a rank": (without("random_states_1.pkl"), DAMAGED, {"missing_rank"}),
+    "no random state": (without("random*"), *SUSPECT),
+    "no random state and no scheduler": (without("random*", "scheduler*"), *SUSPECT),
+    "no state in the optimizer": (in_optimizer(no_state, "optimizer.bin"), *SUSPECT),
+    "no step yet": (
+        both(
+            in_optimizer(no_state, "optimizer.bin"),
+            in_optimizer(lambda value: value.update(last_epoch=0), "scheduler.bin"),
+        ),
+        WHOLE,
+        set(),
+    ),
     "another optimizer": (
         lambda path: (path / "optimizer.bin").rename(path / "optimizer_1.bin"),
         DAMAGED,

@@ -30,7 +30,7 @@ from ckpt_patches.formats.damages import NOTE, Finding, FindingKind
 from ckpt_patches.formats.ranged import RangedFiles
 
 FROM_WEIGHT, FROM_OLDER, RESET = "the model's weights, rounded", "an older checkpoint", "reset to zero"
-NOTHING = "the checkpoint has nothing to take it from"
+NOTHING = "the checkpoint has nothing to take it from, or another array of this name"
 ZEROS = "both moments are zero already, and zeros over zeros repair nothing"
 AT_A_TIME = 1 << 19  # elements; fewer than the odd runs that a scan keeps
 
@@ -91,12 +91,14 @@ def plan(report: Report, source: str) -> list[Fill]:
 
 
 def places_in(found: Checkpoint) -> dict[tuple[str, str], tuple[Shard, str]]:
-    """The shard and the role of each array's part, by the array and the shard's label."""
-    return {
-        (stream.array, shard.label): (shard, role)
+    """The shard and the role of each array's part, by the array and the shard's label, unless two parts share these."""
+    every = [
+        ((stream.array, shard.label), (shard, role))
         for shard in found.shards
         for role, stream in (*shard.streams.items(), *shard.lost.items())
-    }
+    ]
+    counts = Counter(key for key, _ in every)
+    return {key: place for key, place in every if counts[key] == 1}
 
 
 def _place(finding: Finding) -> tuple[object, ...]:

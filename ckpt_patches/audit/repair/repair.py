@@ -17,7 +17,7 @@ from ckpt_patches.audit.repair import same_run
 from ckpt_patches.audit.repair.copies import copy_checkpoint, new_copy, write_elements
 from ckpt_patches.audit.repair.plan import FROM_OLDER, RESET, Fill, pieces, places_in, plan
 from ckpt_patches.audit.repair_list import NAME, Repaired
-from ckpt_patches.audit.run_folder import unit_of
+from ckpt_patches.audit.run_folder import saves, unit_of
 from ckpt_patches.errors import NothingToDo, UserError
 from ckpt_patches.formats.checkpoint import WEIGHT, Checkpoint
 from ckpt_patches.formats.damages import NOTE
@@ -72,10 +72,12 @@ def repair(
 
     Raises:
         NothingToDo: the checkpoint is complete.
-        UserError: something in it cannot be repaired, or what is right would be a guess; or the
-            output exists; or the older checkpoint is damaged, or not known to be of the same run.
+        UserError: something in it cannot be repaired, or what is right would be a guess; or a checkpoint in the folder,
+            which is resumed from with it, is not good; or the output exists; or the older checkpoint is damaged, or not
+            known to be of the same run.
     """
     with new_copy(path, output, older_path) as copy:
+        _check_parts(path, workers)
         report = audit(path, workers)
         found, older = report.checkpoint, None
         if report.verdict in TO_RESUME_FROM:
@@ -99,6 +101,21 @@ def repair(
         os.replace(copy, output)
         sync_folder(output.parent)
         return Result(output, now, older)
+
+
+def _check_parts(path: Path, workers: int) -> None:
+    """Refuse a folder with other checkpoints, from which a run resumes as one, if one of them is not good.
+
+    Raises:
+        UserError: one is not.
+    """
+    parts = [part for part in saves(path) if part != path and unit_of(part, path) == path]
+    for part, verdict in ((part, audit(part, workers).verdict) for part in parts):
+        if verdict not in TO_RESUME_FROM:
+            raise UserError(
+                f"{path} cannot be repaired, and nothing was written: a run resumes from it together with {part}, "
+                f"which is {verdict}: repair that one, or take another checkpoint"
+            )
 
 
 def _source(found: Checkpoint, path: Path, workers: int) -> Checkpoint:

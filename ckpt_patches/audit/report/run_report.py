@@ -12,6 +12,7 @@ from ckpt_patches.audit.audit import DAMAGED, TO_RESUME_FROM, Report
 from ckpt_patches.audit.repair.plan import REPAIRABLE
 from ckpt_patches.audit.report.rows import rows
 from ckpt_patches.audit.resume_from import SKIPPED_ELSEWHERE, SKIPPED_UNIVERSAL, Answer, Save, choose, how_to_load
+from ckpt_patches.audit.run_folder import saves
 from ckpt_patches.formats.checkpoint import ALONE
 from ckpt_patches.formats.trackers import TRACKERS, Tracker
 
@@ -81,17 +82,19 @@ class RunReport:
 
     def next_steps(self) -> list[str]:
         """What to do now, with the commands."""
-        lines, older = [], ""
+        lines, good = list[str](), None
         if self.newest:
             good = self.newest.checkpoint.path
-            older = f" --from {shlex.quote(str(good))}"
             lines += [f"Load it: {how}"] if (how := how_to_load(good, self.newest.checkpoint.format)) else []
             lines.append(f"In a script: ckpt-patches resume-from {shlex.quote(str(self.path))} prints its path")
         elif undecided := self.answer.undecided:
             lines.append(f"Read below what could not be judged in {undecided.path.name} before you load it")
         newer = itertools.takewhile(lambda report: report is not self.newest, self.saves)
-        if damaged := next((str(report.checkpoint.path) for report in newer if _can_be_repaired(report)), None):
-            lines.append(f"To repair a newer one: ckpt-patches repair {shlex.quote(damaged)} --output NEW{older}")
+        if damaged := next((report for report in newer if _can_be_repaired(report)), None):
+            path, unit = _to_repair(damaged), damaged.checkpoint.path
+            source = good and good / path.relative_to(unit)
+            older = f" --from {shlex.quote(str(source)) if source.is_dir() else 'OLDER'}" if source else ""
+            lines.append(f"To repair a newer one: ckpt-patches repair {shlex.quote(str(path))} --output NEW{older}")
         if not self.newest and (universal := self._good_universal()):
             lines.append(f"Load it: {how_to_load(universal.checkpoint.path, universal.checkpoint.format)}")
         if not lines and self.answer.has_weights_alone:
@@ -114,6 +117,14 @@ class RunReport:
 
 def _can_be_repaired(report: Report) -> bool:
     return report.verdict == DAMAGED and any(own.kind in REPAIRABLE for own in report.findings)
+
+
+def _to_repair(report: Report) -> Path:
+    """The checkpoint with the damage: of a folder from which a run resumes as one, it can be one of several in it."""
+    unit = report.checkpoint.path
+    damaged = [own.array for own in report.findings if own.kind in REPAIRABLE]
+    below = [part for part in reversed(saves(unit)) if unit in part.parents]
+    return next((own for own in below for name in damaged if name.startswith(f"{own.relative_to(unit)}/")), unit)
 
 
 def with_kinds(report: Report) -> str:
