@@ -37,6 +37,7 @@ from ckpt_patches.formats.zero_inventory import numbered
 LEAST = 4  # elements of a lost slice; fewer zeros also occur in a complete state
 SLICES_PER_RANK = 2  # a write that is lost leaves one range, or two where it is between others
 SMALL = 1 << 12  # elements
+EXACT = ("float32", "float64")  # dtypes of moments that are zero in time alone, and not by rounding
 # Megatron's buckets have padding with undefined content: after a parameter, and at the end.
 PADDING, ALIGNMENT = 1024, 256  # elements; ALIGNMENT is per data-parallel rank
 GAP = 64  # elements: each parameter begins at a multiple of it, so those are no padding between two
@@ -373,11 +374,12 @@ def of_shifted_states(found: Checkpoint, findings: list[Finding]) -> list[Findin
 
 
 def of_sparse_moments(found: Checkpoint, findings: list[Finding]) -> list[Finding]:
-    """The findings, without short runs in a moment that is sparse in most other shards: those are no lost slices."""
+    """The findings, without short runs in a moment of few bits that is sparse in most other shards: no lost slices."""
     small = {(s.array, shard.label) for shard in found.shards for s in shard.streams.values() if shard.numel < SMALL}
     kept = list(findings)
     for role in MOMENTS:
-        own = {(s.array, shard.label) for shard in found.shards if (s := shard.streams.get(role)) is not None}
+        rounded = ((shard, s) for shard in found.shards if (s := shard.streams.get(role)) and s.dtype not in EXACT)
+        own = {(s.array, shard.label) for shard, s in rounded}
         lost = {(f.array, f.shard) for f in findings if f.kind is damages.LOST_MOMENT} & own
         sparse = {(f.array, f.shard) for f in findings if f.kind is damages.SPARSE_MOMENT} & own
         if len(sparse - lost) >= len(lost):

@@ -159,9 +159,7 @@ def why_not_read(path: Path) -> Finding | None:
         parts = [name for name in names if PARTS.fullmatch(name) or (path / name / METADATA).exists()]
         is_named, has_index = NAMED.fullmatch(path.name) and not parts, INDEX in names
         is_other = is_named and any(_is_file_of_save(path / name) for name in names)
-        if is_without_distributed_optimizer(path) or (
-            dcp.ITERATION.fullmatch(path.name) is None if has_index else is_other
-        ):
+        if is_without_distributed_optimizer(path) or (is_other and not has_index):
             return Finding(damages.NOT_READ, str(path), detail="its files are of no format that is known here")
         if has_index:
             why = "metadata.json, which Megatron writes last, is not there"

@@ -33,6 +33,10 @@ OF_MUON = (
     "Muon's momentum of ZeRO 1 and 2 was converted by whole matrices, which DeepSpeed loads with the fix "
     "universal_optimizer_states, and at whose first step it fails without"
 )
+OF_FIRST_RANK = (
+    "of {0} and others that the optimizer does not have, {1} in all, the first tensor-parallel rank's part was "
+    "written, as by DeepSpeed's converter: a run that freezes them loads each rank's own from the model's files"
+)
 PLACED, AVERAGED, FLOAT32 = "placed", "averaged", "float32"
 
 Extents = Callable[[], Iterable[Extent]]  # of a slice: made when the file is written, as at stage 3 each rank has one
@@ -97,6 +101,9 @@ class Plan:
     records: Sequence[Records] = ()  # of each file that is read
     warnings: tuple[str, ...] = ()
     lost: Mapping[str, Sequence[str]] = field(default_factory=dict)  # states that are left out, with their parameters
+    of_first_rank: Sequence[
+        str
+    ] = ()  # frozen parameters, and their state, of which other tensor-parallel ranks have more
 
 
 def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), skip_lost: bool = False) -> Plan:
@@ -111,6 +118,9 @@ def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), ski
     files, folder = [*source.zero.ranks.values()], source.zero.folder.path
     if MASTER in drop:
         raise UserError(f"--drop-state {MASTER}: expected a state of the optimizer, found the main parameters")
+    held = {key for file in files for own in file.partitions for key in (*own.held(), *own.others, *own.singles)}
+    if unknown := sorted({*drop} - held):
+        raise UserError(f"--drop-state {unknown[0]}: expected one of {', '.join(sorted(held - {MASTER}))}")
     lost = dict(_lost(source.zero, drop, is_error=not skip_lost))
     planner = _Planner(source, {*drop, *lost})
     outputs: list[Output] = [
@@ -121,12 +131,15 @@ def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), ski
     for output in outputs:
         if not is_within(output.name):  # the name of a parameter is the name of a folder
             raise UserError(f"{output.name!r} is no name of a file in the output folder")
-    warnings = planner.rules.check_patterns(strict=strict)
+    has_rules = not planner.is_stage_3 or source.tp_degree > 1  # else no parameter is looked up in them
+    warnings = planner.rules.check_patterns(strict=strict) if has_rules else []
     if any(len(expert.ranks) > 1 for expert in source.experts.values()):
         warnings.append(BY_NUMBERS)
     if any(own.momentum for file in files for own in file.partitions) and MOMENTUM not in drop:
         warnings.append(OF_MUON)
-    return Plan(tuple(outputs), source.records, tuple(warnings), lost)
+    if planner.of_first_rank:
+        warnings.append(OF_FIRST_RANK.format(shown(planner.of_first_rank[0]), len(planner.of_first_rank)))
+    return Plan(tuple(outputs), source.records, tuple(warnings), lost, planner.of_first_rank)
 
 
 def _lost(found: Zero, drop: Collection[str], *, is_error: bool) -> Iterator[tuple[str, list[str]]]:
@@ -148,7 +161,7 @@ def _lost(found: Zero, drop: Collection[str], *, is_error: bool) -> Iterator[tup
                         "ranks, or leave it out with ckpt-patches to-universal "
                         f"--drop-state {shown(state)}, and the optimizer begins anew with it"
                     )
-                every.setdefault(state, set()).update(names if state in own.others else ())
+                every.setdefault(state, set()).update(names)
     for state, of_names in every.items():
         yield state, sorted(of_names)
 
@@ -160,6 +173,7 @@ class _Planner:
         self.source, self.drop = source, drop
         self.is_stage_3 = source.zero.stage > 2
         self.rules = Rules(source.info)
+        self.of_first_rank: list[str] = []
 
     def outputs(self) -> Iterator[TorchOutput]:
         names = set()
@@ -246,11 +260,13 @@ class _Planner:
     def _module_weights(self, names: set[str]) -> Iterator[TorchOutput]:
         """The model's weights that the optimizer does not hold: frozen and tied parameters, buffers."""
         for model in self.source.zero.models.values():
-            module = model.value.get("module")
+            module, named = model.value.get("module"), model.value.get("buffer_names")
+            buffers = named if isinstance(named, list) else []
             for name, weight in module.items() if isinstance(module, dict) else ():
                 output = state_file(name, MASTER)
                 if isinstance(weight, TensorHeader) and output not in names:
                     names.add(output)
+                    self.of_first_rank += [name] if self.source.tp_degree > 1 and name not in buffers else []
                     yield _as_float32(output, self.source.zero.folder.path / model.name, weight)
 
 

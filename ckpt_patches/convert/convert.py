@@ -103,7 +103,7 @@ def convert(
         def finish() -> None:
             if fingerprint(path, options) != folder.depends_on:  # else what was copied is what had right checksums
                 raise UserError(f"{path} has changed while it was converted: run the same command again")
-            _check_recorded(path, folder.working, strict=options.strict, warn=warn)
+            _check_recorded(path, folder.working, options, warn)
             folder.finish(outputs, LATEST)
 
         ranks.first("finishing the output folder", finish)
@@ -179,7 +179,7 @@ def fingerprint(input_folder: Path, options: Options) -> str:
     return json.dumps([__version__, files, own])
 
 
-def _check_recorded(source: Path, made: Path, *, strict: bool, warn: Callable[[str], object]) -> None:
+def _check_recorded(source: Path, made: Path, options: Options, warn: Callable[[str], object]) -> None:
     """Compare what was written with the fingerprints that the run recorded at the save, if it did.
 
     Raises:
@@ -195,8 +195,9 @@ def _check_recorded(source: Path, made: Path, *, strict: bool, warn: Callable[[s
     checked = contents.of(files.opened(made), quiet=True).checked
     assert checked is not None, made  # it has the record: the model states are copied
     warn(f"against the record of the run: {checked.sentence()}")
-    if checked.differences and strict:
-        first, *others = checked.differences
+    differences = [one for one in checked.differences if one.state not in options.drop_state]
+    if differences and options.strict:
+        first, *others = differences
         more = f", and {len(others)} more (ckpt-patches fingerprint)" if others else ""
         raise UserError(
             f"{source} is not what the run recorded when it saved, and was not converted: {first.parameter} "

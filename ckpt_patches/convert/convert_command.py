@@ -17,12 +17,13 @@ from ckpt_patches.convert.source import UpstreamsAloneError, check_folder
 from ckpt_patches.runtime import commands
 from ckpt_patches.runtime.distributed import joined
 from ckpt_patches.runtime.options import Parser, add_distributed, add_trust, add_workers, described, spelled
+from ckpt_patches.runtime.ranks import is_rank_zero
 from ckpt_patches.runtime.unfinished import check_parent
 from ckpt_patches.runtime.units import in_bytes
 
 DESCRIPTION = "Convert a DeepSpeed ZeRO checkpoint to a universal one, reading and writing every byte once."
 EPILOG = (
-    "exit status: 0 converted; 1 a defect, with a traceback to report; 2 not converted: a line names the reason, and "
+    "exit status: 0 converted, or already; 1 a defect, with a traceback; 2 not converted: a line names the reason, and "
     "the same command continues from there; 130 interrupted"
 )
 HAND_OVER = "ds_to_universal"  # the program that has the options of upstream's converter
@@ -68,7 +69,7 @@ def take_over(upstream: Any, module: str) -> bool:
         return False
     tell(f"ckpt-patches to-universal converts in place of DeepSpeed's converter, which CKPT_PATCHES_SKIP={FIX} runs")
 
-    taken = []
+    left_to_upstream = []
 
     def work() -> int:
         options = Options(
@@ -79,9 +80,9 @@ def take_over(upstream: Any, module: str) -> bool:
         )
         warn = partial(commands.say, HAND_OVER)
         try:
-            taken.append(text(convert(upstream.input_folder, upstream.output_folder, options, warn=warn)))
-            print(taken[0])
+            print(text(convert(upstream.input_folder, upstream.output_folder, options, warn=warn)))
         except UpstreamsAloneError as error:
+            left_to_upstream.append(error)
             warn(f"DeepSpeed's own converter runs: {error}")
         return 0
 
@@ -89,7 +90,7 @@ def take_over(upstream: Any, module: str) -> bool:
         work()
     elif status := commands.run(HAND_OVER, work, interrupted=INTERRUPTED, defect=1):
         sys.exit(status)
-    return bool(taken)
+    return not left_to_upstream
 
 
 def _run(options: argparse.Namespace, program: str, begin: float) -> int:
@@ -97,7 +98,8 @@ def _run(options: argparse.Namespace, program: str, begin: float) -> int:
     path = Path(options.path or options.input_folder)
     if program != HAND_OVER:
         check_parent(Path(options.output))
-    check_folder(path)  # before importing torch and waiting for other ranks
+    with commands.told_as_json(SCHEMA, options.json and is_rank_zero(os.environ)):
+        check_folder(path)  # before importing torch and waiting for other ranks
     chosen = Options(
         options.workers,
         options.strict,

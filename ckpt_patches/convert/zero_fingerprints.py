@@ -8,9 +8,12 @@ from ckpt_patches.convert.conversion_plan import TorchOutput
 from ckpt_patches.convert.convert import Options, planned
 from ckpt_patches.convert.merging import Merger
 from ckpt_patches.convert.reading import open_files
+from ckpt_patches.fingerprint import files
 from ckpt_patches.fingerprint.files import computed
 from ckpt_patches.fingerprint.states import Fingerprint, of_blocks, state_named
-from ckpt_patches.formats import universal
+from ckpt_patches.formats import universal, zero, zero_reader
+from ckpt_patches.formats.zero import MASTER
+from ckpt_patches.formats.zero_folder import FROZEN_PARTS
 from ckpt_patches.runtime.distributed import Ranks
 
 
@@ -29,7 +32,7 @@ def read(
     Raises:
         UserError: the checkpoint is damaged, or of an unsupported kind.
     """
-    options = Options(trust_checkpoint=trust, inject_missing_state=True, skip_lost=True)
+    options = Options(strict=False, trust_checkpoint=trust, inject_missing_state=True, skip_lost=True)
     plan = planned(path, options)
     why = "it has no element for each of the parameter's"
     lost = {f"{name} {state}": why for state, names in plan.lost.items() for name in names}
@@ -40,11 +43,27 @@ def read(
     def read_share(share: Sequence[str]) -> Iterator[Fingerprint]:
         own = [(name, outputs[name]) for name in share]
         nbytes = [output.nbytes for _, output in own]
-        with open_files() as files:  # each process opens its own
-            fingerprint = partial(_fingerprint, merger=Merger(files))
+        with open_files() as opened:  # each process opens its own
+            fingerprint = partial(_fingerprint, merger=Merger(opened))
             yield from computed(fingerprint, own, nbytes, workers, label)
 
-    return (ranks or Ranks()).spread("reading the states", names, read_share), lost
+    ranks = ranks or Ranks()
+    found = ranks.spread("reading the states", names, read_share)
+    why = "only the first tensor-parallel rank's part was read"
+    lost |= {f"{name} {state_named(MASTER)}": why for name in plan.of_first_rank}
+    frozen, unread = _frozen_parts(path, workers, label, ranks)
+    return [*(one for one in found if f"{one.parameter} {one.state}" not in lost), *frozen], {**lost, **unread}
+
+
+def _frozen_parts(path: Path, workers: int, label: str, ranks: Ranks) -> tuple[list[Fingerprint], dict[str, str]]:
+    """The fingerprints of frozen parameters at stage 3, which a conversion copies with the model's files."""
+    if not zero.look(path).zero3_models():
+        return [], {}
+    parts, unread = files.tensors(zero_reader.read(path))
+    frozen = {name: own for name, own in parts.items() if name.startswith(FROZEN_PARTS)}
+    hashed = files.hashes(frozen, workers, label, ranks)
+    made = [Fingerprint(*files.of_universal(name), *own) for name, own in hashed.items()]
+    return made, {name: why for name, why in unread.items() if name.startswith(FROZEN_PARTS)}
 
 
 def _fingerprint(named: tuple[str, TorchOutput], merger: Merger) -> Fingerprint:

@@ -223,7 +223,7 @@ def of_two(
         one, other: the fingerprints of their states.
         unread, unread_of_other: what has no fingerprint in each, and the reasons.
     """
-    first, second = _states(one), _states(other)
+    first, second = ({_key_of_two(key): its for key, its in _states(own).items()} for own in (one, other))
     keys = first.keys() | second.keys()
     read = {" ".join(key) for key in keys} | {parameter for parameter, state in keys if state == "model"}
     alone = [
@@ -265,6 +265,10 @@ def with_record(plain: Any, fingerprints: Iterable[Fingerprint], unread: Mapping
 
 def _states(fingerprints: Iterable[Fingerprint]) -> dict[Key, State]:
     return {(one.parameter, one.state): State(one.numel, one.value, one.numel) for one in fingerprints}
+
+
+def _key_of_two(key: Key) -> Key:
+    return key if is_bucket(key[0]) else (_recorded_name(key[0]), key[1])
 
 
 def _recorded_name(parameter: str) -> str:

@@ -8,7 +8,7 @@ from ckpt_patches.fingerprint import buckets, comparison, dcp_files, files, reco
 from ckpt_patches.fingerprint.comparison import Verdict
 from ckpt_patches.fingerprint.record import NotARecord, from_plain
 from ckpt_patches.fingerprint.states import Fingerprint
-from ckpt_patches.formats import torch_dist
+from ckpt_patches.formats import torch_dist, zero_folder
 from ckpt_patches.formats.checkpoint import Checkpoint
 from ckpt_patches.formats.dcp import is_dcp
 from ckpt_patches.formats.megatron_names import is_bucket
@@ -52,7 +52,11 @@ def of(found: Checkpoint, workers: int = 1, ranks: Ranks | None = None, *, quiet
     parts, unread = files.tensors(found)
     known = _layouts(found.recorded)
     if found.format == "deepspeed universal":
-        parts = {name: its for name, its in parts.items() if name.endswith(".pt")}  # the others are weights
+        parts = {
+            name: its
+            for name, its in parts.items()
+            if name.endswith(".pt") or name.startswith(zero_folder.FROZEN_PARTS)
+        }
     parts = {**parts, **files.tensors_in_buckets(found, known)}
     hashed = files.hashes(parts, workers, "" if quiet else found.path.name, ranks or Ranks())
     if found.format == "deepspeed universal":

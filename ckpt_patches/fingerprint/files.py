@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from ckpt_patches.errors import UserError
 from ckpt_patches.fingerprint.buckets import Layout
 from ckpt_patches.fingerprint.element_hash import MODULUS, Box, all_of, of_box
-from ckpt_patches.fingerprint.states import in_words, state_named, words_of, words_per_element
+from ckpt_patches.fingerprint.states import FROZEN, in_words, state_named, words_of, words_per_element
 from ckpt_patches.formats import damages, dcp, torch_dist
 from ckpt_patches.formats.checkpoint import Checkpoint, Shard, Stream
 from ckpt_patches.formats.dtypes import item_size
@@ -23,6 +23,7 @@ from ckpt_patches.formats.megatron_names import OPTIMIZER_STATE
 from ckpt_patches.formats.megatron_torch import MODEL
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.reading import reader_of, wrong_path
+from ckpt_patches.formats.zero_folder import FROZEN_PARTS
 from ckpt_patches.runtime.distributed import Ranks
 from ckpt_patches.runtime.processes import in_order
 from ckpt_patches.runtime.progress import with_progress
@@ -214,6 +215,8 @@ def of_megatron(name: str) -> tuple[str, str]:
 
 
 def of_universal(name: str) -> tuple[str, str]:
-    """Split the name of a state's file: `decoder.weight/exp_avg.pt`."""
+    """Split the name of a state's file: `decoder.weight/exp_avg.pt`; of a frozen parameter's parts at stage 3."""
+    if name.startswith(FROZEN_PARTS):
+        return name.removeprefix(FROZEN_PARTS), FROZEN
     parameter, _, file = name.rpartition("/")
     return parameter, state_named(file.removesuffix(".pt"))

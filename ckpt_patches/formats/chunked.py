@@ -134,7 +134,7 @@ def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> I
         gaps = own.gaps()
         for key, offsets in cut[role].items():
             there = next((held for held in (own.extents, own.lost) if all(at in held for at in offsets)), None)
-            if there is None:
+            if there is None or sum(math.prod(own.tensor.chunks[at]) for at in offsets) != math.prod(key[1]):
                 continue
             if key not in shards:
                 begin, is_gap = own.begin(offsets), bool(gaps & set(offsets))

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt_patches.formats.checkpoint import Extent
 from ckpt_patches.formats.ranged import read_metadata
-from ckpt_patches.formats.torch_dist import INDEX, LARGEST, Index
+from ckpt_patches.formats.torch_dist import COMMON, INDEX, LARGEST, Index
 from ckpt_patches.runtime.shown import shown
 
 # Where trainers write an optimizer, and the weights that it steps: the first place that has them counts.
@@ -41,7 +41,6 @@ KINDS_OF_FOLDERS = [
     re.compile(r"(?:(?:pytorch_)?model_fsdp_(\d+))|model|weights"),
     re.compile(r"optim(?:izer)?(?:_(\d+))?"),
 ]
-ITERATION = re.compile(r"iter_\d{7,}")  # Megatron-LM's folders
 BY_MEGATRON_CORE = (b"/shard_", *(b"optimizer.state.%b." % state for state in (b"exp_avg", b"param", b"fp32_param")))
 
 
@@ -91,7 +90,7 @@ def _is_by_megatron_core(path: Path) -> bool:
     except OSError:
         return False
     is_its_own = any(name in data for name in BY_MEGATRON_CORE)
-    return is_its_own or (ITERATION.fullmatch(path.name) is not None and b"checkpoint_version" not in data)
+    return is_its_own or (path / COMMON).exists()  # which megatron-core writes first
 
 
 def merged(path: Path, indexes: Iterable[tuple[Path, Index]]) -> Index:

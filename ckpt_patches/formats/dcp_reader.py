@@ -17,7 +17,7 @@ from ckpt_patches.formats.checkpoint import (
     first_beta,
     last_step,
 )
-from ckpt_patches.formats.chunked import TOO_MANY, Chunked, shards_of
+from ckpt_patches.formats.chunked import Chunked, shards_of
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dcp import MASTERS, Optimizer
 from ckpt_patches.formats.dtypes import FLOATS
@@ -37,9 +37,6 @@ def read(path: Path) -> Checkpoint:
     found = Checkpoint(path, FORMAT)
     index = _index(found)
     tensors, objects = read_contents(found, index)
-    for array in tensors.values():
-        if why := array.untiled():
-            found.add(damages.NOT_JUDGED if why == TOO_MANY else damages.FRAGMENTS, array.tensor.name, why)
     values = {name: own.value for name, own in objects.items()} | {name: _header(own) for name, own in tensors.items()}
     optimizers = dcp.optimizers(index.tensors, index.objects)
     of_optimizers = {name for own in optimizers for state in own.states.values() for name in state.values()}

@@ -1,6 +1,7 @@
 """Read the elements of a stream in blocks, and decode them."""
 
 import bisect
+import errno
 import functools
 import itertools
 from typing import Any, NamedTuple, TypeAlias
@@ -48,8 +49,10 @@ class BlockReader:
         self.pieces: list[PartRead] = []
 
     def read(self, begin: int, end: int) -> Block:
-        """The bytes of elements `begin` to `end`, valid until the next call."""
+        """The bytes of elements `begin` to `end`, valid until the next call. Raises OSError if there are fewer."""
         first, last = begin * self.item_size, end * self.item_size
+        if last > self.starts[-1]:
+            raise OSError(errno.EIO, f"expected {end} elements, found {self.stream.numel}", self.stream.array)
         number = bisect.bisect_right(self.starts, first) - 1
         while number < len(self.stream.extents) and self.starts[number] < last:
             start, extent = self.starts[number], self.stream.extents[number]

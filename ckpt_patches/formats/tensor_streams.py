@@ -105,9 +105,9 @@ def streams(found: Checkpoint, path: Path, array: str, values: Mapping[str, Any]
 
 def weight(found: Checkpoint, path: Path, name: str, value: Any, shape: tuple[int, ...]) -> Stream | None:
     """The model's weight of a parameter, as in `stream`. One of another shape is not compared and adds a finding."""
-    if isinstance(value, torch_file.TensorHeader) and value.numel and value.shape != shape:
+    if isinstance(value, torch_file.TensorHeader) and value.shape != shape:
         detail = f"the model's weight has the shape {value.shape}, its parameter {shape}: they were not compared"
-        found.add(damages.NOT_JUDGED, name, detail)
+        found.add(damages.NOT_JUDGED if value.numel else damages.MISSING_WEIGHT, name, detail)
         return None
     return stream(found, path, name, value)
 

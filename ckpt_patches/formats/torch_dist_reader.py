@@ -10,7 +10,7 @@ from typing import Any
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages, dcp, swiglu_rows, tensor_streams, torch_dist, torch_file
 from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Held, Record
-from ckpt_patches.formats.chunked import Chunked, Object
+from ckpt_patches.formats.chunked import TOO_MANY, Chunked, Object
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.dtypes import FLOATS
 from ckpt_patches.formats.megatron_arrays import check_config, is_of_distributed, set_common
@@ -79,6 +79,9 @@ def read_contents(found: Checkpoint, index: torch_dist.Index) -> tuple[dict[str,
     for first, other in index.same_places[:MANY]:
         found.add(damages.FOREIGN_FILE, other, f"the index has it at the same bytes as {first}")
     arrays = {name: Chunked(tensor) for name, tensor in index.tensors.items()}
+    for name, array in arrays.items():
+        if why := array.untiled():
+            found.add(damages.NOT_JUDGED if why == TOO_MANY else damages.FRAGMENTS, name, why)
     _find_elements(arrays, found)
     objects: dict[str, Object] = {}
     with RangedFiles() as files:

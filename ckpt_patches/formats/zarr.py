@@ -58,7 +58,11 @@ def read_chunked(path: Path) -> tuple[Checkpoint, dict[str, Chunked], dict[str, 
     arrays: dict[str, Chunked] = {}
     dtypes: dict[str, str] = {}
     objects: dict[str, Object] = {}
-    for folder in (folder for folder in sorted(path.iterdir()) if folder.is_dir()):
+    for folder in sorted(path.iterdir()):
+        if folder.is_symlink() and not folder.exists():
+            found.add(damages.BAD_FILE, folder.name, "a link to what is not there")
+        if not folder.is_dir():
+            continue
         files = {file.name for file in folder.iterdir()}
         if folder.suffix == LOCKS:
             found.add(damages.LOCK_DIRECTORY, folder.name)

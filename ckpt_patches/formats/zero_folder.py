@@ -31,6 +31,7 @@ OF_A_MODEL = (
     *zero_experts.AUTOEP,
 )
 NAMED = ("module", "frozen_param_fragments")
+FROZEN_PARTS = "frozen_param_fragments."  # prefix of the arrays of frozen parameters at stage 3
 
 
 class ReadAll(Protocol):
@@ -434,7 +435,7 @@ def add_frozen_parts(found: Checkpoint, model: ModelFacts, rank: int, ranks: int
         if not isinstance(part, TensorHeader) or part.numel != share.each:
             continue
         own = share.of(rank)
-        array = f"frozen_param_fragments.{name}"
+        array = f"{FROZEN_PARTS}{name}"
         stream = tensor_streams.stream(found, path, array, part)
         if stream is None:
             continue
@@ -442,4 +443,4 @@ def add_frozen_parts(found: Checkpoint, model: ModelFacts, rank: int, ranks: int
         if own:
             extent = Extent(str(path), part.offset, own * ITEM_SIZE[part.dtype])
             streams = {WEIGHT: Stream(array, part.dtype, (extent,))}
-            found.shards.append(Shard(array, path.name, (own,), streams))
+            found.shards.append(Shard(array, path.name, (own,), streams, begin=(rank * share.each,)))

@@ -5,6 +5,7 @@ of any rank, all ranks stop and rank 0 reports it. Detecting dead hosts and rest
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import sys
@@ -86,8 +87,15 @@ class Ranks:
         self, step: str, items: Sequence[Item], work: Callable[[Sequence[Item]], Iterable[Result]]
     ) -> list[Result]:
         """The results for all items, on all ranks; each rank works on its share of them. Raises as `gather`."""
-        found = self.gather(step, lambda: list(work(self.share(items))))
-        return self.first(step, lambda: [found[n % self.size][n // self.size] for n in range(len(items))])
+        of_items = hashlib.sha256(repr(items).encode()).hexdigest()
+        found = self.gather(step, lambda: (of_items, list(work(self.share(items)))))
+
+        def in_order() -> list[Result]:
+            if any(own != of_items for own, _ in found):
+                raise UserError(f"expected the same files on all ranks, found others on a rank at {step}")
+            return [found[n % self.size][1][n // self.size] for n in range(len(items))]
+
+        return self.first(step, in_order)
 
     @contextlib.contextmanager
     def _loss_named(self, step: str) -> Iterator[None]:

@@ -140,6 +140,14 @@ def chunk_otherwise(path: Path) -> None:
 HALVES = torch.full((6,), 0.5, dtype=torch.bfloat16).view(torch.int16).numpy().tobytes()
 FIRST, SQUARE, CONFIG = f"{state('exp_avg')}/0.0", state("exp_avg_sq"), "metadata.json"
 Damage = tuple[Change, str, set[str]]  # the change, the verdict, and the findings
+
+
+def behind_broken_links(path: Path) -> None:
+    for folder in path.glob(f"*{UP}"):
+        shutil.rmtree(folder)
+        folder.symlink_to(path / "not mounted")
+
+
 IN_ZARR: dict[str, Damage] = {
     "lost main parameters": (lose_master, DAMAGED, {"lost_master"}),
     "lost first moments": (lose_first_moment, DAMAGED, {"lost_moment"}),
@@ -163,6 +171,7 @@ IN_ZARR: dict[str, Damage] = {
     "NaN": (put_nan, DAMAGED, {"not_finite"}),
     "infinity": (put("exp_avg_sq", 5, 6, np.inf), DAMAGED, {"not_finite"}),
     "a negative square": (put("exp_avg_sq", 5, 6, -1), DAMAGED, {"negative_square"}),
+    "a weight and its states behind broken links": (behind_broken_links, DAMAGED, {"bad_file"}),
     "no chunk": (without(FIRST), DAMAGED, {"missing_chunk"}),
     "a short chunk": (rewrite(FIRST, lambda data: data[:-4]), DAMAGED, {"short_chunk"}),
     "a long chunk": (rewrite(FIRST, lambda data: data + bytes(4)), DAMAGED, {"long_chunk"}),
@@ -324,6 +333,11 @@ IN_ZERO: dict[str, Damage] = {
     "positive infinity": (buffer(-MASK), WHOLE, set()),
     "a best loss before the first one": (buffer(torch.tensor(INF)), WHOLE, set()),
     "NaN in a mask": (buffer(torch.where(MASK == 0, torch.nan, MASK)), DAMAGED, {"not_finite"}),
+    "a trained weight without elements": (
+        in_model(lambda value: value["module"].update({"w1.weight": torch.empty(0)})),
+        DAMAGED,
+        {"missing_weight"},
+    ),
     "infinity in a trained weight": (
         in_model(lambda value: value["module"]["w1.weight"].view(-1)[:1].fill_(INF)),
         DAMAGED,

@@ -89,6 +89,18 @@ def verdict_of(path: Path, place: Place) -> str:
     return verdict
 
 
+def test_a_chunk_that_no_rank_has_planned_is_missing(tmp_path: Path) -> None:
+    """Neither index nor plans name it; its elements are in the tensor's shape."""
+    path = copy_of("0.16, dp_reshardable", tmp_path)
+    with changed_index(path) as index:
+        name, tensor = next(named for named in index.state_dict_metadata.items() if "exp_avg" in named[0])
+        lost = tensor.chunks.pop().offsets
+        places = index.storage_data
+        index.storage_data = {key: places[key] for key in places if (key.fqn, key.offset) != (name, lost)}
+        index.all_local_plans = None
+    assert (found_in(path), audit(path).findings[0].array) == ((DAMAGED, {"fragments"}), name)
+
+
 def test_nan_in_a_small_bucket_is_not_called_whole(tmp_path: Path) -> None:
     """NaN in a rank's part of a bucket is UNKNOWN, even if all of that part could be padding."""
     path = copy_of("0.12, zarr, buckets", tmp_path)

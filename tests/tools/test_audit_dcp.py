@@ -213,6 +213,59 @@ def test_weights_are_those_of_their_optimizer(layout: str, tmp_path: Path) -> No
     assert found_in(path)[0] == DAMAGED
 
 
+def crafted(dtype: torch.dtype = torch.float32) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Weights in bf16, and states that 1,500 steps of AdamW could have left."""
+    made = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(32, 32, generator=made).bfloat16() for name in ("in.weight", "out.weight")}
+    weights["scale"] = torch.tensor([2.66]).bfloat16()
+    states = {}
+    for name, weight in weights.items():
+        gradient = torch.rand(weight.shape, generator=made) * 1e-3 + 1e-5
+        moments = {"exp_avg": gradient.to(dtype), "exp_avg_sq": (gradient.square() + 1e-6).to(dtype)}
+        states[name] = {"step": torch.tensor(1500.0), **moments, "master_param": weight.float() * (1 + 1e-3)}
+    return weights, states
+
+
+def lose(states: dict[str, dict[str, torch.Tensor]]) -> None:
+    """A slice of one moment, beside units of another parameter whose first moment has decayed to zero."""
+    states["in.weight"]["exp_avg"][:, 5:10] = 0
+    states["out.weight"]["exp_avg"].view(-1)[37:437] = 0
+
+
+CRAFTED: dict[str, tuple[torch.dtype, Callable[[Any], object], tuple[str, set[str]]]] = {
+    "units whose first moment has decayed": (
+        torch.float32,
+        lambda states: states["in.weight"]["exp_avg"][:, 5:10].zero_(),
+        (WHOLE, set()),
+    ),
+    "a lost slice beside them": (torch.float32, lose, (DAMAGED, {"lost_moment"})),
+    "a main parameter of one element": (
+        torch.float32,
+        lambda states: states["scale"]["master_param"].zero_(),
+        (DAMAGED, {"lost_master"}),
+    ),
+    "squares below fp16": (
+        torch.float16,
+        lambda states: states["in.weight"]["exp_avg_sq"].view(-1)[40:400].zero_(),
+        (WHOLE, set()),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_zeros_in_states(case: str, tmp_path: Path) -> None:
+    dtype, change, expected = CRAFTED[case]
+    weights, states = crafted(dtype)
+    change(states)
+    groups = [
+        {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "params": [*weights]}
+    ]
+    path = tmp_path / "iter_0001500"  # no name that megatron-core alone gives
+    assert (
+        found_in(written(path, {"model": weights, "optimizer": {"state": states, "param_groups": groups}})) == expected
+    )
+
+
 @pytest.mark.parametrize("names", [("first", "second"), ("model", "module")])
 def test_where_several_models_could_be_meant_none_is_taken(names: tuple[str, str], tmp_path: Path) -> None:
     model, optimizer, _ = training()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_patches.audit.audit import DAMAGED, WHOLE, Report, audit
+from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, Report, audit
 from ckpt_patches.convert import source
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats.zero_pipeline import Place, places
@@ -37,6 +37,15 @@ def negate(path: Path, key: str) -> None:
 
 def test_what_the_run_wrote_is_whole(folder: Path) -> None:
     assert (audit(folder).verdict, found(audit(folder))) == (WHOLE, [])
+
+
+def test_a_record_that_cannot_be_compared_is_said(folder: Path) -> None:
+    """A universal checkpoint, by which states are compared, does not hold such a pipeline."""
+    for path in folder.glob("mp_rank_*_model_states.pt"):
+        with_other_value(
+            path, lambda held: held.update(ckpt_patches_fingerprint={"global_steps": held["global_steps"]})
+        )
+    assert (audit(folder).verdict, found(audit(folder))) == (UNKNOWN, [("not_judged", "the optimizer's state")])
 
 
 @pytest.mark.parametrize("file", [LINEAR, NORM])

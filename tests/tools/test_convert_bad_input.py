@@ -1,7 +1,9 @@
 """An incomplete or invalid checkpoint is one clear line, before a byte is written."""
 
+import json
 import os
 import pickle
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -367,10 +369,27 @@ def test_a_state_that_would_be_lost_is_left_out_on_request(
 ) -> None:
     """Then the two are not the same training state."""
     states(codes)(folder)
-    dropped = ("--drop-state", "state1", "--drop-state", "absmax1")
+    states(lambda of_group: of_group.update(mu_product=torch.tensor(0.5)))(folder)
+    dropped = ("--drop-state", "state1", "--drop-state", "absmax1", "--drop-state", "mu_product")
     ours(folder, tmp_path / "universal", *dropped)
     names = {path.stem for path in (tmp_path / "universal/zero/norm.weight").iterdir()}
     assert names == {"fp32", "exp_avg", "exp_avg_sq", "step"}
     assert command_line.main(["compare", str(folder), str(folder)]) == 0
     assert command_line.main(["compare", str(folder), str(tmp_path / "universal")]) == 1
-    assert "norm.weight state1    differs: in the first one alone" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    for state in ("state1", "mu_product"):
+        assert re.search(rf"norm.weight {state} +differs: in the first one alone", said)
+
+
+@pytest.mark.parametrize("name", ["nosuch", "step"])
+def test_a_state_that_no_parameter_has_cannot_be_dropped(name: str, folder: Path, tmp_path: Path) -> None:
+    done = ours(folder, tmp_path / "universal", "--drop-state", name, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"--drop-state {name}: expected one of exp_avg, exp_avg_sq" in done.stderr
+
+
+def test_a_universal_checkpoint_needs_nothing(folder: Path, tmp_path: Path) -> None:
+    ours(folder, tmp_path / "universal")
+    done = ours(tmp_path / "universal", tmp_path / "again", "--json", check=False)
+    assert (done.returncode, (tmp_path / "again").exists()) == (0, False)
+    assert "is a universal checkpoint already" in json.loads(done.stdout)["nothing_to_do"]

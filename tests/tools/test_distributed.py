@@ -314,3 +314,11 @@ def test_a_rank_with_another_input_or_output_ends_all(argument: int, tmp_path: P
     message = "expected the folder that rank 0 has made for the same checkpoint, found another one or none"
     once(message, own.by_hand("", f"sys.argv[{argument}] = {str(other)!r}"))
     assert not own.output.exists()
+
+
+@pytest.mark.slow
+def test_a_rank_with_other_files_to_compare_ends_all(tmp_path: Path) -> None:
+    own, other = work("fingerprint", tmp_path, "together"), tmp_path / "other"
+    shutil.copytree(own.options[0], other)
+    next(other.glob("*/.zarray")).parent.rename(other / "another")
+    once("expected the same files on all ranks", own.by_hand("", f"sys.argv[2] = {str(other)!r}"))

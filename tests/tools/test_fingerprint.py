@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from ckpt_patches.fingerprint.comparison import INCOMPLETE, MISSING, NOT_SAVED, 
 from ckpt_patches.fingerprint.element_hash import MODULUS
 from ckpt_patches.fingerprint.files import opened
 from ckpt_patches.fingerprint.states import Fingerprint, of_blocks, state_named
+from crafted_files import change, copied
 from every_checkpoint import put, tensors
 from test_fingerprint_mix import mix
 from universal import ours, parallel
@@ -73,6 +75,46 @@ def test_of_tensor_parallel_ranks_they_are_those_of_the_whole_parameter(case: st
         assert {(one.parameter, one.state): one.value for one in found} == expected
 
 
+def test_rules_that_stage_3_does_not_need_may_name_any_parameter(tmp_path: Path) -> None:
+    """With one tensor-parallel rank nothing is merged by them: upstream converts such a checkpoint, too."""
+    source = copied(trained(RELEASE, "stage3")["stage3"], tmp_path)
+    rules = {"universal_checkpoint_version": 0.2, "tp_replicated_parameter_patterns": [".*norm.*"]}
+    for file in source.glob("*model_states.pt"):
+        change(file, lambda model: model.update(universal_checkpoint_info=rules))
+    ours(source, tmp_path / "universal")
+    assert command_line.main(["compare", str(source), str(tmp_path / "universal")]) == 0
+
+
+def test_frozen_parameters_of_stage_3_are_compared_in_their_parts(tmp_path: Path) -> None:
+    """In the model's files, of which a universal checkpoint has copies; the padding of parts is not."""
+    source = copied(trained(RELEASE, "stage3_frozen")["stage3_frozen"], tmp_path)
+    ours(source, tmp_path / "universal")
+    expected = sorted(read(source)[0])
+    frozen = {one.parameter for one in expected if one.state == "frozen"}
+    assert frozen == {"ln.weight", "ln.bias"}
+    assert sorted(contents.of(opened(tmp_path / "universal")).fingerprints) == expected
+    for folder in (source, tmp_path / "universal"):
+        change(folder / "zero_pp_rank_1_mp_rank_00_model_states.pt", negate_frozen)
+    assert sorted(read(source)[0]) == sorted(contents.of(opened(tmp_path / "universal")).fingerprints) != expected
+    assert command_line.main(["compare", str(source), str(trained(RELEASE, "stage3_frozen")["stage3_frozen"])]) == 1
+
+
+def negate_frozen(model: Any) -> None:
+    model["frozen_param_fragments"]["ln.weight"].neg_()
+
+
+def test_of_frozen_parameters_of_tensor_parallel_ranks_only_the_first_part_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = parallel("megatron_fp16")["megatron_fp16"]
+    other = copied(source, tmp_path)
+    change(other / "mp_rank_01_model_states.pt", lambda model: model["module"]["frozen.weight"].zero_())
+    assert "frozen.weight master" in read(source)[1]
+    assert command_line.main(["compare", str(source), str(other)]) == 0
+    assert "frozen.weight master  not verified: only the first" in capsys.readouterr().out
+    assert "the first tensor-parallel rank's part was written" in ours(source, tmp_path / "universal").stderr
+
+
 def test_one_changed_bit_is_told_with_its_state(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = copy.parent / "other"
     shutil.copytree(copy, other)
@@ -110,6 +152,19 @@ def test_what_is_in_one_alone_and_what_has_another_size_is_told() -> None:
         ("e codes", "", MISSING, "in the first one alone"),
     ]
     assert found.verified == [("c", "fp32")]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("chained_0.layer.weight", "layer.weight"),
+        ("moe.deepspeed_experts.3.weight", "moe.deepspeed_experts.global_3.weight"),
+    ],
+)
+def test_releases_have_other_names_for_one_parameter(one: str, other: str) -> None:
+    same = [Fingerprint(name, "exp_avg", 3, 7) for name in (one, other)]
+    assert of_two(same[:1], same[1:], {}, {}).is_equal
+    assert not of_two(same[:1], [same[1]._replace(value=8)], {}, {}).is_equal
 
 
 def test_what_neither_side_can_read_is_not_verified() -> None:

@@ -105,6 +105,13 @@ def test_the_number_goes_through_our_conversion_into_the_run_that_loads(
     assert "resume verified: 21 states, " in log
 
 
+def test_a_state_that_is_left_out_on_request_may_be_in_the_record(tmp_path: Path) -> None:
+    source = trained(NEWEST) / "stage1-2" / "global_step2"
+    command = to_universal(source, tmp_path / "universal")
+    assert command_line.main([*command, "--drop-state", "exp_avg"]) == 0
+    assert command_line.main(["compare", str(source), str(tmp_path / "universal")]) == 1
+
+
 def test_what_is_not_as_recorded_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One flipped bit of a moment, which only the record detects, stops a conversion."""
     source = tmp_path / "stage1-2"

@@ -110,8 +110,11 @@ def test_objects_are_wrapped_as_torch_dist_has_them(tmp_path: Path) -> None:
         (lambda chunk: chunk.write_bytes(chunk.read_bytes()[:-1]), "its chunk at [0, 0, 2] is not there, or not all"),
         (lambda chunk: (chunk.parent / ".zarray").write_text("{"), "is corrupt"),
         (lambda chunk: (chunk.parent / ".zarray").unlink(), ".zarray"),
+        (lambda chunk: in_columns(chunk.parent / ".zarray"), "expected raw chunks in C order"),
+        (lambda chunk: outside(chunk.parent), "outside of the checkpoint: put the file itself there"),
+        (lambda chunk: outside(chunk.parent, is_there=False), "No such file or directory"),
     ],
-    ids=["chunk missing", "chunk short", "metadata corrupt", "metadata missing"],
+    ids=["chunk missing", "chunk short", "metadata corrupt", "metadata missing", "order F", "a link", "a broken link"],
 )
 def test_an_array_that_is_not_all_there_is_refused(
     break_it: Any, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -119,6 +122,27 @@ def test_an_array_that_is_not_all_there_is_refused(
     old, _ = checkpoint(tmp_path / "old")
     break_it(old / "optimizer.state.exp_avg.layers.weight" / "0.0.1")
     assert expected in refused(capsys, old, tmp_path)
+
+
+def in_columns(metadata: Path) -> None:
+    metadata.write_text(metadata.read_text().replace('"order": "C"', '"order": "F"'))
+
+
+def outside(path: Path, *, is_there: bool = True) -> None:
+    """Put a link in place of a file or folder of the checkpoint `old`, to where it is now, or to nothing."""
+    place = next(parent for parent in path.parents if parent.name == "old").with_name("elsewhere")
+    path.rename(place)
+    path.symlink_to(place if is_there else place / "gone")
+
+
+def test_an_object_that_is_a_link_out_of_the_checkpoint_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, _ = checkpoint(tmp_path / "old")
+    add_object(old, "rng_state/shard_0_1", {"cpu": torch.arange(3)})
+    outside(old / "rng_state" / "shard_0_1.pt")
+    for options in ((), ("--damaged-as-is",)):
+        assert "cannot be read, and nothing was written" in refused(capsys, old, tmp_path, *options)
 
 
 def test_a_chunk_that_the_system_cannot_look_up_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ NO_WEIGHT = 8192  # unrounded, and the weight is zero
 # Bits that can be damage in a single element.
 CERTAIN = (CONTRADICTED, UNROUNDED, NO_WEIGHT, NEGATIVE, *NOT_FINITE.values(), INFINITE)
 
-# exp_avg ~ (1 - beta1) g, exp_avg_sq ~ (1 - beta2) g^2: below this a square may have underflowed to zero.
-LARGE_AVG = np.float32(1e-15)
+# exp_avg ~ (1 - beta1) g, exp_avg_sq ~ (1 - beta2) g^2: below this a square may have underflowed to zero, by its dtype.
+LARGE_AVG = {**dict.fromkeys(("float64", "float32", "bfloat16"), np.float32(1e-15)), "float16": np.float32(2.0**-5)}
 
 FLOAT32 = np.finfo(np.float32)
 # Weights that are rounded main parameters, by dtype: significant bits, and the exponent of the smallest normal number.
@@ -112,7 +112,7 @@ def codes(streams: Mapping[str, tuple[Block, str]], numel: int) -> Codes:
         mark(values[EXP_AVG_SQ] < 0, NEGATIVE)
     is_large = np.zeros(numel, np.bool_)
     if {EXP_AVG, EXP_AVG_SQ} <= values.keys():
-        is_large = np.abs(values[EXP_AVG]) > LARGE_AVG
+        is_large = np.abs(values[EXP_AVG]) > LARGE_AVG.get(streams[EXP_AVG_SQ][1], np.float32(np.inf))
         mark(zero[EXP_AVG_SQ] & (values[EXP_AVG] == 0), NO_AVG)  # also -0.0: without a gradient
         mark(zero[EXP_AVG_SQ] & is_large, AVG_IS_LARGE)
     if WEIGHT in values and MASTER in values:

@@ -56,7 +56,7 @@ def have_few_bits(shard: Shard) -> bool:
 
 
 def are_remainders(shard: Shard) -> bool:
-    """Whether all main parameters of a shard are 16-bit integers, with several distinct values."""
+    """Whether all main parameters of a shard are 16-bit integers, with several distinct values, not zeros alone."""
     dtypes = [shard.streams[role].dtype for role in (WEIGHT, MASTER) if role in shard.streams]
     seen = np.empty(0, np.float32)
     for master, _ in _blocks(shard) if dtypes == ["bfloat16", "float32"] else ():
@@ -64,4 +64,4 @@ def are_remainders(shard: Shard) -> bool:
             return False
         if len(seen) < FEWEST:
             seen = np.union1d(seen, master)
-    return len(seen) > 0 and len(seen) >= min(FEWEST, shard.numel)
+    return bool(seen.any()) and len(seen) >= min(FEWEST, shard.numel)

@@ -61,7 +61,7 @@ def _checked(found: Checkpoint, path: Path, workers: int) -> Verdict | None:
         own = found if found.path == path else replace(files.opened(path), recorded=found.recorded)
         return contents.of(own, workers, quiet=True).checked
     except (UserError, OSError) as error:  # another finding reports the damage
-        return Verdict(not_verified={"the optimizer's state": one_line(error)})
+        return Verdict(not_verified={"the optimizer's state": one_line(error)}, missed=True)
 
 
 def _of_deepspeed(path: Path, workers: int) -> Verdict | None:
