@@ -102,7 +102,7 @@ def read(path: Path, *, trust: bool = False) -> Source:
         is_damaged = finding.kind is BAD_METADATA and finding.array not in (megatron_arrays.CONFIG, COMMON)
         is_dropped = is_zarr and finding.kind in (BAD_FILE, NOT_READ)  # else its array or object would be left out
         if is_damaged or is_dropped or (finding.kind is NOT_READ and finding.array == INDEX):
-            raise UserError(f"{path / finding.array} cannot be read, and nothing was written: {finding.detail}")
+            raise UserError(f"{path}: {finding.array} cannot be read, and nothing was written: {finding.detail}")
     if is_zarr:  # these are written anew, and not as the bytes that they are
         objects = {name: _object(own.extent.path, trust) for name, own in objects.items()}
     held = objects.pop(COMMON_OBJECT, None)
