@@ -255,7 +255,7 @@ def with_record(plain: Any, fingerprints: Iterable[Fingerprint], unread: Mapping
     except NotARecord as error:
         return Verdict(not_verified={"the record": str(error)}, missed=True)
     read = _states(own for own in fingerprints if own.state != "step")
-    found = {(_recorded_name(name), state): own for (name, state), own in read.items()}
+    found = {(recorded_name(name), state): own for (name, state), own in read.items()}
     named = _as_recorded(record, found)
     known = {" ".join(key) for key in record.states}
     left_out = {what: why for what, why in unread.items() if what in known}
@@ -268,10 +268,10 @@ def _states(fingerprints: Iterable[Fingerprint]) -> dict[Key, State]:
 
 
 def _key_of_two(key: Key) -> Key:
-    return key if is_bucket(key[0]) else (_recorded_name(key[0]), key[1])
+    return key if is_bucket(key[0]) else (recorded_name(key[0]), key[1])
 
 
-def _recorded_name(parameter: str) -> str:
+def recorded_name(parameter: str) -> str:
     """A parameter's name in a record."""
     return LOCAL_EXPERT.sub(r"deepspeed_experts.global_\1.", CHAINED.sub("", parameter))
 

@@ -17,11 +17,13 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, audit
 from ckpt_patches.audit.judging import record_checksums
 from ckpt_patches.audit.repair_list import NAME
 from ckpt_patches.cli import main
+from ckpt_patches.fingerprint import of_training
 from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTS, WEIGHT
 from ckpt_patches.runtime.units import in_bytes
 from crafted_files import Change, both, copied, found_in, without
@@ -420,6 +422,50 @@ def test_arrays_of_one_name_are_not_told_apart(tmp_path: Path, capsys: Say) -> N
     value["state"][0]["exp_avg_sq"].view(-1)[101:201] = 0
     torch.save(value, path / "optimizer.pt")
     assert "or another array of this name" in refused(capsys, path, tmp_path / "new", "--reset-moments")
+
+
+def times_4(name: str, state: str) -> Change:
+    def make(states: Any) -> None:
+        states[name][state][40:] *= 4
+
+    return make
+
+
+def lose_squares(states: Any) -> None:
+    states["0.weight"]["exp_avg_sq"].view(-1)[100:500] = 0
+
+
+RECORDED: dict[str, tuple[Change, str]] = {
+    "a lost slice": (lose_squares, ""),
+    "and the other moment": (
+        both(lose_squares, times_4("0.weight", "exp_avg")),
+        "not_as_recorded 0.weight : exp_avg: ",
+    ),
+    "and another parameter": (both(lose_squares, times_4("1.weight", "exp_avg_sq")), "not_as_recorded 1.weight : "),
+}
+
+
+@pytest.mark.parametrize("what", RECORDED)
+def test_only_what_is_lost_may_differ_from_the_record(what: str, tmp_path: Path, capsys: Say) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 48))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(64, 64)).square().mean().backward()
+        optimizer.step()
+    record = of_training(model, optimizer)
+    weights, states = get_state_dict(model, optimizer)
+    make, expected = RECORDED[what]
+    make(states["state"])
+    path = tmp_path / "step_3"
+    dcp.save(
+        {"model": weights, "optimizer": states, "ckpt_patches_fingerprint": record}, checkpoint_id=path, no_dist=True
+    )
+    assert audit(path).verdict == DAMAGED
+    if expected:
+        assert expected in refused(capsys, path, tmp_path / "new", "--reset-moments")
+    else:
+        assert repair(path, tmp_path / "new", "--reset-moments") == 0
+        assert audit(tmp_path / "new").verdict == REPAIRED
 
 
 # The list of what was repaired

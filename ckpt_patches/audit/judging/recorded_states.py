@@ -1,16 +1,21 @@
 """Compare the states in a checkpoint's files with the fingerprints recorded at save: docs/guides/fingerprint.md."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ckpt_patches.audit.ranges import FileRanges, Range
 from ckpt_patches.convert import zero_fingerprints
 from ckpt_patches.errors import UserError, one_line
-from ckpt_patches.fingerprint import contents, files, record_files
-from ckpt_patches.fingerprint.comparison import Verdict
-from ckpt_patches.formats import damages, zero_reader
-from ckpt_patches.formats.checkpoint import Checkpoint
+from ckpt_patches.fingerprint import buckets, contents, dcp_files, files, record_files
+from ckpt_patches.fingerprint.comparison import AGAIN, Verdict, recorded_name
+from ckpt_patches.fingerprint.record import Key, from_plain
+from ckpt_patches.fingerprint.states import state_named
+from ckpt_patches.formats import damages, dcp, zero_reader
+from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Stream
 from ckpt_patches.formats.damages import Finding
+from ckpt_patches.formats.dtypes import item_size
+from ckpt_patches.formats.megatron_names import is_bucket
 
 # Zeros and padding, about which a record decides. Weights are not in every record, so rounding is still judged.
 DECIDED = (damages.LOST_MOMENT, damages.NO_MOMENTS, damages.ODD_IN_BUCKET)
@@ -41,13 +46,57 @@ def findings(found: Checkpoint, path: Path, workers: int) -> Iterator[Finding]:
 
 
 def _findings(found: Checkpoint, checked: Verdict) -> Iterator[Finding]:
-    repaired = {files.of_megatron(array) for array, _ in found.repaired}
+    repaired = keys_of(found, found.repaired) if checked.differences else ()
     for parameter, state, _, what in checked.differences:
-        kind = damages.REPAIRED if (parameter, state) in repaired else damages.NOT_AS_RECORDED
-        yield Finding(kind, parameter, detail=f"{state}: {what}")
+        if (parameter, state) in repaired:  # a record has one number for all elements of a state
+            detail = f"{state}: {what}, and whether those that were not repaired are as recorded cannot be told"
+            yield Finding(damages.REPAIRED, parameter, detail=detail)
+        else:
+            yield Finding(damages.NOT_AS_RECORDED, parameter, detail=f"{state}: {what}")
     examples = [f", as {what}: {why}" for what, why in checked.not_verified.items()]
     kind = damages.NOT_JUDGED if checked.missed else damages.RECORDED
     yield Finding(kind, "the optimizer's state", detail=checked.sentence() + "".join(examples[:1]))
+
+
+def keys_of(found: Checkpoint, ranges: Mapping[tuple[str, str], Sequence[Range]]) -> set[Key]:
+    """The states that have elements in these ranges, by array and shard: by parameter and name, as in a record."""
+    names = {name for name, _ in ranges if not is_bucket(name)} | {*_in_buckets(found, ranges)}
+    if found.format == "deepspeed universal":
+        keys = [files.of_universal(name) for name in names]
+    elif found.format.startswith("deepspeed"):
+        keys = [(parameter, state_named(key)) for parameter, _, key in (name.rpartition(".") for name in names)]
+    elif dcp.is_dcp(found.path):
+        keys = [(one.parameter, one.state) for one in dcp_files.read(found.path, dict.fromkeys(names, (0, 0)), {})[0]]
+    else:
+        keys = [files.of_megatron(name) for name in names]
+    return {(recorded_name(parameter), "master" if state == AGAIN else state) for parameter, state in keys}
+
+
+def _in_buckets(found: Checkpoint, ranges: Mapping[tuple[str, str], Sequence[Range]]) -> Iterator[str]:
+    """The names of states of parameters in Megatron's buckets that have elements in these ranges."""
+    if found.recorded is None or not any(is_bucket(array) for array, _ in ranges):
+        return
+    own = FileRanges(
+        extent
+        for shard in found.shards
+        for stream in shard.streams.values()
+        for begin, end in ranges.get((stream.array, shard.label), ())
+        for extent in _extents(stream, begin, end)
+    )
+    layouts = buckets.layouts(from_plain(found.recorded).buckets)
+    for name, parts in files.tensors_in_buckets(found, layouts).items():
+        if any(own.meet(one) for part in parts for one in _extents(part.stream, part.begin, part.begin + part.numel)):
+            yield name
+
+
+def _extents(stream: Stream, begin: int, end: int) -> Iterator[Extent]:
+    """The bytes of some elements."""
+    first, last, at = begin * item_size(stream.dtype), end * item_size(stream.dtype), 0
+    for path, offset, nbytes in stream.extents:
+        low, high = max(first, at), min(last, at + nbytes)
+        if low < high:
+            yield Extent(path, offset + low - at, high - low)
+        at += nbytes
 
 
 def _checked(found: Checkpoint, path: Path, workers: int) -> Verdict | None:

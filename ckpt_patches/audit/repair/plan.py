@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ckpt_patches.audit.audit import Report
-from ckpt_patches.audit.judging import blocks, scan
+from ckpt_patches.audit.judging import blocks, recorded_states, scan
 from ckpt_patches.audit.ranges import Range, joined, overlap
 from ckpt_patches.errors import UserError
 from ckpt_patches.formats import damages
@@ -77,8 +77,7 @@ def plan(report: Report, source: str) -> list[Fill]:
     refused = []
     wrong = [own for own in report.findings if own.kind.severity != NOTE]
     lost = {(own.array, *_place(own)) for own in wrong if own.kind is damages.LOST_MOMENT}
-    # States that differ from the record are skipped: the audit of the copy compares them again.
-    for finding in [own for own in wrong if own.kind is not damages.NOT_AS_RECORDED] or wrong:
+    for finding in _without_differences(found, wrong):
         shard, role = places.get((finding.array, finding.shard), (None, ""))
         if reason := _why_not(finding, lost, shard, role, source):
             refused.append(f"  {finding.kind.name} {finding.array} {finding.shard}: {reason}")
@@ -88,6 +87,14 @@ def plan(report: Report, source: str) -> list[Fill]:
         raise UserError("\n".join([f"{found.path} cannot be repaired, and nothing was written:", *refused]))
     _check_extent(found, fills)
     return fills
+
+
+def _without_differences(found: Checkpoint, wrong: list[Finding]) -> list[Finding]:
+    """The findings without the differences from a record of states that have lost elements: no surprise there."""
+    differ = [own for own in wrong if own.kind is damages.NOT_AS_RECORDED]
+    ranges = {(own.array, own.shard): [(own.begin, own.end or 0)] for own in wrong if own.begin is not None}
+    known = recorded_states.keys_of(found, ranges) if differ else set()
+    return [own for own in wrong if own not in differ or (own.array, own.detail.partition(": ")[0]) not in known]
 
 
 def places_in(found: Checkpoint) -> dict[tuple[str, str], tuple[Shard, str]]:

@@ -171,11 +171,11 @@ def _change(copy: Path, fills: list[Fill], older: Checkpoint | None) -> Repaired
 
 
 def _filled(fill: Fill, source: same_run.Tensors) -> Iterator[Range]:
-    """Fill the ranges. Yields the ranges of elements that change."""
+    """Fill the ranges. Yields the ranges of elements that change, or are reset: lost ones are zero already."""
     for first, last in pieces(fill.ranges):
         data = _content(fill, source, first, last).view(np.uint8)
         differs = np.ones(last - first, np.bool_)
-        if fill.role not in fill.shard.lost:  # those have none of their own
+        if fill.role not in fill.shard.lost and fill.source != RESET:  # those that are lost have none of their own
             there = read_elements(fill.stream, first, last).view(np.uint8)
             differs = (there != data).reshape(last - first, -1).any(axis=1)
         edges = (first + np.flatnonzero(np.diff(differs, prepend=False, append=False))).tolist()
