@@ -135,7 +135,7 @@ def verified(method: Method) -> Method:
     def with_proof(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         global _waits_for_scheduler
         given = state_dict.get(NOTE) if isinstance(state_dict, dict) else None
-        if given is not None:
+        if isinstance(state_dict, dict) and NOTE in state_dict:  # also as None, from a local checkpoint
             state_dict = {name: value for name, value in state_dict.items() if name != NOTE}
         result = _inside(method, self, state_dict, *args, **kwargs)
         if _depth == 0 and isinstance(given, Given):

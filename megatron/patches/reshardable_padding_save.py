@@ -45,8 +45,11 @@ PADDING = """if not bucket_state:
     bucket_state[0].update(gbuf_local_start=0, gbuf_local_end=gbuf_saved_numel)"""
 OF_PADDING = "states_of_padding = self._states_of_padding()"
 CLIPPED = "next_param_start = gbuf_saved_numel"
+SAVED = "state[gbuf_idx][dtype] = list(filter(None, gbuf_range_map_for_all_buckets))"
+WITHOUT_EMPTY = f"""# A local checkpoint would keep an empty list in its common part, and then not load.
+{SAVED}"""
 LOADED = "loaded_shards = iter(state_dict.get(gbuf_idx, {}).get(dtype, []))"
-IS_SAVED = """# Checkpoints do not preserve the empty list of a shard beyond the saved range.
+IS_SAVED = """# Checkpoints do not have the empty list of a shard beyond the saved range.
 bucket = self.buffers[gbuf_idx].buckets[bucket_idx]
 shard_start = bucket.grad_data.numel() // self.data_parallel_group.size()
 shard_start *= self.data_parallel_group.rank()
@@ -97,13 +100,14 @@ def save_shards_of_padding(source: Source) -> None:
     """Upstream asserts that no such shard exists, and lets a shard's last gap exceed the bucket's saved end."""
     save, _ = _methods(source)
     is_cut = source.has("gbuf_world_numel_unpadded", within=save)
-    saved, clipped = (UNPADDED, [CLIPPED]) if is_cut else (ALL, [])
+    saved, cut = (UNPADDED, [CLIPPED, SAVED]) if is_cut else (ALL, [])
     method = DistributedOptimizer._states_of_padding
-    source.skip_if(saved, PADDING, *clipped, OF_PADDING, method, within=save)
+    source.skip_if(saved, PADDING, *cut, OF_PADDING, method, within=save)
     empty = source.one("assert bucket_state, 'empty bucket encountered'", within=save)
     source.replace(empty, f"{saved}\n{PADDING}")
     if is_cut:
         source.replace(source.one("next_param_start = gbuf_local_numel", within=save), CLIPPED)
+        source.insert_after(source.loop("bucket_idx, bucket_state", within=save), WITHOUT_EMPTY)
     states = tuple(f"state = self.get_parameter_state_{name}()" for name in NAMES)
     first = source.one(source.first_there(*states, within=save), within=save)
     source.insert_before(first, OF_PADDING)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from trainers.lazy import mt
-from upstream import affected, called, newest_affected, numbers, with_fix, without_fix
+from upstream import affected, called, newest, newest_affected, numbers, tree, with_fix, without_fix
 
 FIX = "reshardable_padding_save"
 AFFECTED = affected(FIX)
 NEWEST = newest_affected(FIX)[1]
+NVRX = "nvidia-resiliency-ext"
 EMPTY = ("small bucket", "gap", "rank without parameters")
 
 
@@ -24,10 +25,14 @@ def cases(version: str) -> tuple[str, ...]:
 def run(
     what: str, version: str, delivery: str, folder: Path, *names: str, ranks: int = 4, kind: str = ""
 ) -> dict[str, str]:
-    """`save` or `load` each case, in the format of buckets or in `kind`. Returns what differs, or the error."""
+    """`save` or `load` each case in the format of buckets or in `kind`, or save and load a `local` checkpoint.
+
+    Returns what differs, or the error.
+    """
     kind = kind or ("dp_reshardable" if numbers(version) >= (0, 15) else "fully_sharded_bucket_space")
     arguments = (what, ranks, kind, names)
-    found: dict[str, str] = called(__file__, "each", *arguments, version=version, delivery=delivery, folder=folder)
+    on: dict[str, Any] = {"folder": folder, "path": [tree(NVRX, newest(NVRX))] if what == "local" else []}
+    found: dict[str, str] = called(__file__, "each", *arguments, version=version, delivery=delivery, **on)
     return found
 
 
@@ -45,6 +50,12 @@ def test_a_resume_is_bit_equal(version: str, delivery: str, tmp_path: Path) -> N
     exact = dict.fromkeys(("plain", *cases(version)), "")
     assert run("save", version, delivery, tmp_path, *exact) == exact
     assert run("load", version, delivery, tmp_path, *exact) == exact
+
+
+@with_fix(AFFECTED)
+def test_a_local_checkpoint_loads(version: str, delivery: str, tmp_path: Path) -> None:
+    exact = dict.fromkeys(("plain", *cases(version)), "")
+    assert run("local", version, delivery, tmp_path, *exact) == exact
 
 
 @pytest.mark.slow
@@ -84,7 +95,7 @@ def each(folder: Path, what: str, ranks: int, kind: str, names: list[str]) -> di
     found = {}
     for case in names:
         try:
-            found[case] = mt.results(save if what == "save" else load, ranks, folder / case, case, kind)[0]
+            found[case] = mt.results(RUNS[what], ranks, folder / case, case, kind)[0]
         except RankError as error:
             found[case] = str(error)
     return found
@@ -97,6 +108,21 @@ def save(rank: int, folder: Path, case: str, kind: str) -> str:
 
 def load(rank: int, folder: Path, case: str, kind: str) -> str:
     return mt.load_kept(kind, folder, build(case))
+
+
+def local(rank: int, folder: Path, case: str, kind: str) -> str:
+    """Save into a local checkpoint, go on, and go back to it."""
+    mt.use_inner_optimizer("fused")
+    model, optimizer = build(case)()
+    for iteration in range(3):
+        mt.step(model, optimizer, iteration)
+    saved, checkpoint = mt.everything(model, optimizer), mt.saved_locally(kind, model, optimizer)
+    mt.step(model, optimizer, 3)
+    mt.load_local(kind, model, optimizer, checkpoint)
+    return mt.how_many_differ(saved, mt.everything(model, optimizer))
+
+
+RUNS = {"save": save, "load": load, "local": local}
 
 
 def build(case: str) -> Callable[[], tuple[Any, Any]]:

@@ -8,7 +8,9 @@ from megatron_patches.fingerprint_megatron import layer_wise_optimizer
 
 from ckpt_patches.cli import command_line
 from ckpt_patches.engine.source import Source
-from upstream import checkpoint_formats, newest, newest_affected, once, run, tree
+from test_chained_group_steps import stage
+from trainers.lazy import mt
+from upstream import checkpoint_formats, newest, newest_affected, once, run, run_json, tree
 
 NEWEST = newest("megatron-core")
 BEFORE_EXPERTS = newest_affected("expert_rng")[1]
@@ -69,6 +71,30 @@ def test_a_resume_goes_on_with_warn(tmp_path: Path) -> None:
     done = run("damaged_saving", folder, "load-step", env={"CKPT_PATCHES_FINGERPRINT": "warn"}, **on)
     assert "WARNING: resume differs: " in done.stderr
     assert command_line.main(["fingerprint", str(folder)]) == 1
+
+
+@pytest.mark.slow
+def test_a_local_checkpoint_of_several_optimizers_loads(tmp_path: Path) -> None:
+    """Its file has the note as None, one more entry than there are optimizers."""
+    root, nvrx = tree("megatron-core", NEWEST), tree("nvidia-resiliency-ext", newest("nvidia-resiliency-ext"))
+    on: dict[str, Any] = {"tree": root, "delivery": "hook", "path": [nvrx], "env": {"CKPT_PATCHES_FINGERPRINT": "1"}}
+    found = run_json("proof", __file__, "goes_back", "2", "2", "--folder", tmp_path, **on)
+    assert found == [True, True]
+
+
+def goes_back(rank: int, folder: Path) -> bool:
+    """Whether a pipeline stage has the moments of its local checkpoint after a load."""
+    mt.use_inner_optimizer("fused")
+    model, optimizer = mt.build(make_model=stage)
+    mt.step(model, optimizer, 0)
+    saved, checkpoint = moments(optimizer), mt.saved_locally("fully_reshardable", model, optimizer)
+    mt.step(model, optimizer, 1)
+    mt.load_local("fully_reshardable", model, optimizer, checkpoint)
+    return moments(optimizer) == saved
+
+
+def moments(optimizer: Any) -> list[Any]:
+    return [own["exp_avg"].tolist() for one in optimizer.chained_optimizers for own in one.optimizer.state.values()]
 
 
 # megatron.training: the state of a run besides its optimizer

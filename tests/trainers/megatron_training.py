@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import inspect
 import os
+import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -353,6 +354,24 @@ def load(name: str, model: Model, optimizer: Optimizer, folder: Path) -> None:
     set_weights(model, loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     inner(optimizer).load_parameter_state(str(folder / "distrib_optim.pt"))
+
+
+def saved_locally(name: str, model: Model, optimizer: Optimizer) -> Any:
+    """A local checkpoint with NVRx, as its file would bring it back."""
+    from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
+
+    state = sharded_state_dict(name, model, optimizer, is_loading=False)
+    checkpoint, _ = MCoreTensorAwareStateDict.from_state_dict(state, algo="atomic")
+    tensors = [tensor.clone() for tensor in checkpoint.pop_tensors()]
+    read = pickle.loads(pickle.dumps(checkpoint))
+    read.insert_tensors(tensors)
+    return read
+
+
+def load_local(name: str, model: Model, optimizer: Optimizer, checkpoint: Any) -> None:
+    loaded = checkpoint.to_state_dict(sharded_state_dict(name, model, optimizer, is_loading=True), algo="atomic")
+    set_weights(model, loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
 
 
 def everything(model: Model, optimizer: Optimizer) -> dict[str, torch.Tensor]:

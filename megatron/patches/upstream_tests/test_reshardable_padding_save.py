@@ -53,8 +53,10 @@ def shards(optimizer):
     save = getattr(optimizer, "sharded_param_state_dp_reshardable", None)
     if save is None:  # what the format was called before
         save = optimizer.sharded_param_state_fs_bucket_space
-    (bucket,) = save({})[0][DTYPE]
-    return [t for entry in bucket for t in entry.values() if isinstance(t, ShardedTensor)]
+    buckets = save({})[0][DTYPE]
+    assert all(buckets)  # a local checkpoint with an empty list does not load
+    entries = [entry for bucket in buckets for entry in bucket]
+    return [t for entry in entries for t in entry.values() if isinstance(t, ShardedTensor)]
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
