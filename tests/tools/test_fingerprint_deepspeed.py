@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from changed_elements import change_elements
+from ckpt_patches.audit.audit import REPAIRED, audit
 from ckpt_patches.cli import command_line
 from ckpt_patches.fingerprint.deepspeed_state import COUNTERS, live
 from ckpt_patches.formats import zero_reader
-from ckpt_patches.formats.checkpoint import EXP_AVG
+from ckpt_patches.formats.checkpoint import EXP_AVG, EXP_AVG_SQ
 from deepspeed_patches import ds_to_universal
 from upstream import all_releases, newest, newest_by_default, once, releases, run, tree
 from zero_checkpoints import convert
@@ -110,6 +111,16 @@ def test_a_state_that_is_left_out_on_request_may_be_in_the_record(tmp_path: Path
     command = to_universal(source, tmp_path / "universal")
     assert command_line.main([*command, "--drop-state", "exp_avg"]) == 0
     assert command_line.main(["compare", str(source), str(tmp_path / "universal")]) == 1
+
+
+@pytest.mark.parametrize("tag", ["global_step2", "universal"])
+def test_what_was_repaired_may_differ_from_the_record(tag: str, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(trained(NEWEST) / "stage1-2" / tag, tmp_path / tag))
+    found = audit(path).checkpoint
+    shard = next(one for one in found.shards if EXP_AVG_SQ in one.streams)
+    change_elements(found, shard, EXP_AVG_SQ, 0, lambda bits: np.append(np.uint32(0x7FC00000), bits[1:]))  # NaN
+    assert command_line.main(["repair", str(path), "--output", str(tmp_path / "new"), "--reset-moments"]) == 0
+    assert audit(tmp_path / "new").verdict == REPAIRED
 
 
 def test_what_is_not_as_recorded_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

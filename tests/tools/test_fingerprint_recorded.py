@@ -214,6 +214,23 @@ def test_a_repair_says_which_states_are_no_more_what_was_recorded(
     assert line.split()[:2] == ["repaired", "embedding.word_embeddings.weight"]
 
 
+CHAINED_OR_IN_BUCKETS = [
+    gpt for gpt in GPTS if gpt.default and gpt.version == NEWEST and gpt.format != "dp_reshardable"
+]
+
+
+@pytest.mark.parametrize("gpt", [gpt for gpt in CHAINED_OR_IN_BUCKETS if gpt.parameters > 11 or gpt.format], ids=str)
+def test_lost_squares_of_chained_optimizers_and_buckets_may_differ(gpt: Gpt, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(saved(gpt), tmp_path / "iter_0000003"))
+    found = torch_dist_reader.read(path)
+    shard = max((one for one in found.shards if EXP_AVG_SQ in one.streams), key=lambda one: one.numel)
+    count = shard.numel * 2 // 5
+    change_elements(found, shard, EXP_AVG_SQ, shard.numel // 3, lambda bits: np.append(0 * bits[:count], bits[count:]))
+    assert command_line.main(["audit", str(path)]) == 1
+    assert command_line.main(["repair", str(path), "--output", str(tmp_path / "new"), "--reset-moments"]) == 0
+    assert command_line.main(["audit", str(tmp_path / "new")]) == 0
+
+
 def test_a_migration_of_what_was_repaired_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its list does not fit the new files: a rebuilt main parameter and reset moments would look like lost ones."""
     (old,) = [gpt for gpt in GPTS if gpt == Gpt("0.14.0", "--tp 2 --dp 2", default=True)]
