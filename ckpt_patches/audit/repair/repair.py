@@ -159,8 +159,9 @@ def _change(copy: Path, fills: list[Fill], older: Checkpoint | None) -> Repaired
         target = Fill(places[fill.stream.array, fill.shard.label][0], fill.role, fill.source, fill.ranges)
         where = f": {older.path}, step {older.step}" if older and fill.source == FROM_OLDER else ""
         ranges = [*_filled(target, source)]
+        own = fill.ranges if fill.source == RESET else ranges  # lost elements are zero already, and not the run's own
         for each in (now, listed):
-            each.add((fill.stream.array, fill.shard.label), ranges, f"{fill.source}{where}")
+            each.add((fill.stream.array, fill.shard.label), own, f"{fill.source}{where}")
         changed |= {extent.path for extent in target.stream.extents if ranges}
     for record in found.records:
         if record.path in changed:
@@ -171,11 +172,11 @@ def _change(copy: Path, fills: list[Fill], older: Checkpoint | None) -> Repaired
 
 
 def _filled(fill: Fill, source: same_run.Tensors) -> Iterator[Range]:
-    """Fill the ranges. Yields the ranges of elements that change, or are reset: lost ones are zero already."""
+    """Fill the ranges. Yields the ranges of elements that change."""
     for first, last in pieces(fill.ranges):
         data = _content(fill, source, first, last).view(np.uint8)
         differs = np.ones(last - first, np.bool_)
-        if fill.role not in fill.shard.lost and fill.source != RESET:  # those that are lost have none of their own
+        if fill.role not in fill.shard.lost:  # those have none of their own
             there = read_elements(fill.stream, first, last).view(np.uint8)
             differs = (there != data).reshape(last - first, -1).any(axis=1)
         edges = (first + np.flatnonzero(np.diff(differs, prepend=False, append=False))).tolist()
