@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_patches.formats.checkpoint import Extent
+from ckpt_patches.formats.pickles import DEEPEST, NotReadError
 from ckpt_patches.formats.ranged import read_metadata
 from ckpt_patches.formats.torch_dist import COMMON, INDEX, LARGEST, Index
 from ckpt_patches.runtime.shown import shown
@@ -29,13 +30,15 @@ LAYOUTS = {
 }
 STATE, GROUPS, OF_MEGATRON_FSDP = "state", "param_groups", "param_to_group_meta"
 # The parts of a name at which an optimizer's param groups and states begin.
-OF_GROUPS = re.compile(rf"(?:^|(?<=\.))(?:{GROUPS}|{OF_MEGATRON_FSDP})(?=\.|$)")
+OF_GROUPS = re.compile(rf"(?:^|(?<=\.))(?:{GROUPS}|{OF_MEGATRON_FSDP})(?=\.|\Z)")
 OF_STATES = re.compile(rf"(?:^|(?<=\.)){STATE}(?=\..+\.)")
+OF_EITHER = re.compile(rf"{OF_GROUPS.pattern}|(?:^|(?<=\.)){STATE}(?=\.)")
 MASTERS = ("master_param", "master_weight", "fp32_param")  # optimizer states next to a 16-bit weight
 WRAPPER = "module."  # prefix of Megatron-FSDP's parameters in the optimizer, not of its weights
 # States that identify an optimizer's part of a checkpoint. Optimizers with other states have some of these, too.
 KNOWN_STATES = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "master_param")
 ENOUGH = 16  # parameters that show where the weights are
+MOST_PLACES = 10_000_000  # to compare: of each optimizer's weights, as many as tensors have the same last parts
 # Accelerate, NeMo Automodel and others write the model and the optimizer into sibling folders.
 KINDS_OF_FOLDERS = [
     re.compile(r"(?:(?:pytorch_)?model_fsdp_(\d+))|model|weights"),
@@ -126,18 +129,38 @@ def _within(folder: Path, place: Extent) -> Extent:
 
 
 def optimizers(tensors: Iterable[str], objects: Iterable[str]) -> list[Optimizer]:
-    """The optimizers of a checkpoint, from the names of its tensors and objects."""
+    """The optimizers of a checkpoint, from the names of its tensors and objects. Each parameter can have its own.
+
+    Raises:
+        NotReadError: a name has too many parts, or the weights could be in too many places.
+    """
     tensors = list(tensors)
     names = [*tensors, *objects]
+    if deep := next((name for name in names if name.count(".") > DEEPEST), None):
+        raise NotReadError(f"expected names of at most {DEEPEST} parts, found {shown(deep)}")
     of_groups = {name[: own.start()] for name in names for own in OF_GROUPS.finditer(name)}
-    prefixes = sorted({*of_groups, *(own for name in names for own in _state_prefix(name, of_groups))})
+    prefixes = {*of_groups, *(own for name in names for own in _state_prefix(name, of_groups))}
+    own: dict[str, list[str]] = {prefix: [] for prefix in sorted(prefixes)}
+    for name in names:
+        for prefix in _prefixes(name) & prefixes:
+            own[prefix].append(name)
+    parts = {prefix: _states_and_groups(prefix, of_prefix) for prefix, of_prefix in own.items()}
     left = others(tensors, prefixes)
-    return [_optimizer(prefix, names, left) for prefix in prefixes]
+    chosen = {prefix: _chosen(_parameters(*of_prefix)) for prefix, of_prefix in parts.items()}
+    ends = _by_end(left, {parameter for of_prefix in chosen.values() for parameter in of_prefix})
+    if sum(len(ends[parameter]) for of_prefix in chosen.values() for parameter in of_prefix) > MOST_PLACES:
+        raise NotReadError(f"expected at most {MOST_PLACES} places of {len(chosen)} optimizers' weights, found more")
+    known = {*left}
+    return [
+        _optimizer(prefix, *of_prefix, _places_of_weights(prefix, chosen[prefix], ends), known)
+        for prefix, of_prefix in parts.items()
+    ]
 
 
 def others(tensors: Iterable[str], prefixes: Iterable[str]) -> list[str]:
     """The tensors that are of none of the optimizers with these prefixes."""
-    return [name for name in tensors if not any(_is_of(prefix, name) for prefix in prefixes)]
+    prefixes = {*prefixes}
+    return [name for name in tensors if prefixes.isdisjoint(_prefixes(name))]
 
 
 def _state_prefix(name: str, of_groups: set[str]) -> list[str]:
@@ -148,41 +171,50 @@ def _state_prefix(name: str, of_groups: set[str]) -> list[str]:
     return [own for own in found if own in of_groups][-1:] or found[:1]
 
 
-def _is_of(prefix: str, name: str) -> bool:
-    kind, dot, _ = name.removeprefix(prefix).partition(".")
-    return name.startswith(prefix) and (kind in (GROUPS, OF_MEGATRON_FSDP) or (kind == STATE and bool(dot)))
+def _prefixes(name: str) -> set[str]:
+    """The prefixes that an optimizer with a state or setting of this name can have."""
+    return {name[: own.start()] for own in OF_EITHER.finditer(name)}
 
 
-def _optimizer(prefix: str, names: list[str], others: list[str]) -> Optimizer:
+def _states_and_groups(prefix: str, own: list[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The names of an optimizer's states, and of its settings, without what all of them begin with."""
     of_states: dict[str, str] = {}
     of_groups: dict[str, str] = {}
-    own = [name for name in names if _is_of(prefix, name)]
     wrapper = WRAPPER if any(name.startswith(f"{prefix}{OF_MEGATRON_FSDP}.") for name in own) else ""
     for name in own:
         kind, _, rest = name[len(prefix) :].partition(".")
         (of_states if kind == STATE else of_groups)[rest.removeprefix(wrapper)] = name
+    return of_states, of_groups
+
+
+def _parameters(of_states: Iterable[str], of_groups: Iterable[str]) -> set[str]:
     # An optimizer without states names its parameters in flattened groups alone.
     # A state can be a nested dict, as bitsandbytes has it: then only known states name the parameter before them.
     named = [rest for rest in of_states if rest.rpartition(".")[2] in KNOWN_STATES] or of_states or of_groups
-    places = _places_of_weights(prefix, {rest.rpartition(".")[0] for rest in named}, others)
-    of_model = places[0] if len(places) == 1 else None
-    known = set() if of_model is None else {n.removeprefix(of_model) for n in others if n.startswith(of_model)}
+    return {rest.rpartition(".")[0] for rest in named}
+
+
+def _optimizer(
+    prefix: str, of_states: dict[str, str], of_groups: dict[str, str], places: list[str], others: set[str]
+) -> Optimizer:
+    """`places` are the prefixes that its weights can have, which are some of the other tensors."""
+    of_model, known = (places[0], others) if len(places) == 1 else ("", set[str]())
     states: dict[str, dict[str, str]] = {}
     for rest, name in of_states.items():
-        parameter = _parameter(rest, known)
+        parameter = _parameter(rest, of_model, known)
         states.setdefault(parameter, {})[rest[len(parameter) + 1 :]] = name
     groups: dict[str, dict[str, str]] = {}
     for rest, name in of_groups.items():
         group, _, setting = rest.rpartition(".")
         number, _, of_number = rest.partition(".")
-        if group not in states and group not in known and number.isdecimal():
+        if group not in states and f"{of_model}{group}" not in known and number.isdecimal():
             group, setting = number, of_number.partition(".")[0]  # a list has indexes
         groups.setdefault(group, {}).setdefault(setting, name)
-    weights = {name: f"{of_model}{name}" for name in states if name in known}
+    weights = {name: weight for name in states if (weight := f"{of_model}{name}") in known}
     return Optimizer(prefix, states, groups, weights, tuple(places) if len(places) > 1 else ())
 
 
-def _parameter(rest: str, known: set[str]) -> str:
+def _parameter(rest: str, of_model: str, known: set[str]) -> str:
     """The parameter of `<parameter>.<state>`. A state can be a nested dict: then the model's names decide.
 
     A list, as LBFGS has it, is `<parameter>.<state>.<index>`.
@@ -190,24 +222,38 @@ def _parameter(rest: str, known: set[str]) -> str:
     whole, _, last = rest.rpartition(".")
     whole = whole.rpartition(".")[0] if last.isdecimal() and "." in whole else whole
     parameter = whole
-    while parameter and parameter not in known:
+    while parameter and f"{of_model}{parameter}" not in known:
         parameter = parameter.rpartition(".")[0]
     return parameter or whole
 
 
-def _places_of_weights(prefix: str, parameters: set[str], names: list[str]) -> list[str]:
+def _chosen(parameters: Iterable[str]) -> list[str]:
+    """The parameters that show where the weights are."""
+    return [own for own in sorted(parameters, key=len, reverse=True) if not own.isdecimal()][:ENOUGH]
+
+
+def _by_end(names: Iterable[str], ends: Iterable[str]) -> dict[str, list[str]]:
+    """What is before each of these ends in the names that have it as their last parts."""
+    found: dict[str, list[str]] = {end: [] for end in ends}
+    for name in names:
+        for begin in (0, *(dot.end() for dot in re.finditer(r"\.", name))):
+            if (end := name[begin:]) in found:
+                found[end].append(name[:begin])
+    return found
+
+
+def _places_of_weights(prefix: str, parameters: Iterable[str], ends: Mapping[str, list[str]]) -> list[str]:
     """The prefixes that the weights of an optimizer can have: that of a known layout, or all that fit as well."""
-    found: Counter[str] = Counter()
-    named = [parameter for parameter in sorted(parameters, key=len, reverse=True) if not parameter.isdecimal()]
-    for parameter in named[:ENOUGH]:
-        found.update(name.removesuffix(parameter) for name in names if f".{name}".endswith(f".{parameter}"))
-    most = sorted(own for own, count in found.items() if count == max(found.values()))
+    found = Counter(place for parameter in parameters for place in ends[parameter])
+    highest = max(found.values(), default=0)
+    most = sorted(own for own, count in found.items() if count == highest)
     for pattern, layouts in LAYOUTS.items():
         if match := re.fullmatch(pattern, prefix):
             in_same_trainer = [place for place in most if place.startswith(match[1] or "")]
             return [place for place in map(match.expand, layouts) if place in most] or in_same_trainer or most
     shared = {place: _in_common(prefix, place) for place in most}
-    return [place for place in most if shared[place] == max(shared.values())]
+    longest = max(shared.values(), default=0)
+    return [place for place in most if shared[place] == longest]
 
 
 def _in_common(one: str, other: str) -> int:
@@ -225,7 +271,9 @@ def weights_prefix(tensors: Iterable[str], every: Sequence[Optimizer], parameter
         parameters: names without a prefix.
     """
     found = {own.weights[name].removesuffix(name) for own in every for name in own.weights.keys() & parameters}
-    places = found or _places_of_weights("optimizer.", parameters, others(tensors, [own.prefix for own in every]))
+    chosen = _chosen(parameters)
+    ends = _by_end(others(tensors, [own.prefix for own in every]), chosen)
+    places = found or _places_of_weights("optimizer.", chosen, ends)
     return next(iter(places)) if len(places) == 1 else None
 
 

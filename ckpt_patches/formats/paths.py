@@ -56,5 +56,9 @@ def is_within(name: object) -> bool:
     """Whether a name is a relative path that stays below its folder."""
     if not isinstance(name, str) or not name or "\0" in name:
         return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half of a character, which no file's name has
+        return False
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts

@@ -5,7 +5,8 @@ Every class becomes a stub. Python's unpickler itself has three weaknesses, whic
 - It allocates memory as soon as an opcode names memo index 2,000,000,000 or the length of a bytearray.
 - It hashes dict keys. A tuple of two references to a tuple of two references … has 2^n elements for the hash, which no
   signal interrupts, and a deeply nested one overflows the stack. So every tuple is passed to
-  `Unpickler.persistent_load` as soon as it is made, and its elements at all depths are counted.
+  `Unpickler.persistent_load` as soon as it is made, and its elements at all depths are counted. In torch's files these
+  can be sizes and tensors, of a hundred numbers each: there a tuple of many values is a `LongTuple`.
 - An integer of megabytes takes minutes as text.
 
 `pickletools` could find the opcodes, too, but takes three times as long, and there are thousands of files.
@@ -33,6 +34,7 @@ MOST_ARGUMENTS = MOST_DIMENSIONS = 64
 DEEPEST = 100  # levels of a value
 LONGEST_KEY = 10_000  # characters
 LARGEST = 256 << 20  # bytes of a pickle
+MOST_REPEATED = 10_000_000  # items that a walk comes to again, as several values hold what they are in
 
 
 class NotReadError(UserError):
@@ -112,7 +114,7 @@ LOOKED_AT = 1000  # items of a list that is made a set: a pickle can name one li
 
 def _are_items(values: Any = (), *others: Any) -> bool:
     """Whether a set can have these values: of lists, dicts and sets it cannot."""
-    if others or type(values) not in (list, tuple):
+    if others or type(values) not in (list, tuple, LongTuple):
         return False
     return {*map(type, values[:LOOKED_AT])}.isdisjoint((list, dict, Ordered))
 
@@ -205,6 +207,16 @@ class Size(tuple[int, ...]):
         raise UnpicklingError("a state for an object that has none")
 
 
+class LongTuple(tuple[Any, ...]):
+    """A tuple with more items than any key. Its hash is its place in memory: it can be a key any number of times."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __setstate__(self, *_: Any) -> None:
+        raise UnpicklingError("a state for an object that has none")
+
+
 @lru_cache(MOST_GLOBALS)
 def stub(module: str, name: str) -> Any:
     """The stub for a class or function of this name."""
@@ -244,6 +256,7 @@ class Unpickler(pickle.Unpickler):
     """
 
     kept: ClassVar[Mapping[str, Any]] = {}
+    long: ClassVar[type[tuple[Any, ...]]] = tuple  # what a tuple becomes that has more values than a key
 
     def __init__(self, data: bytes, path: Path) -> None:
         if len(data) > LARGEST:
@@ -283,11 +296,12 @@ class Unpickler(pickle.Unpickler):
             raise UnpicklingError("a persistent id that torch does not write")
         count = len(value)
         for item in value:
-            if type(item) is tuple and item:
+            if type(item) in (tuple, LongTuple) and item:
                 count += self._tuples.get(id(item), (IN_SMALL,))[0]
         if count > IN_SMALL:
             if count > MOST_IN_TUPLE:
                 raise NotReadError(f"{self.path}: expected a tuple of at most {MOST_IN_TUPLE} values, found {count}")
+            value = self.long(value) if count > MOST_ARGUMENTS else value
             self._tuples[id(value)] = count, value
         return value
 
@@ -300,21 +314,42 @@ ATOMS: frozenset[Any] = frozenset({str, int, float, bool, bytes, type(None), Siz
 
 
 def check(value: Any, path: Path, atoms: frozenset[Any] = ATOMS) -> None:
-    """Check that a value is not too deep, does not contain itself, and has only short keys.
+    """Check that a value is not too deep, does not contain itself, repeats little, and has only short keys.
+
+    What two others hold is read once and walked through twice: a list of two references to a list of … has 2^n items.
 
     Raises:
-        NotReadError: it is, or has others.
+        NotReadError: it is too deep, repeats more, or has other keys.
     """
-    level = [value]
-    for _ in range(DEEPEST):
-        for one in level:
-            if isinstance(one, dict) and not _are_keys(one):
-                raise NotReadError(f"{path}: expected a dict with strings and numbers as keys, found others")
-        inner = [one for one in gc.get_referents(*level) if type(one) not in atoms]
-        if not inner:
-            return
-        level = list({id(one): one for one in inner}.values()) if len(inner) > 1 else inner
-    raise NotReadError(f"{path}: expected a value of at most {DEEPEST} levels, found more, or one that contains itself")
+    measured: dict[int, tuple[int, int]] = {}  # levels, and items of all levels, by id
+    items = 0
+
+    def measure(one: Any, level: int) -> tuple[int, int]:
+        nonlocal items
+        if isinstance(one, dict) and not _are_keys(one):
+            raise NotReadError(f"{path}: expected a dict with strings and numbers as keys, found others")
+        inner = gc.get_referents(one)
+        items += len(inner)
+        levels, visits = 0, len(inner)
+        for part in inner:
+            if type(part) not in atoms:
+                if level == DEEPEST:
+                    levels = DEEPEST
+                    break
+                deeper, more = measured.get(id(part)) or measure(part, level + 1)
+                levels, visits = max(levels, deeper), visits + more
+        if level + levels > DEEPEST:
+            raise NotReadError(
+                f"{path}: expected a value of at most {DEEPEST} levels, found more, or one that contains itself"
+            )
+        measured[id(one)] = levels + 1, visits
+        return levels + 1, visits
+
+    _, visits = measure(value, 1)
+    if visits - items > MOST_REPEATED:
+        raise NotReadError(
+            f"{path}: expected at most {MOST_REPEATED} items of values that several others hold, found more"
+        )
 
 
 def _are_keys(keys: Any) -> bool:

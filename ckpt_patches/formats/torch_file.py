@@ -221,6 +221,8 @@ def number(dtype: str, data: bytes) -> float | None:
 
 
 HOLDS = (dict, list, tuple, Instance)  # what can have tensors in it, and tensors, which are tuples
+PARTS = (TensorHeader, StorageHeader, Instance)
+LONGEST_PATH, LONGEST_PATHS = 2 * pickles.LONGEST_KEY, 256 << 20  # characters, of one of these and of all in a file
 
 
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, TensorHeader]]:
@@ -229,29 +231,39 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, TensorHeader]]
 
 
 def parts_of(value: Any, name: str = "") -> "Iterator[tuple[str, TensorHeader | StorageHeader | Instance]]":
-    """The same, and all stubs of objects, and storages that are no tensor's."""
+    """The same, and all stubs of objects, and storages that are no tensor's.
+
+    Raises:
+        NotReadError: the paths are too long: a file can name one key, and one tensor, any number of times.
+    """
     seen: set[int] = set()
-    left: list[tuple[str, Any]] = [(name, value)]
+    whole, length = object(), 0
+    left: list[tuple[str, Any, Any]] = [(name, whole, value)]  # with the path of what holds it, and its key there
     while left:
-        name, value = left.pop()
-        if isinstance(value, TensorHeader):
+        within, key, value = left.pop()
+        if not isinstance(value, TensorHeader):
+            if id(value) in seen or not isinstance(value, HOLDS):
+                continue
+            seen.add(id(value))
+        name = within if key is whole else f"{within}.{_part(key)}".strip(".")
+        is_part = isinstance(value, PARTS)
+        length += len(name) if is_part else 0
+        if len(name) > LONGEST_PATH or length > LONGEST_PATHS:
+            raise NotReadError(f"expected shorter paths of the tensors in a file, found {shown(name)}")
+        if is_part:
             yield name, value
+        if isinstance(value, TensorHeader):
             made = value.made.args if value.made and id(value.made) not in seen else ()
             seen.add(id(value.made))
-            left += [(f"{name}.{n}", inner) for n, inner in enumerate(made) if type(inner) is not TensorHeader]
-            continue
-        if id(value) in seen or not isinstance(value, HOLDS):
-            continue
-        seen.add(id(value))
-        if isinstance(value, StorageHeader):
-            yield name, value
+            left += [(name, n, inner) for n, inner in enumerate(made) if type(inner) is not TensorHeader]
             continue
         if isinstance(value, Instance):
-            yield name, value
             inner = [*enumerate((value.args, value.listed, value.pairs)), ("", value.state)]
+        elif isinstance(value, StorageHeader):
+            inner = []
         else:
             inner = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-        left += [(f"{name}.{_part(key)}".strip("."), one) for key, one in reversed(inner) if isinstance(one, HOLDS)]
+        left += [(name, key, one) for key, one in reversed(inner) if isinstance(one, HOLDS)]
 
 
 def storages_in(value: Any) -> list[StorageHeader]:
@@ -329,12 +341,14 @@ _REBUILD: dict[str, Callable[..., Any]] = {
 _FUNCTIONS = {name: Function(name, run) for name, run in _REBUILD.items()}
 _ATOMS = pickles.ATOMS | {StorageHeader, TensorHeader}
 ATTRIBUTE = ("builtins.getattr", "__builtin__.getattr")
+SMALL = ("data.pkl", "version", "byteorder")  # records that are read
 
 
 class _Unpickler(pickles.Unpickler):
     """Unpickles with stubs in place of classes, and headers in place of storages."""
 
     kept: ClassVar[Mapping[str, Any]] = _FUNCTIONS
+    long = pickles.LongTuple
 
     def __init__(self, archive: "_Archive", trust: bool) -> None:
         super().__init__(archive.small("data.pkl"), archive.path)
@@ -400,8 +414,10 @@ class _Archive(stored_zip.Archive):
         for name in self.records:
             if not name.startswith(f"{self.root}/"):
                 raise BadFileError(f"{path} is corrupt: its record {shown(name)} is not in the folder of the others")
-            if not name.startswith(f"{self.root}/data/"):
-                self._small[name.removeprefix(f"{self.root}/")] = self.read(name)
+            if (own := name.removeprefix(f"{self.root}/")) in SMALL:
+                self._small[own] = self.read(name)
+            elif not own.startswith("data/"):
+                self.read(name)  # for its checksum; many, of a sparse file, are not kept in memory
         self.small("version")
         if self._small.get("byteorder", b"little") != b"little":
             raise NotReadError(f"{path} holds big-endian data, which is not read here")

@@ -9,10 +9,10 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt_patches.formats.dtypes import STORAGES
-from ckpt_patches.formats.pickles import Function, Global, Instance, Ordered, Size, stub
+from ckpt_patches.formats.pickles import Function, Global, Instance, LongTuple, Ordered, Size, stub
 from ckpt_patches.formats.stored_zip import File, Writer
 from ckpt_patches.formats.torch_file import StorageHeader, TensorHeader
 
@@ -89,6 +89,11 @@ def pickled(value: Any) -> bytes:
 
 class _Pickler(pickle._Pickler):  # in Python: the C version refuses names that it cannot import
     """Writes stubs as the objects that they represent."""
+
+    dispatch: ClassVar[dict[Any, Any]] = {
+        **pickle._Pickler.dispatch,
+        LongTuple: pickle._Pickler.save_tuple,  # type: ignore[attr-defined]
+    }
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, StorageHeader):

@@ -31,6 +31,7 @@ EXPERT = re.compile(r"\.deepspeed_experts\.|\.experts\.w[123]$")
 NAMED = re.compile(r"global_step(\d{1,15})")
 LEAST_DISTINCTIVE = 16  # elements
 MOST_KEYS = 5  # to report per file
+MOST_FILES = 20_000  # of experts, to report
 MOST_RANKS = 1 << 20  # of one kind; a larger number in a file is ignored
 
 
@@ -394,6 +395,15 @@ def _layers(layers: Mapping[tuple[int, int], str], models: Models) -> Iterator[F
 def _expert_files(names: Iterable[str], models: Models) -> Iterator[Finding]:
     """Check that each expert in layers of `deepspeed.moe` has a file. Model files state the numbers of experts."""
     there = {*names}
+    absent = (name for name in _files_of_experts(models) if name not in there)
+    for name in itertools.islice(absent, MOST_FILES):
+        yield Finding(MISSING_WEIGHT, name, "the file is missing")
+    if next(absent, None):
+        yield Finding(MISSING_WEIGHT, "experts", f"more than {MOST_FILES} files are missing")
+
+
+def _files_of_experts(models: Models) -> Iterator[str]:
+    """The files that model files state, in `deepspeed.moe`'s numbers of experts by layer."""
     for (_, mp), facts in models.items():
         counts = facts.value.get("num_experts")
         is_autoep = any(map(facts.value.get, zero_experts.AUTOEP))
@@ -401,9 +411,7 @@ def _expert_files(names: Iterable[str], models: Models) -> Iterator[Finding]:
             continue
         for layer, count in enumerate(counts):
             for expert in range(count if isinstance(count, int) and 0 <= count < MOST_RANKS else 0):
-                name = f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
-                if name not in there:
-                    yield Finding(MISSING_WEIGHT, name, "the file is missing")
+                yield f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
 
 
 def _models(models: Models, stage: int, *, has_layers: bool) -> Iterator[Finding]:

@@ -184,3 +184,20 @@ def test_what_is_left_out_of_a_list_is_not_called_whole(tmp_path: Path, monkeypa
         states[state][::2, :20] = 0
     report = audit(written(tmp_path / "many", states))
     assert (report.verdict, set(found(report))) == (UNKNOWN, {"not_judged"})
+
+
+def test_repaired_ranges_are_left_out_of_the_runs() -> None:
+    """Hundreds of thousands of both took hours."""
+    choose = np.random.default_rng(0)
+    for _ in range(300):
+        code = choose.choice(np.array([0, 1, 2, 3], np.uint16), 40)
+        ranges = [(int(low), int(low) + 1 + int(more)) for low, more in choose.integers(0, 45, (3, 2))]
+        expected = code.copy()
+        for low, high in ranges:
+            expected[low:high] &= 0xFFFE
+        found = scan.without(scan.joined([scan.runs_of(code, 0)]), [*ranges, (39, 10**400)], 1)
+        expected[39:] &= 0xFFFE
+        assert [own.tolist() for own in found[:3]] == [own.tolist() for own in scan.runs_of(expected, 0)[:3]]
+    code = np.resize(np.array([1, 0, 0], np.uint16), 600_000)
+    ranges = [(low, low + 2) for low in range(0, 600_000, 7)]
+    assert len(scan.without(scan.runs_of(code, 0), ranges, 1).begin) == 142_857

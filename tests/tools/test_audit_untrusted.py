@@ -13,8 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpt_patches.audit.audit import DAMAGED, UNKNOWN, WHOLE, audit
+from ckpt_patches.audit.repair.copies import copy_checkpoint
 from ckpt_patches.cli.command_line import main
-from crafted_files import found_in
+from crafted_files import change, found_in
 from every_checkpoint import EVERY
 from test_audit_trainer import run
 from upstream import newest
@@ -27,6 +28,13 @@ FORGED = "w\x1b[2K\x1b[1A\r/x: WHOLE (fine)\u202e\x1b[8m"
 def saved(folder: Path, name: str) -> Path:
     dcp.save({"model": {name: NAN}}, checkpoint_id=folder)
     return folder
+
+
+def test_half_a_character_is_no_name_of_a_file(tmp_path: Path) -> None:
+    index = saved(tmp_path / "saved", "w") / ".metadata"
+    index.write_bytes(index.read_bytes().replace(b"__0_0.distcp", b"__0_0\xed\xa0\x80stcp"))
+    details = [one.detail for one in audit(tmp_path / "saved").findings]
+    assert [own for own in details if "expected the name of a file in this folder, found '__0_0\\ud800stcp'" in own]
 
 
 @pytest.mark.parametrize("command", ["audit", "fingerprint"])
@@ -213,3 +221,30 @@ def test_a_file_of_zero_that_is_a_link_out_of_the_checkpoint_is_not_read(name: s
     found = audit(folder)
     assert found.verdict in (UNKNOWN, DAMAGED)
     assert [one.kind.name for one in found.findings if "outside of the checkpoint" in one.detail] == ["not_read"]
+
+
+def test_files_of_millions_of_experts_are_not_all_named(tmp_path: Path) -> None:
+    of_zero(tmp_path)
+    change(tmp_path / "mp_rank_00_model_states.pt", lambda value: value.update(num_experts=[3, 1_000_000, 1_000_000]))
+    absent = [one for one in audit(tmp_path).findings if "_expert_" in one.array or one.array == "experts"]
+    assert absent[3].array == "layer_1_expert_0_mp_rank_00_model_states.pt"
+    assert (len(absent), absent[-1].detail) == (20_001, "more than 20000 files are missing")
+    assert {one.kind.name for one in absent} == {"missing_weight"}
+
+
+def test_links_within_a_checkpoint_do_not_double_the_copy(tmp_path: Path) -> None:
+    """Each of thirty folders has two links to the next."""
+    of_dcp(folder := tmp_path / "saved")
+    for number in range(30):
+        (folder / f"d{number}").mkdir()
+        for link in "ab":
+            (folder / f"d{number}" / link).symlink_to(f"../d{number + 1}")
+    (folder / "d30").mkdir()
+    (folder / "d30" / "notes").write_text("mine")
+    copy_checkpoint(folder, tmp_path / "copy", tmp_path / "new", print)
+    folder.rename(tmp_path / "moved")
+    copied = (tmp_path / "copy").rename(tmp_path / "new")
+    assert sum(len(files) for _, _, files in os.walk(copied)) == 3
+    for number in range(31):
+        links = ["ab"[level % 2] for level in range(30 - number)]
+        assert copied.joinpath(f"d{number}", *links, "notes").read_text() == "mine"

@@ -150,19 +150,21 @@ def joined(parts: Sequence[Odd]) -> Odd:
     return Odd(begin[first], end[last], code[first], tallies, any(part.is_cut for part in parts))
 
 
-def without(odd: Odd, ranges: Iterable[tuple[int, int]], bits: int) -> Odd:
-    """The runs, with these bits cleared in these ranges of elements."""
-    for low, high in ranges:
-        parts = [_within(odd, 0, low), _within(odd, low, high), _within(odd, high, np.iinfo(np.int64).max)]
-        parts[1] = parts[1]._replace(code=parts[1].code & np.uint16(0xFFFF ^ bits))
-        runs = joined(parts)
-        odd = runs.chosen(runs.code > 0)._replace(tallies=odd.tallies, is_cut=odd.is_cut)
-    return odd
-
-
-def _within(odd: Odd, low: int, high: int) -> Odd:
-    begin, end = np.clip(odd.begin, low, high), np.clip(odd.end, low, high)
-    return odd._replace(begin=begin, end=end, tallies={}).chosen(begin < end)
+def without(odd: Odd, ranges: Sequence[tuple[int, int]], bits: int) -> Odd:
+    """The runs, with these bits cleared in these ranges of elements. In one pass: there can be many of both."""
+    if not ranges or not len(odd.begin):
+        return odd
+    last = int(odd.end[-1])
+    edges = np.sort(np.array([(min(low, last), min(high, last)) for low, high in ranges], np.int64), axis=0)
+    cuts = np.unique(edges)
+    run = np.searchsorted(odd.begin, cuts) - 1  # that begins before
+    cuts = cuts[(run >= 0) & (cuts < odd.end[run])]
+    begin, end = np.sort(np.concatenate([odd.begin, cuts])), np.sort(np.concatenate([odd.end, cuts]))
+    code = odd.code[np.searchsorted(odd.begin, begin, "right") - 1]
+    begun, ended = (np.searchsorted(of_ranges, begin, "right") for of_ranges in edges.T)
+    code = np.where(begun > ended, code & np.uint16(0xFFFF ^ bits), code)
+    runs = joined([odd._replace(begin=begin, end=end, code=code)])
+    return runs.chosen(runs.code > 0)
 
 
 def _kept(odd: Odd) -> Odd:

@@ -43,6 +43,8 @@ def new_copy(path: Path, output: Path, older: Path | None) -> Iterator[Path]:
 def copy_checkpoint(path: Path, copy: Path, output: Path, say: Callable[[str], object]) -> None:
     """Copy a checkpoint, without directories of locks. The owner can write to the copy.
 
+    Of a folder that several links lead to there is one copy, and links to it: links in it can double it any times.
+
     Raises:
         UserError: a link leads out of the checkpoint, or there is too little room.
         OSError: a file cannot be read or written, or is a pipe or a device.
@@ -50,14 +52,20 @@ def copy_checkpoint(path: Path, copy: Path, output: Path, say: Callable[[str], o
     nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     free = check_space(output, nbytes)
     say(f"{output}: copying {in_bytes(nbytes)}, and {in_bytes(free)} are free")
+    copies: dict[str, Path] = {}  # by the folder itself
     for folder, folders, names in os.walk(path, followlinks=True, onerror=_give_up):
-        folders[:] = [name for name in folders if not name.endswith(LOCKS)]
         inner = Path(folder).relative_to(path)
-        (copy / inner).mkdir(mode=stat.S_IMODE(os.stat(folder).st_mode) | stat.S_IRWXU)
+        target = copy / inner
+        if (same := copies.setdefault(os.path.realpath(folder), target)) != target:
+            target.symlink_to(os.path.relpath(same, target.parent))
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.endswith(LOCKS)]
+        target.mkdir(mode=stat.S_IMODE(os.stat(folder).st_mode) | stat.S_IRWXU)
         for name in (*folders, *names):
             source = path_within(path, str(inner / name))
             if name in names:
-                _copy_file(source, copy / inner / name)
+                _copy_file(source, target / name)
 
 
 def _give_up(error: OSError) -> None:
