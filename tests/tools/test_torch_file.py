@@ -436,10 +436,10 @@ def test_records_that_are_not_read_are_not_kept(path: Path) -> None:
         writer = stored_zip.Writer(file)
         for own, content in ((b"data.pkl", b"\x80\x02}."), (b"version", b"3\n"), (b"byteorder", b"little")):
             writer.add(b"state/" + own, [content])
-        for number in range(5):
+        for number in range(8):  # more than the memory of this process, with which the other one begins
             position = writer.begin(name := b"state/%d" % number)
-            file.seek(80 << 20, os.SEEK_CUR)
-            writer.end(name, position, 80 << 20, of_zeros(80 << 20))
+            file.seek(200 << 20, os.SEEK_CUR)
+            writer.end(name, position, 200 << 20, of_zeros(200 << 20))
         writer.finish()
     done = subprocess.run([sys.executable, "-c", MEMORY, path], capture_output=True, text=True, check=True, timeout=60)
     assert float(done.stdout.split()[1]) < 200 << 10  # KiB
