@@ -251,9 +251,7 @@ def _models(found: Checkpoint) -> list[ModelFacts]:
     if not paths:
         found.add(damages.INTERRUPTED, "mp_rank_*_model_states.pt", "not there")
     values = {path: value for path in paths if isinstance(value := tensor_streams.read(path, found), dict)}
-    for path, value in values.items():
-        zero_folder.check_shapes(path, value)
-    return [ModelFacts(path.name, value) for path, value in values.items()]
+    return [ModelFacts(path.name, zero_folder.model_states(path, value)) for path, value in values.items()]
 
 
 def _add_frozen_parts(found: Checkpoint, models: list[ModelFacts]) -> None:

@@ -31,6 +31,7 @@ OF_A_MODEL = (
     *zero_experts.AUTOEP,
 )
 NAMED = ("module", "frozen_param_fragments")
+LONGEST = 1000  # characters of a name
 FROZEN_PARTS = "frozen_param_fragments."  # prefix of the arrays of frozen parameters at stage 3
 
 
@@ -396,11 +397,42 @@ def of_model(file: TorchFile) -> ModelFacts:
     """
     if not isinstance(file.value, dict):
         raise BadFileError(f"{file.path}: expected a dict in it, found {type(file.value).__name__}")
-    check_shapes(file.path, file.value)
-    return ModelFacts(file.path.name, file.value, file.root)
+    return ModelFacts(file.path.name, model_states(file.path, file.value), file.root)
 
 
-def check_shapes(path: Path, model: Mapping[str, Any]) -> None:
+def model_states(path: Path, value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The content of a model-states file, with the weights by the names that `param_shapes` has.
+
+    Raises:
+        BadFileError: it has no shapes as `param_shapes`.
+    """
+    _check_shapes(path, value)
+    module, buffers = value.get("module"), value.get("buffer_names")
+    if not isinstance(module, Mapping):
+        return value
+    weights = _flat(module)
+    if isinstance(buffers, list) and weights.keys() != module.keys():  # a model that nests them selects the buffers
+        buffers = [name for name in buffers if not isinstance(name, str) or name in weights]
+    return {**value, "module": weights, **({"buffer_names": buffers} if "buffer_names" in value else {})}
+
+
+def _flat(module: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The weights by name. Megatron-DeepSpeed's models nest them; the extra state of a module can be a dict."""
+    found: dict[Any, Any] = {}
+    seen, left = {id(module)}, list[tuple[Any, Mapping[Any, Any]]]([("", module)])
+    for prefix, inner in left:
+        for key, value in inner.items():
+            name = f"{prefix}.{key}" if prefix else key
+            is_long = id(value) in seen or len(str(name)) > LONGEST  # a file can name one dict, or use one key, often
+            if isinstance(value, Mapping) and not is_long and not str(name).endswith("_extra_state"):
+                seen.add(id(value))
+                left.append((name, value))
+            else:
+                found[name] = value
+    return found
+
+
+def _check_shapes(path: Path, model: Mapping[str, Any]) -> None:
     """Check that the shapes of trained and frozen parameters in a model-states file are dicts of shapes.
 
     Raises:

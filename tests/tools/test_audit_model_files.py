@@ -3,11 +3,13 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
+from ckpt_patches.convert.convert import Options, convert
 from crafted_files import change, copied, names
 from zero_checkpoints import trained
 
@@ -101,3 +103,23 @@ def test_each_tensor_parallel_rank_has_its_own(damaged: Path) -> None:
         shutil.copy(file, damaged / file.name.replace("mp_rank_00", "mp_rank_01"))
     findings = [found for found in audit(damaged).findings if found.kind.name == "one_model_file"]
     assert [found.array for found in findings] == [FILES[0], FILES[0].replace("mp_rank_00", "mp_rank_01")]
+
+
+def test_a_model_can_nest_its_weights(tmp_path: Path) -> None:
+    """As Megatron-DeepSpeed's models do, with `--no-pipeline-parallel`."""
+
+    def nest(content: dict[str, Any]) -> None:
+        nested: dict[str, Any] = {}
+        for name, value in content["module"].items():
+            layer, _, own = name.rpartition(".")
+            nested.setdefault(layer, {})[own] = value
+        content["module"] = {**nested.pop("", {}), **nested}
+
+    path = copied(saved("stage2"), tmp_path / "nested")
+    file = path / "mp_rank_00_model_states.pt"
+    change(file, nest)
+    assert audit(path).verdict == WHOLE
+    convert(path, tmp_path / "universal", Options(workers=1))
+    assert audit(tmp_path / "universal").verdict == WHOLE
+    change(file, lambda content: content["module"]["w1"].pop("bias"))
+    assert names(audit(path)) == {"missing_weight"}
