@@ -55,10 +55,24 @@ class DeepSpeedEngine:
         frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
         partitioned = {name: p for name, p in frozen.items() if hasattr(p, "ds_id")}
         # With pipeline parallelism, weights are in layer files, which a conversion omits.
-        saved = checkpoint["module"] or {}
+        dicts = [("", checkpoint["module"] or {})]
+        names = torch.nn.Module.state_dict(self.module).keys()
+        saved = {}
+        for prefix, state in dicts:
+            for key, value in state.items():
+                name = f"{prefix}{key}"
+                if isinstance(value, dict) and name not in names:  # a model can nest its state dict
+                    dicts.append((f"{name}.", value))
+                else:
+                    saved[name] = value
+        is_nested = len(dicts) > 1
         rest = {name: value for name, value in saved.items() if name not in elsewhere}
-        found = self.module.load_state_dict(rest, strict=False)
+        found = self.module.load_state_dict(rest, strict=False) if rest and not is_nested else None
+        if found is None:  # a model's own method need not return anything
+            found = torch.nn.Module.load_state_dict(self.module, rest, strict=False)
         missing = [name for name in found.missing_keys if name not in elsewhere]
+        if is_nested:  # such a model selects the buffers to save
+            missing = [name for name in missing if name in frozen]
         missing += self._load_frozen_partitions(partitioned, load_dir, tag)
         if missing and strict:
             expected = f"all frozen parameters and buffers of this model in {os.path.join(load_dir, str(tag))}"

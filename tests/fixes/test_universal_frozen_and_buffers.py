@@ -17,7 +17,7 @@ test_frozen_parameters_and_buffers_are_not_those_saved, test_frozen_parameters_a
 
 # What the ranks run
 
-KINDS = ("stage1", "stage3", "stage2")
+KINDS = ("stage1", "stage3", "stage2", "stage1-nested")
 RANKS = ((2, 3), (3, 2))  # number of ranks at the save and at the load
 SAVED = "saved.pt"
 
@@ -68,4 +68,29 @@ def engine(kind: str, ranks: int, universal: bool, seed: int) -> Any:
     model.w1.requires_grad_(False)
     model.register_buffer("seen", torch.randn(5))
     groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
-    return dt.initialize(kind, ranks, model, groups, universal)
+    stage, _, form = kind.partition("-")
+    return dt.initialize(stage, ranks, Nested(model) if form else model, groups, universal)
+
+
+class Nested(torch.nn.Module):
+    """As Megatron-DeepSpeed's models are: the state dict is nested and without one buffer, a load returns nothing."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.language_model = model
+        self.register_buffer("inv_freq", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.language_model(x)
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in self.language_model.state_dict().items():
+            layer, _, own = name.rpartition(".")
+            found.setdefault(layer, {})[own] = value
+        return {"language_model": found | found.pop("")}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # type: ignore[override]
+        for name, value in state_dict["language_model"].items():
+            if isinstance(value, dict):
+                self.language_model.get_submodule(name).load_state_dict(value, strict)
