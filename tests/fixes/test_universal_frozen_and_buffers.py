@@ -90,7 +90,7 @@ class Nested(torch.nn.Module):
             found.setdefault(layer, {})[own] = value
         return {"language_model": found | found.pop("")}
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         for name, value in state_dict["language_model"].items():
             if isinstance(value, dict):
                 self.language_model.get_submodule(name).load_state_dict(value, strict)
