@@ -109,8 +109,9 @@ def _checked(found: Checkpoint, path: Path, workers: int) -> Verdict | None:
             return None
         own = found if found.path == path else replace(files.opened(path), recorded=found.recorded)
         return contents.of(own, workers, quiet=True).checked
-    except (UserError, OSError) as error:  # another finding reports the damage
-        return Verdict(not_verified={"the optimizer's state": one_line(error)}, missed=True)
+    except (UserError, OSError) as error:
+        is_reported = any(finding.kind.severity in (damages.DAMAGE, damages.INCOMPLETE) for finding in found.findings)
+        return Verdict(not_verified={"the optimizer's state": one_line(error)}, missed=not is_reported)
 
 
 def _of_deepspeed(path: Path, workers: int) -> Verdict | None:
