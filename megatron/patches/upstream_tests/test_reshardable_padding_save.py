@@ -27,8 +27,7 @@ class Group:
 def optimizer_of_rank(rank, monkeypatch, *, owns_another=True):
     optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
     optimizer.data_parallel_group = Group(rank)
-    optimizer.data_parallel_group_idx = 0
-    optimizer.distributed_optimizer_instance_id = 0
+    optimizer.data_parallel_group_idx = optimizer.distributed_optimizer_instance_id = 0
     param = torch.nn.Parameter(torch.rand(UNPADDED))
     states = {key: torch.rand(UNPADDED) for key in STATES}
     optimizer.model_param_group_index_map = {param: (0, 0)} if rank == 0 or owns_another else {}
@@ -55,8 +54,8 @@ def shards(optimizer):
         save = optimizer.sharded_param_state_fs_bucket_space
     buckets = save({})[0][DTYPE]
     assert all(buckets)  # a local checkpoint with an empty list does not load
-    entries = [entry for bucket in buckets for entry in bucket]
-    return [t for entry in entries for t in entry.values() if isinstance(t, ShardedTensor)]
+    tensors = (t for bucket in buckets for entry in bucket for t in entry.values())
+    return [t for t in tensors if isinstance(t, ShardedTensor)]
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
