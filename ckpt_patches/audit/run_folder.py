@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_patches.formats import damages, dcp, files_reader
+from ckpt_patches.formats import damages, dcp, files_reader, megatron_arrays
 from ckpt_patches.formats.checkpoint import Checkpoint
 from ckpt_patches.formats.damages import Finding
 from ckpt_patches.formats.megatron_torch import RANK, is_without_distributed_optimizer
@@ -159,7 +159,9 @@ def why_not_read(path: Path) -> Finding | None:
         parts = [name for name in names if PARTS.fullmatch(name) or (path / name / METADATA).exists()]
         is_named, has_index = NAMED.fullmatch(path.name) and not parts, INDEX in names
         is_other = is_named and any(_is_file_of_save(path / name) for name in names)
-        if is_without_distributed_optimizer(path) or (is_other and not has_index):
+        if is_without_distributed_optimizer(path) or (
+            megatron_arrays.ITERATION.fullmatch(path.name) is None if has_index else is_other
+        ):
             return Finding(damages.NOT_READ, str(path), detail="its files are of no format that is known here")
         if has_index:
             why = "metadata.json, which Megatron writes last, is not there"
