@@ -101,9 +101,8 @@ class Plan:
     records: Sequence[Records] = ()  # of each file that is read
     warnings: tuple[str, ...] = ()
     lost: Mapping[str, Sequence[str]] = field(default_factory=dict)  # states that are left out, with their parameters
-    of_first_rank: Sequence[
-        str
-    ] = ()  # frozen parameters, and their state, of which other tensor-parallel ranks have more
+    of_first_rank: Sequence[str] = ()  # weights of which the other tensor-parallel ranks' parts are left out
+    has_frozen_parts: bool = False  # stage 3: in the model files, which are copied
 
 
 def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), skip_lost: bool = False) -> Plan:
@@ -139,7 +138,8 @@ def plan(source: Source, *, strict: bool = True, drop: Collection[str] = (), ski
         warnings.append(OF_MUON)
     if planner.of_first_rank:
         warnings.append(OF_FIRST_RANK.format(shown(planner.of_first_rank[0]), len(planner.of_first_rank)))
-    return Plan(tuple(outputs), source.records, tuple(warnings), lost, planner.of_first_rank)
+    has_frozen_parts = any(model.value.get("frozen_param_fragments") for model in source.zero.models.values())
+    return Plan(tuple(outputs), source.records, tuple(warnings), lost, planner.of_first_rank, has_frozen_parts)
 
 
 def _lost(found: Zero, drop: Collection[str], *, is_error: bool) -> Iterator[tuple[str, list[str]]]:

@@ -11,7 +11,7 @@ from ckpt_patches.convert.reading import open_files
 from ckpt_patches.fingerprint import files
 from ckpt_patches.fingerprint.files import computed
 from ckpt_patches.fingerprint.states import Fingerprint, of_blocks, state_named
-from ckpt_patches.formats import universal, zero, zero_reader
+from ckpt_patches.formats import universal, zero_reader
 from ckpt_patches.formats.zero import MASTER
 from ckpt_patches.formats.zero_folder import FROZEN_PARTS
 from ckpt_patches.runtime.distributed import Ranks
@@ -51,14 +51,12 @@ def read(
     found = ranks.spread("reading the states", names, read_share)
     why = "only the first tensor-parallel rank's part was read"
     lost |= {f"{name} {state_named(MASTER)}": why for name in plan.of_first_rank}
-    frozen, unread = _frozen_parts(path, workers, label, ranks)
+    frozen, unread = _frozen_parts(path, workers, label, ranks) if plan.has_frozen_parts else ([], {})
     return [*(one for one in found if f"{one.parameter} {one.state}" not in lost), *frozen], {**lost, **unread}
 
 
 def _frozen_parts(path: Path, workers: int, label: str, ranks: Ranks) -> tuple[list[Fingerprint], dict[str, str]]:
     """The fingerprints of frozen parameters at stage 3, which a conversion copies with the model's files."""
-    if not zero.look(path).zero3_models():
-        return [], {}
     parts, unread = files.tensors(zero_reader.read(path))
     frozen = {name: own for name, own in parts.items() if name.startswith(FROZEN_PARTS)}
     hashed = files.hashes(frozen, workers, label, ranks)
