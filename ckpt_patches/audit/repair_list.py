@@ -5,6 +5,7 @@ The list has the sizes and checksums of the files that hold these elements. If a
 
 import json
 import os
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,12 @@ def read(found: Checkpoint) -> Repaired:
         return Repaired()
     try:
         content = json.loads(read_metadata(path))
-        listed = Repaired()
+        listed, ranges = Repaired(), defaultdict[Key, list[Range]](list)
         for entry in content["repaired"]:
             key = str(entry["array"]), str(entry["shard"])
-            listed.add(key, [_range(*own) for own in entry["ranges"]], str(entry["source"]))
+            ranges[key] += [_range(*own) for own in entry["ranges"]]
+            listed.sources[key] = str(entry["source"])
+        listed.ranges = {key: joined(own) for key, own in ranges.items() if own}
         listed.files = [str(name) for name in content["files"]]
         others = [name for name, known in content["files"].items() if fingerprint(found.path, name) != known]
         stale = f"of another {shown(others[0])}" if others else ""

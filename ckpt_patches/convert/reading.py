@@ -1,12 +1,10 @@
 """Read byte ranges of a checkpoint's files, and check the checksums of their records."""
 
-import bisect
-import itertools
 import resource
 from collections.abc import Iterable, Sequence
 
 from ckpt_patches.errors import UserError
-from ckpt_patches.formats.checkpoint import Extent
+from ckpt_patches.formats.checkpoint import Extent, Joined
 from ckpt_patches.formats.checksum import crc32
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.stored_zip import Stored
@@ -30,9 +28,7 @@ class Elements:
     """The bytes of a slice, which lie in ranges of the ranks' files."""
 
     def __init__(self, files: RangedFiles, extents: Iterable[Extent]) -> None:
-        self._files = files
-        self._extents = [extent for extent in extents if extent.nbytes]
-        self._ends = [*itertools.accumulate(extent.nbytes for extent in self._extents)]
+        self._files, self._joined = files, Joined(extents)
 
     def read(self, begin: int, into: memoryview) -> None:
         """Fill a buffer with the slice's bytes from `begin` on.
@@ -40,18 +36,14 @@ class Elements:
         Raises:
             OSError: a file is too short now, or cannot be read. The error names it.
         """
-        at, index = 0, bisect.bisect_right(self._ends, begin)
-        while at < len(into):
-            path, offset, nbytes = self._extents[index]
-            skipped = begin + at - (self._ends[index] - nbytes)
-            length = min(nbytes - skipped, len(into) - at)
-            self._files.read(path, offset + skipped, into[at : at + length])
-            at, index = at + length, index + 1
+        for path, offset, nbytes in self._joined.part(begin, begin + len(into)):
+            self._files.read(path, offset, into[:nbytes])
+            into = into[nbytes:]
 
     @property
     def file(self) -> str:
         """The path of the first file with bytes of it."""
-        return self._extents[0].path if self._extents else ""
+        return self._joined.extents[0].path if self._joined.extents else ""
 
 
 def check(records: Records) -> None:

@@ -1,5 +1,7 @@
 """The result of a reader: where the elements of each array lie, and facts about the run."""
 
+import bisect
+import itertools
 import math
 import os
 import re
@@ -32,6 +34,28 @@ class Extent(NamedTuple):
     nbytes: int
 
 
+class Joined:
+    """Byte ranges of files, read as if they followed on one another."""
+
+    def __init__(self, extents: Iterable[Extent]) -> None:
+        self.extents = [extent for extent in extents if extent.nbytes]
+        self._ends = [*itertools.accumulate(extent.nbytes for extent in self.extents)]
+
+    @property
+    def nbytes(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def part(self, begin: int, end: int) -> Iterator[Extent]:
+        """Where the bytes from `begin` to `end` lie, in order; `end` is at most `nbytes`."""
+        index = bisect.bisect_right(self._ends, begin)
+        while begin < end:
+            path, offset, nbytes = self.extents[index]
+            skipped = begin - (self._ends[index] - nbytes)
+            length = min(nbytes - skipped, end - begin)
+            yield Extent(path, offset + skipped, length)
+            begin, index = begin + length, index + 1
+
+
 class Stream(NamedTuple):
     """The elements of one array's shard, in C order."""
 
@@ -42,6 +66,11 @@ class Stream(NamedTuple):
     @property
     def numel(self) -> int:
         return sum(extent.nbytes for extent in self.extents) // item_size(self.dtype)
+
+    def part(self, begin: int, end: int) -> Iterator[Extent]:
+        """Where the elements from `begin` to `end` lie, in order; of more than there are, those that there are."""
+        joined, size = Joined(self.extents), item_size(self.dtype)
+        return joined.part(begin * size, min(end * size, joined.nbytes))
 
 
 class Owner(NamedTuple):

@@ -41,9 +41,11 @@ def read(path: Path) -> Checkpoint:
     optimizers = dcp.optimizers(index.tensors, index.objects)
     of_optimizers = {name for own in optimizers for state in own.states.values() for name in state.values()}
     others = [name for name in tensors if name not in of_optimizers]
+    weights = [tensors[name].tensor for name in others]
+    shapes = [own.size for own in weights if own.dtype in FLOATS]  # unlike random states and counts
     counted = [step for own in optimizers for step in _check(found, own, tensors, values)]
     for own in optimizers:
-        found.findings += _of_weights(own, tensors, values, others)
+        found.findings += _of_weights(own, tensors, values, shapes)
     set_step(found, counted, path.name)
     for file in sorted(path.iterdir()):  # schedulers, random states, the trainer's own
         if file.name not in found.read and file.is_file() and tensor_streams.is_torchs(file):
@@ -115,15 +117,13 @@ def _check(found: Checkpoint, own: Optimizer, tensors: Mapping[str, Chunked], va
 
 
 def _of_weights(
-    own: Optimizer, tensors: Mapping[str, Chunked], values: Mapping[str, Any], others: list[str]
+    own: Optimizer, tensors: Mapping[str, Chunked], values: Mapping[str, Any], shapes: list[tuple[int, ...]]
 ) -> Iterator[Finding]:
-    """Check that each state has a weight, of the same shape. `others` are the tensors that are no states."""
+    """Check that each state has a weight, of the same shape. `shapes` are those of all weights."""
     where = f"{own.prefix}{dcp.STATE}"
     if own.is_numbered:
         yield Finding(damages.NUMBERED_STATES, where, f"{len(own.states)} parameters")
         states = [{key: values[name] for key, name in state.items()} for state in own.states.values()]
-        weights = [tensors[name].tensor for name in others]
-        shapes = [tensor.size for tensor in weights if tensor.dtype in FLOATS]  # unlike random states and counts
         yield from torch_optimizers.without_weights(where, states, shapes) if shapes else ()
     elif own.several:
         detail = f"tensors of several names could be their weights: {', '.join(map(shown, own.several[:5]))}"

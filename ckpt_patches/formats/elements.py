@@ -1,15 +1,13 @@
 """Read the elements of a stream in blocks, and decode them."""
 
-import bisect
 import errno
 import functools
-import itertools
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_patches.formats.checkpoint import Stream
+from ckpt_patches.formats.checkpoint import Joined, Stream
 from ckpt_patches.formats.checksum import crc32
 from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.ranged import RangedFiles
@@ -43,26 +41,21 @@ class BlockReader:
 
     def __init__(self, stream: Stream, most: int, files: RangedFiles, *, checked: bool) -> None:
         self.stream, self.item_size, self.checked = stream, item_size(stream.dtype), checked
-        self.files = files
+        self.files, self.joined = files, Joined(stream.extents)
         self.buffer = np.empty(most * self.item_size, np.uint8)
-        self.starts = [0, *itertools.accumulate(extent.nbytes for extent in stream.extents)]
         self.pieces: list[PartRead] = []
 
     def read(self, begin: int, end: int) -> Block:
         """The bytes of elements `begin` to `end`, valid until the next call. Raises OSError if there are fewer."""
         first, last = begin * self.item_size, end * self.item_size
-        if last > self.starts[-1]:
+        if last > self.joined.nbytes:
             raise OSError(errno.EIO, f"expected {end} elements, found {self.stream.numel}", self.stream.array)
-        number = bisect.bisect_right(self.starts, first) - 1
-        while number < len(self.stream.extents) and self.starts[number] < last:
-            start, extent = self.starts[number], self.stream.extents[number]
-            low, high = max(first, start), min(last, start + extent.nbytes)
-            if low < high:
-                offset, into = extent.offset + low - start, memoryview(self.buffer)[low - first : high - first]
-                self.files.read(extent.path, offset, into)
-                if self.checked:
-                    self._check(extent.path, offset, into)
-            number += 1
+        rest = memoryview(self.buffer)
+        for path, offset, nbytes in self.joined.part(first, last):
+            self.files.read(path, offset, rest[:nbytes])
+            if self.checked:
+                self._check(path, offset, rest[:nbytes])
+            rest = rest[nbytes:]
         return self.buffer[: last - first]
 
     def _check(self, path: str, offset: int, data: memoryview) -> None:

@@ -4,7 +4,8 @@
 
 Each case is drawn, run and judged: right, loud (somebody gets an error), or SILENT. A SILENT one is made smaller while
 it shows the same, and printed as `SILENT <case> <signature>`; then the exit status is 1. The state of an exploration is
-a file in `.explore/`: the same command goes on where it ended.
+a file in `.explore/`: the same command goes on where it ended. With FIXES=off the fixes of silent bugs are off, each
+until the exploration has found its bug.
 
     make explore CASE=tests/explore/corpus/round_robin_links.json WITHOUT=round_robin_links
 """

@@ -6,6 +6,7 @@ all fixes and has an "error" without that fix. A case that showed a tool to be w
 that is SILENT with all fixes is named `open_…`. It fails the tests until there is a fix or an error.
 """
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -34,23 +35,31 @@ def silent_fixes(stack: Stack) -> list[str]:
     return [fix.name for fix in mine if fix.silent and fix.affects(stack.version)]
 
 
-def keep(name: str, case: dict[str, Any], stack: Stack) -> str:
-    """Keep the case that an exploration has found, and describe the result in words."""
-    on = replace(stack, fixes=True, without="")
-    with_all = outcome(case, on)
-    if with_all.kind == SILENT:
-        return _kept(f"open_{name}", case, with_all.signature, stack)
-    for fix in silent_fixes(stack):
-        without = outcome(case, replace(on, without=fix))
-        if without.kind == SILENT:
-            return _kept(fix, case, without.signature, stack)
-    return "not kept: right without any one of the fixes"
+def causes(case: dict[str, Any], stack: Stack) -> list[str]:
+    """A least set of fixes without which a case is SILENT, of those that are off; empty if it is with all fixes, too.
+
+    Junker, QuickXplain, AAAI 2004.
+    """
+
+    @functools.cache
+    def is_silent(off: tuple[str, ...]) -> bool:
+        return outcome(case, replace(stack, without=",".join(off))).kind == SILENT
+
+    def least(off: list[str], suspects: list[str]) -> list[str]:
+        if is_silent(tuple(sorted(off))):
+            return []
+        if len(suspects) == 1:
+            return suspects
+        half = len(suspects) // 2
+        later = least([*off, *suspects[:half]], suspects[half:])
+        return [*least([*off, *later], suspects[:half]), *later]
+
+    return least([], stack.without.split(",")) if stack.without else []
 
 
-def _kept(name: str, case: dict[str, Any], signature: str, stack: Stack) -> str:
+def keep(name: str, case: dict[str, Any], signature: str, stack: Stack) -> str:
+    """Write a file for a case that an exploration has found. Returns the file's name."""
     file = CORPUS / f"{name}.json"
-    if file.exists():
-        return f"not kept: there is {file.name} already"
     known = {"shows": described(case), "signature": signature, "version": stack.version, "case": compact(case)}
     replace_durably(file, (json.dumps(known, indent=1) + "\n").encode())
-    return f"kept as {file.name}"
+    return file.name

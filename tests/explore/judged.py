@@ -228,6 +228,8 @@ def _limit(case: dict[str, Any], different: list[str]) -> str:
     kinds = {_kind(name) for name in different}
     if case["package"] == "megatron" and kinds <= SCALER:
         return "the loss scale in the common file of another iteration, which only a folder's name tells"
+    if kinds == {"buffer"}:
+        return "a buffer, which no tool compares (docs/reference/findings.md)"
     if kinds != {"weight"}:
         return ""
     if case["run"].get("stage") == 0:

@@ -6,16 +6,18 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckpt_patches.runtime.durable import replace_durably
-from explore.corpus import keep
+from explore.corpus import causes, keep, kept, silent_fixes
 from explore.judged import LOUD, NOT_TRAINED, RIGHT, SILENT, Outcome, Stack, outcome
 from explore.spaces import SPACES, described, plainer, steps_to_plain
 
 SAME = 2  # the number of cases per signature that the search shrinks
 AT_ONCE = 2
+WITHOUT_FIXES = {"fingerprint", "old", "some_ranks", "by_upstream"}  # of a load
 
 
 class Exploration:
@@ -28,6 +30,8 @@ class Exploration:
         self.counts: Counter[str] = Counter(kept.get("counts", {}))
         self.errors: Counter[str] = Counter(kept.get("errors", {}))
         self.silent: list[dict[str, Any]] = kept.get("silent", [])
+        self.found: list[str] = kept.get("found", [])
+        self.off = [] if stack.fixes else silent_fixes(stack)
         self.lock = threading.Lock()
 
     def run(self, deadline: float) -> None:
@@ -40,9 +44,16 @@ class Exploration:
                 number, self.next = self.next, self.next + 1
             self.take(f"{self.seed}-{number}")
 
+    def now(self) -> Stack:
+        """The stack of the next case: a fix that is off is on as soon as its bug is found."""
+        left = ",".join(fix for fix in self.off if fix not in self.found)
+        return replace(self.stack, fixes=True, without=left) if self.off else self.stack
+
     def take(self, name: str) -> None:
         case = SPACES[self.stack.package].drawn(name, self.stack.version)
-        found = _outcome(case, self.stack)
+        if self.off:  # what would name the bug, or show it whatever fix is on
+            case["load"] |= dict.fromkeys(WITHOUT_FIXES & case["load"].keys(), False)
+        found = _outcome(case, self.now())
         with self.lock:
             self.counts[found.kind] += 1
             if found.kind in (LOUD, NOT_TRAINED):
@@ -52,19 +63,42 @@ class Exploration:
             if found.kind == SILENT:
                 self.silent.append(one)
         if found.kind == SILENT and seen < SAME:
-            smaller, found = shrunk(case, found, self.stack)
-            one |= {"case": smaller, "detail": found.detail, "shrunk": True}
-            shown = f"SILENT {name} {found.signature} | {described(smaller)}"
-            print(f"{shown} | {keep(name, smaller, self.stack)}", flush=True)
+            self.explain(one, case)
         with self.lock:
-            state = {name: getattr(self, name) for name in ("next", "counts", "errors", "silent")}
+            state = {name: getattr(self, name) for name in ("next", "counts", "errors", "silent", "found")}
             replace_durably(self.file, json.dumps(state, indent=1).encode())
+
+    def explain(self, one: dict[str, Any], case: dict[str, Any]) -> None:
+        """Find the causes of a SILENT case. Shrink and keep it unless the corpus has a case of them."""
+        name, stack = one["name"], self.now()
+        fixes = causes(case, stack)
+        alone = replace(stack, without=",".join(fixes))
+        found = _outcome(case, alone)
+        shown, known = f"SILENT {name} {found.signature} | {described(case)}", fixes[0] if fixes else f"open_{name}"
+        if found.kind != SILENT:
+            print(f"SILENT {name} {one['signature']} | {described(case)} | not SILENT again: {found}", flush=True)
+            return
+        with self.lock:
+            new = [fix for fix in fixes if fix not in self.found]
+            self.found += new
+        if fixes and not new:
+            return  # another thread's case has shown it meanwhile
+        if len(fixes) > 1 or known in kept():
+            print(f"{shown} | without {' and '.join(fixes)}", flush=True)
+        else:
+            smaller, found = shrunk(case, found, alone)
+            one |= {"signature": found.signature, "case": smaller, "detail": found.detail, "shrunk": True}
+            file = keep(known, smaller, found.signature, stack)
+            print(f"SILENT {name} {found.signature} | {described(smaller)} | kept as {file}", flush=True)
+        if fixes and _outcome(case, self.now()).kind == SILENT:
+            self.explain(one, case)
 
     def summary(self) -> str:
         done = sum(count for kind, count in self.counts.items() if kind != NOT_TRAINED)
         signatures = len({one["signature"] for one in self.silent})
         parts = f"right {self.counts[RIGHT]}, loud {self.counts[LOUD]}"
-        return f"explored {done}: {parts}, silent {self.counts[SILENT]} ({signatures} signatures)"
+        bugs = f"; known bugs: {', '.join(sorted(self.found))}" if self.found else ""
+        return f"explored {done}: {parts}, silent {self.counts[SILENT]} ({signatures} signatures){bugs}"
 
 
 def _outcome(case: dict[str, Any], stack: Stack) -> Outcome:

@@ -1,5 +1,6 @@
 """Tests of the explorer: its drawn cases and its corpus are right, and its judge detects errors."""
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +18,9 @@ from ckpt_patches.formats import damages
 from ckpt_patches.formats.checkpoint import EXP_AVG
 from ckpt_patches.migrate.migrate import migrate
 from explore import tools
-from explore.corpus import kept
+from explore.corpus import causes, kept
 from explore.judged import LOUD, RIGHT, SILENT, Harm, Outcome, Stack, Tried, of_load, outcome
-from explore.search import shrunk
+from explore.search import Exploration, shrunk
 from explore.spaces import SPACES, complete, described, plainer, space_of, steps_to_plain
 from registered import FIXES
 from upstream import newest, newest_affected
@@ -150,6 +151,29 @@ def test_a_case_shrinks_to_what_it_needs(
             steps = steps_to_plain(small)
             assert not any(found(plainer(small, [step]), stack).kind == SILENT for step in steps)
             assert len(tried) < 60
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("needed", ["", "a", "h", "bg", "cde", "abcdefgh"])
+def test_the_causes_are_the_fixes_without_which_a_case_is_silent(needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(case: Case, stack: Stack) -> Outcome:
+        return Outcome(SILENT if {*needed} <= {*stack.without} else RIGHT)
+
+    monkeypatch.setattr("explore.corpus.outcome", found)
+    assert sorted(causes({}, replace(NEWEST["deepspeed"], without="a,b,c,d,e,f,g,h"))) == [*needed]
+
+
+def test_a_bug_is_found_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the fixes off a bug is found, named by its fix, and not found again."""
+    monkeypatch.setattr(SPACES["deepspeed"], "drawn", lambda *_: copy.deepcopy(CORPUS["zero3_module_only"]["case"]))
+    exploration = Exploration(tmp_path / "state.json", "seed", replace(NEWEST["deepspeed"], fixes=False))
+    for name in ("first", "second"):
+        exploration.take(name)
+    assert exploration.found == json.loads((tmp_path / "state.json").read_text())["found"] == ["zero3_module_only"]
+    assert (exploration.counts[SILENT], exploration.counts[RIGHT]) == (1, 1)
+    assert capsys.readouterr().out.strip().endswith("| without zero3_module_only")
 
 
 # The judge of the tools: each tool is spoiled in one way, and the case is SILENT.

@@ -22,6 +22,7 @@ MEGATRON_LM = "https://github.com/NVIDIA/Megatron-LM"
 NVRX = "nvidia-resiliency-ext=="
 # For the build of DeepSpeed's source distribution, and what its setup imports besides torch.
 FOR_DEEPSPEED = ("setuptools", "wheel", "ninja", "packaging", "py-cpuinfo", "hjson", "pydantic", "tqdm", "einops")
+FOR_MEGATRON = ("einops", "packaging", "psutil", "regex", "six")  # it imports these, and requires them not always
 # Wheels of nvidia-resiliency-ext require a newer glibc than many systems have. Checkpoints need no compiled code.
 OF_NVRX = ("--no-deps", "--only-binary=:all:", "--python-version=3.12", "--upgrade")
 PLATFORMS = tuple(f"--platform=manylinux_2_{glibc}_x86_64" for glibc in (39, 31, 28))
@@ -125,13 +126,14 @@ def install(folder: Path, row: Row) -> None:
         pip(folder, "--no-build-isolation", *(one for one in others if one.startswith("deepspeed")))
     for nvrx in (one for one in others if one.startswith(NVRX)):
         pip(folder, *OF_NVRX, *PLATFORMS, "--target", str(site_packages(folder)), nvrx)
+    if row.commit or "megatron-core" in row.requirements:
+        pip(folder, *FOR_MEGATRON)
     if row.commit:
         clone = folder / "Megatron-LM"
         run(["git", "init", "--quiet", str(clone)])
         run(["git", "-C", str(clone), "fetch", "--quiet", "--depth=1", MEGATRON_LM, row.commit])
         run(["git", "-C", str(clone), "checkout", "--quiet", "FETCH_HEAD"])
         shutil.copytree(clone / "megatron", site_packages(folder) / "megatron", dirs_exist_ok=True)
-        pip(folder, "einops", "packaging", "psutil", "regex", "six")  # it imports these
 
 
 def site_packages(folder: Path) -> Path:

@@ -12,9 +12,8 @@ from ckpt_patches.fingerprint.comparison import AGAIN, Verdict, recorded_name
 from ckpt_patches.fingerprint.record import Key, from_plain
 from ckpt_patches.fingerprint.states import state_named
 from ckpt_patches.formats import damages, dcp, zero_reader
-from ckpt_patches.formats.checkpoint import Checkpoint, Extent, Stream
+from ckpt_patches.formats.checkpoint import Checkpoint
 from ckpt_patches.formats.damages import Finding
-from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.megatron_names import is_bucket
 
 # Zeros and padding, about which a record decides. Weights are not in every record, so rounding is still judged.
@@ -81,22 +80,12 @@ def _in_buckets(found: Checkpoint, ranges: Mapping[tuple[str, str], Sequence[Ran
         for shard in found.shards
         for stream in shard.streams.values()
         for begin, end in ranges.get((stream.array, shard.label), ())
-        for extent in _extents(stream, begin, end)
+        for extent in stream.part(begin, end)
     )
     layouts = buckets.layouts(from_plain(found.recorded).buckets)
     for name, parts in files.tensors_in_buckets(found, layouts).items():
-        if any(own.meet(one) for part in parts for one in _extents(part.stream, part.begin, part.begin + part.numel)):
+        if any(own.meet(one) for part in parts for one in part.stream.part(part.begin, part.begin + part.numel)):
             yield name
-
-
-def _extents(stream: Stream, begin: int, end: int) -> Iterator[Extent]:
-    """The bytes of some elements."""
-    first, last, at = begin * item_size(stream.dtype), end * item_size(stream.dtype), 0
-    for path, offset, nbytes in stream.extents:
-        low, high = max(first, at), min(last, at + nbytes)
-        if low < high:
-            yield Extent(path, offset + low - at, high - low)
-        at += nbytes
 
 
 def _checked(found: Checkpoint, path: Path, workers: int) -> Verdict | None:

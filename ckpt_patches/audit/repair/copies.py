@@ -1,6 +1,5 @@
 """Copy a checkpoint, and write elements into the copy. No link is followed out of either."""
 
-import itertools
 import os
 import shutil
 import stat
@@ -79,14 +78,10 @@ def _copy_file(source: Path, target: Path) -> None:
             shutil.copyfileobj(reading, writing, BUFFER)
 
 
-def write_elements(target: Stream, begin: int, data: bytes | memoryview) -> None:
+def write_elements(target: Stream, begin: int, data: memoryview) -> None:
     """Write elements from `begin` on. A missing file is created."""
-    first, nbytes = begin * item_size(target.dtype), len(data)
-    ends = itertools.accumulate(extent.nbytes for extent in target.extents)
-    for extent, stop in zip(target.extents, ends, strict=True):
-        start = stop - extent.nbytes
-        low, high = max(first, start), min(first + nbytes, stop)
-        if low < high:
-            with open(extent.path, "r+b" if os.path.exists(extent.path) else "wb") as file:
-                file.seek(extent.offset + low - start)
-                file.write(data[low - first : high - first])
+    for path, offset, nbytes in target.part(begin, begin + len(data) // item_size(target.dtype)):
+        with open(path, "r+b" if os.path.exists(path) else "wb") as file:
+            file.seek(offset)
+            file.write(data[:nbytes])
+        data = data[nbytes:]
