@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ckpt_patches.audit.audit import DAMAGED, REPAIRED, WHOLE, audit
 from explore import tools
-from explore.damaging import ALTERED, LOST, UNSEEN, damage
+from explore.damaging import ALTERED, LOST, OTHER_STEP, UNSEEN, damage
 from explore.megatron_space import FROZEN
 from explore.spaces import SPACES, space_of
 from registered import FIXES
@@ -224,10 +224,12 @@ def _of_upstream(tried: Tried) -> dict[str, Any]:
 
 
 def _limit(case: dict[str, Any], different: list[str]) -> str:
-    """The reason that neither audit nor fingerprint can notice an element altered in the save (reference/limits.md)."""
+    """The reason that neither audit nor fingerprint can notice the damage (reference/limits.md)."""
     kinds = {_kind(name) for name in different}
     if case["package"] == "megatron" and kinds <= SCALER:
         return "the loss scale in the common file of another iteration, which only a folder's name tells"
+    if case["load"]["damage"] == OTHER_STEP and case["run"].get("format") in BUCKETS:
+        return "a rank's file of another step: no file states where a weight's main parameter is"
     if kinds == {"buffer"}:
         return "a buffer, which no tool compares (docs/reference/findings.md)"
     if kinds != {"weight"}:
