@@ -230,6 +230,8 @@ def _limit(case: dict[str, Any], different: list[str]) -> str:
         return "the loss scale in the common file of another iteration, which only a folder's name tells"
     if case["load"]["damage"] == OTHER_STEP and case["run"].get("format") in BUCKETS:
         return "a rank's file of another step: no file states where a weight's main parameter is"
+    if case["load"]["damage"] == OTHER_STEP and case["run"].get("optimizer") in ("SGD", "momentum"):
+        return "a file of another step: SGD's states name none (docs/reference/findings.md)"
     if kinds == {"buffer"}:
         return "a buffer, which no tool compares (docs/reference/findings.md)"
     if kinds != {"weight"}:
