@@ -184,12 +184,18 @@ def stage_of(optimizer: Mapping[str, Any]) -> int:
     return int(stage.args[0] if isinstance(stage, torch_file.Instance) else stage)
 
 
+def _is_numbered_twice(groups: Any) -> bool:
+    """Whether a param group names a parameter twice; its states then have other numbers."""
+    lists = [group.get("params") for group in groups or () if isinstance(group, Mapping)]
+    return any(len({*own}) < len(own) for own in lists if isinstance(own, list) and all(type(n) is int for n in own))
+
+
 def read_rank(file: TorchFile) -> RankFile:
     """Parse a rank's optimizer file.
 
     Raises:
         BadFileError: the content is not what DeepSpeed writes.
-        NotReadError: the optimizer has fewer groups than main parameters.
+        NotReadError: the optimizer has fewer groups than main parameters, or has one twice.
         UnknownDtypeError: a tensor's dtype is not known.
     """
     path, match = file.path, OPTIMIZER.fullmatch(file.path.name)
@@ -205,6 +211,8 @@ def read_rank(file: TorchFile) -> RankFile:
     if len(mappings) < len(masters) and len(mappings) == len(required(base, "param_groups", path)):
         # DeepSpeed merges all groups into one if it creates torch's Adagrad again.
         raise NotReadError(f"{path}: the optimizer has {len(mappings)} group, and {len(masters)} main parameters")
+    if _is_numbered_twice(base.get("param_groups")):  # a save at stage 3 before its first step appends them once more
+        raise NotReadError(f"{path}: the optimizer has a main parameter twice, and numbers its states otherwise")
     if not len(states) <= len(masters) == len(mappings) or not states.keys() <= {*range(len(masters))}:
         raise BadFileError(
             f"{path}: expected as many groups in each part of it, found the state of {len(states)}, master parameters "
