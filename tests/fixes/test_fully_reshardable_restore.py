@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ import torch
 from ckpt_patches.audit.audit import DAMAGED, WHOLE, audit
 from ckpt_patches.audit.judging.record_checksums import update_checksum
 from ckpt_patches.cli import main
+from ckpt_patches.engine.installed import STATE_FOLDER
 from ckpt_patches.formats.checkpoint import MASTER, WEIGHT
 from ckpt_patches.formats.damages import NOTE
-from upstream import affected, newest_affected, run, run_json, tree, with_fix, without_fix
+from upstream import affected, newest_affected, once, run, run_json, tree, with_fix, without_fix
 
 FIX = "fully_reshardable_restore"
 AFFECTED = affected(FIX)
@@ -23,17 +25,35 @@ IN_NO_FILE = r"expected all of them, found (\d+) elements in no file"
 ZEROS = {"CKPT_PATCHES_LOST_STATES": "zeros"}
 
 
+def without_fixes(root: Path) -> Path:
+    """A tree as upstream made it: an environment may have fixes in its files."""
+    return (
+        once(f"without fixes of {root.name}", lambda own: revert_copy(root, own))
+        if (root / STATE_FOLDER).is_dir()
+        else root
+    )
+
+
+def revert_copy(root: Path, own: Path) -> None:
+    for folder in ("megatron", STATE_FOLDER):
+        shutil.copytree(root / folder, own / folder)
+    assert main(["revert", "--tree", str(own)]) == 0
+
+
 def saved_shifted(version: str, folder: Path) -> Path:
     """What two ranks of a release save without the fixes."""
-    run("shifted_saving", folder, tree=tree("megatron-core", version))
+    root = tree("megatron-core", version)
+    run("shifted_saving", folder, tree=without_fixes(root), path=[root])
     return folder
 
 
 def other_elements(version: str, delivery: str, folder: Path, name: str, **env: str) -> dict[str, list[int]]:
     """The elements that differ from the saved run's after a load, by parameter and state."""
     root = tree("megatron-core", version)
+    own = without_fixes(root) if delivery == "none" else root
     load = ("--load", folder / name)
-    found: dict[str, list[int]] = run_json("shifted_saving", folder, *load, tree=root, delivery=delivery, env=env)["0"]
+    keywords: dict[str, Any] = {"tree": own, "path": [root], "delivery": delivery, "env": env}
+    found: dict[str, list[int]] = run_json("shifted_saving", folder, *load, **keywords)["0"]
     return found
 
 
