@@ -61,7 +61,7 @@ ROWS = {
     "skyrl": Row("3.12", "torch==2.11.0 numpy", "71e418ea7d7b3a6c9a53238c543c3e0b43e11026"),
     "openrlhf": Row("3.12", "torch==2.11.0 numpy deepspeed==0.19.5"),  # it pins no Python and no torch
     "llama_factory": Row("3.11", "torch==2.10.0 numpy deepspeed==0.18.4"),
-    "newest": Row("3.13", "torch==2.15.0 numpy megatron-core==0.19.2 deepspeed==0.19.8"),
+    "newest": Row("3.13", "torch==2.15.0 numpy megatron-core==0.19.2 deepspeed==0.19.8 nvidia-resiliency-ext==0.7.0"),
 }
 HUGGING_FACE = Row(
     RUNNING, "torch==2.13.0 numpy deepspeed==0.19.8 accelerate==1.15.0 peft==0.21.2 transformers==5.24.0"
