@@ -138,6 +138,17 @@ def test_crafted_damage(zarr: Path, tmp_path: Path, what: str, capsys: Say) -> N
     assert {entry["source"] for entry in listed(tmp_path / "new1")} == {source}
 
 
+def test_lost_elements_that_are_zero_in_the_older_one_are_listed(zarr: Path, tmp_path: Path) -> None:
+    """A row without a gradient until the older step is zero in both, and not in the truth."""
+    older, truth = copied(zarr, tmp_path / "older"), copied(zarr, tmp_path / "truth")
+    row = max(audit(zarr, 1).checkpoint.shards, key=lambda shard: shard.numel).row
+    for role in MOMENTS:
+        change(older, role, 4 * row, 5 * row, 0.0)
+        change(zarr, role, 3 * row + 3, 6 * row + 5, 0.0)
+    assert repair(zarr, tmp_path / "new", "--from", older) == 0
+    check_truth(tmp_path / "new", truth, older)
+
+
 def test_no_other_element_changes(tmp_path: Path, capsys: Say) -> None:
     """Thousands of separate elements."""
     states: Arrays = arrays(20_000, 64)
