@@ -29,6 +29,7 @@ from ckpt_patches.formats.checkpoint import (
     Checkpoint,
     Owner,
     Shard,
+    Stream,
 )
 from ckpt_patches.formats.damages import Finding, FindingKind
 from ckpt_patches.formats.dtypes import FLOATS
@@ -374,18 +375,29 @@ def of_shifted_states(found: Checkpoint, findings: list[Finding]) -> list[Findin
 
 
 def of_sparse_moments(found: Checkpoint, findings: list[Finding]) -> list[Finding]:
-    """The findings, without short runs in a moment of few bits that is sparse in most other shards: no lost slices."""
-    small = {(s.array, shard.label) for shard in found.shards for s in shard.streams.values() if shard.numel < SMALL}
-    kept = list(findings)
+    """The findings; lost slices are sparse moments if they can be of rounding, as moments of most other shards are."""
+    natural = set[int]()
     for role in MOMENTS:
-        rounded = ((shard, s) for shard in found.shards if (s := shard.streams.get(role)) and s.dtype not in EXACT)
-        own = {(s.array, shard.label) for shard, s in rounded}
-        lost = {(f.array, f.shard) for f in findings if f.kind is damages.LOST_MOMENT} & own
-        sparse = {(f.array, f.shard) for f in findings if f.kind is damages.SPARSE_MOMENT} & own
-        if len(sparse - lost) >= len(lost):
-            natural = lost & small
-            kept = [f for f in kept if f.kind is not damages.LOST_MOMENT or (f.array, f.shard) not in natural]
-    return kept
+        shards = {(s.array, shard.label): shard for shard in found.shards if (s := shard.streams.get(role))}
+        lost, sparse = (
+            [f for f in findings if f.kind is kind and (f.array, f.shard) in shards]
+            for kind in (damages.LOST_MOMENT, damages.SPARSE_MOMENT)
+        )
+        places = {(f.array, f.shard) for f in lost}
+        others = {(f.array, f.shard) for f in sparse} - places if lost else ()
+        if sum(_is_of_few_bits(shards[place].streams[role]) for place in others) >= len(places):
+            natural |= {id(f) for f in lost if _may_be_rounded(f, shards[f.array, f.shard], role)}
+    return [replace(f, kind=damages.SPARSE_MOMENT) if id(f) in natural else f for f in findings]
+
+
+def _is_of_few_bits(moment: Stream) -> bool:
+    return moment.dtype not in EXACT or masters.was_of_8_bits(moment)
+
+
+def _may_be_rounded(zeros: Finding, shard: Shard, role: str) -> bool:
+    """Whether rounding can leave these zeros: a run in a small shard, or rows of a moment that was of 8 bits."""
+    are_rows = shard.row > 1 and not (zeros.begin or 0) % shard.row and not (zeros.end or 0) % shard.row
+    return shard.numel < SMALL or (are_rows and masters.was_of_8_bits(shard.streams[role]))
 
 
 def of_moments(found: Checkpoint, parts: list[Part]) -> Iterator[Finding]:

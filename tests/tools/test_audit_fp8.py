@@ -110,6 +110,36 @@ def test_weights_that_were_kept_in_few_bits_are_no_damage(kind: str, tmp_path: P
     assert (report.verdict, names(report, notes=True)) == (WHOLE, {"few_bits"})
 
 
+ZEROS = {
+    "a row": (slice(640, 704), True, WHOLE, {"sparse_moment"}),
+    "a row, squares of fp32": (slice(640, 704), False, DAMAGED, {"lost_moment", "sparse_moment"}),
+    "a slice across rows": (slice(600, 1000), True, DAMAGED, {"lost_moment", "sparse_moment"}),
+}
+
+
+@pytest.mark.parametrize("zeros", ZEROS)
+def test_rows_of_squares_of_8_bits_round_to_zero(zeros: str, tmp_path: Path) -> None:
+    """Other squares show that they were of 8 bits: they have few significands, and zeros in many places."""
+    own, of_8_bits, verdict, kinds = ZEROS[zeros]
+    generator = torch.Generator().manual_seed(0)
+    states: dict[str, Any] = {}
+    for number, spread in enumerate((0.3, 4, 4)):
+        square = (torch.randn(64, 64, generator=generator) * spread).exp() * 1e-8
+        if number == 0:
+            square.view(-1)[own] = 0
+        rounded = of_one_scale(square)
+        average = torch.randn(64, 64, generator=generator) * 1e-4
+        moments = {"exp_avg": average, "exp_avg_sq": rounded if of_8_bits else square * (rounded > 0)}
+        states[f"layer{number}.weight"] = {"step": torch.tensor(3.0), **moments}
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "params": [*states]}]
+    model = {name: torch.randn(64, 64, generator=generator) for name in states}
+    dcp.save(
+        {"model": model, "optimizer": {"state": states, "param_groups": groups}}, checkpoint_id=tmp_path, no_dist=True
+    )
+    report = audit(tmp_path, workers=1)
+    assert (report.verdict, names(report, notes=True)) == (verdict, kinds)
+
+
 def test_ordinary_weights_of_another_step_are_unknown(tmp_path: Path) -> None:
     """Most main parameters are near to their weights and do not round to them: nothing tells which are wrong."""
     noise = torch.randn(ROWS, ROW, generator=torch.Generator().manual_seed(1))

@@ -1,17 +1,17 @@
-"""Main parameters that do not round to their weights, and are right: weights of few bits, and remainders of 16 bits.
+"""Numbers of few bits: weights to which right main parameters do not round, moments, and remainders of 16 bits.
 
 A run with weights of fp8 or fp4 saves them dequantized, in bf16: a number of a few bits, times the scale of its tensor
 or block. Main parameters are near to them. Transformer Engine's `store_param_remainders` keeps the low 16 bits of main
 parameters alone, which Megatron's formats that gather the state store as fp32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_patches.formats.checkpoint import MASTER, WEIGHT, Shard
+from ckpt_patches.formats.checkpoint import MASTER, WEIGHT, Shard, Stream
 from ckpt_patches.formats.elements import BLOCK, read_values
 
 Values: TypeAlias = "npt.NDArray[np.float32]"
@@ -44,10 +44,21 @@ def are_near(shard: Shard) -> bool:
 
 
 def have_few_bits(shard: Shard) -> bool:
-    """Whether the weights of most groups of a shard have few significands, and not all the same one."""
+    """Whether the weights of a shard have few significands."""
+    return _are_few(weight for _, weight in _blocks(shard))
+
+
+def was_of_8_bits(moment: Stream) -> bool:
+    """Whether a moment was of 8 bits and a scale, as with Transformer Engine: but for zeros it has few significands."""
+    values = read_values(moment, 0, min(BLOCK, moment.numel))
+    return values is not None and _are_few([values[values != 0]])
+
+
+def _are_few(blocks: Iterable[Values]) -> bool:
+    """Whether most groups of the numbers have few significands, and not all the same one."""
     every = few = most = 0
-    for _, weight in _blocks(shard):
-        groups = weight[: len(weight) // GROUP * GROUP].view(np.uint32).reshape(-1, GROUP)
+    for values in blocks:
+        groups = values[: len(values) // GROUP * GROUP].view(np.uint32).reshape(-1, GROUP)
         different = 1 + (np.diff(np.sort(groups & np.uint32(0x7FFFFF), axis=1), axis=1) != 0).sum(axis=1)
         every += len(different)
         few += int((different <= MOST).sum())

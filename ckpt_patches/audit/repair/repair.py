@@ -159,9 +159,8 @@ def _change(copy: Path, fills: list[Fill], older: Checkpoint | None) -> Repaired
         target = Fill(places[fill.stream.array, fill.shard.label][0], fill.role, fill.source, fill.ranges)
         where = f": {older.path}, step {older.step}" if older and fill.source == FROM_OLDER else ""
         ranges = [*_filled(target, source)]
-        own = (
-            fill.ranges if ranges or fill.source == RESET else []
-        )  # lost elements that stay zero are not the run's own
+        # Lost elements that stay zero are not the run's own.
+        own = fill.ranges if ranges or fill.source == RESET else []
         for each in (now, listed):
             each.add((fill.stream.array, fill.shard.label), own, f"{fill.source}{where}")
         changed |= {extent.path for extent in target.stream.extents if ranges}
