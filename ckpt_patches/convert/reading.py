@@ -9,7 +9,7 @@ from ckpt_patches.formats.checksum import crc32
 from ckpt_patches.formats.ranged import RangedFiles
 from ckpt_patches.formats.stored_zip import Stored
 
-BLOCK = 1 << 20  # bytes that are read, and written, at once; larger ones are not faster, and exceed a processor's cache
+BLOCK = 1 << 18  # bytes that are read, and written, at once; larger ones exceed a processor's cache, and take longer
 SPARE_DESCRIPTORS = 64  # for all other open files of a process
 
 Records = tuple[str, Sequence[Stored]]  # of a file, by its path

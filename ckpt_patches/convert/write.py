@@ -52,7 +52,10 @@ class Writer:
                 path = self.folder / output.name
                 if not path.parent.is_dir():
                     path.parent.mkdir(parents=True, exist_ok=True)
-                write(output, files.enter_context(new_file(path)), merger)
+                file = files.enter_context(new_file(path))
+                write(output, file, merger)
+                file.flush()
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # the disk begins to write it now
         return sum(output.nbytes for output in batch)
 
 

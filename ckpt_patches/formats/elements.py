@@ -13,6 +13,7 @@ from ckpt_patches.formats.dtypes import item_size
 from ckpt_patches.formats.ranged import RangedFiles
 
 BLOCK = 64 * 1024  # elements; a block of four arrays fits in the L2 cache
+LARGEST_MAPPING = 24 << 20  # bytes; glibc's threshold follows those of up to 32 MiB
 Block: TypeAlias = "npt.NDArray[np.generic]"
 HALVES = ("bfloat16", "float16")
 # Per 8-bit dtype: mantissa bits, exponent bias, the bits of infinity and NaN.
@@ -25,6 +26,15 @@ SMALL_FLOATS = {
 POWERS_OF_TWO = "float8_e8m0fnu"  # no sign bit; 0xFF is NaN
 COMPLEX = {"complex128": np.float64, "complex64": np.float32, "complex32": np.float16}
 OTHER_FLOATS = ("float64", *SMALL_FLOATS, POWERS_OF_TWO, *COMPLEX)
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Have glibc keep what blocks free for the next ones: up to twice as many bytes as its largest freed mapping had.
+
+    Otherwise each block returns it to the system, and the page faults take more time than all else.
+    """
+    np.empty(LARGEST_MAPPING, np.uint8)
 
 
 class PartRead(NamedTuple):
@@ -40,6 +50,7 @@ class BlockReader:
     """Reads a stream block by block into one buffer; if `checked`, keeps the checksums of the bytes read."""
 
     def __init__(self, stream: Stream, most: int, files: RangedFiles, *, checked: bool) -> None:
+        keep_freed_memory()
         self.stream, self.item_size, self.checked = stream, item_size(stream.dtype), checked
         self.files, self.joined = files, Joined(stream.extents)
         self.buffer = np.empty(most * self.item_size, np.uint8)

@@ -45,6 +45,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # leaves the page cache to others
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
