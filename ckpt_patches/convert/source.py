@@ -18,6 +18,7 @@ from ckpt_patches.formats.zero import OPTIMIZER_STATE, Folder, Shape
 from ckpt_patches.formats.zero_experts import LocalExpert
 from ckpt_patches.formats.zero_folder import Slice, Zero
 from ckpt_patches.runtime.processes import mapped
+from ckpt_patches.runtime.shown import shown
 
 INFO = "universal_checkpoint_info"
 HAND_OVER = "python -m deepspeed_patches.ds_to_universal --inject_missing_state"
@@ -183,12 +184,20 @@ def _common(found: Zero, trust: bool) -> dict[str, Any]:
 
 
 def _tp_degree(found: Zero) -> int:
-    """The tensor-parallel degree, as the checkpoint states or from the files of the first layer."""
+    """The tensor-parallel degree, as the checkpoint states or from the files of the first layer.
+
+    Raises:
+        UserError: the checkpoint states no number of ranks.
+    """
     if found.stage > 2:
         return 1 + max(mp for _, mp in found.ranks)
     said = found.model(0).get("checkpoint_parallel_dimensions")
     if isinstance(said, dict):
-        return int(said["tp_degree"])
+        if degree := zero_inventory.count_of(said.get("tp_degree")):
+            return degree
+        raise UserError(
+            f"{found.folder.path}: expected a number of ranks as tp_degree, found {shown(said.get('tp_degree'))}"
+        )
     return len(found.folder.starting_with("layer_01")) or len(found.models)
 
 

@@ -144,6 +144,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         optimizer(lambda s: s.update(partition_count=[5, 5])),
         f"mixed_ranks: {RANK_1}: of 5 ranks, expected 3",
     ),
+    "no tensor-parallel rank": (
+        lambda f: changed(
+            f / MODEL.replace("01", "00"), lambda s: s.update(checkpoint_parallel_dimensions={"tp_degree": False})
+        ),
+        "expected a number of ranks as tp_degree, found False",
+    ),
     "another degree": (model(lambda s: s.update(dp_world_size=5)), "missing_rank: ranks 3 to 4 of 5"),
     "a rank too many": (
         copied(RANK_1, RANK_1.replace("mp_rank_00", "mp_rank_07")),
