@@ -310,7 +310,8 @@ def _shards(
     (numel,) = sizes
     if len(models) == 1:
         (model,) = models
-        weight = (model.value.get("module") or {}).get(name)
+        module = model.value.get("module")
+        weight = module.get(name) if isinstance(module, dict) else None
         own = tensor_streams.stream(found, found.path / model.name, name, weight)
         # An integer buffer is stored in fp32 here; it is not a main parameter.
         if own is not None and own.numel == numel and elements.is_number(own.dtype):

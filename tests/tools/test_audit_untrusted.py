@@ -248,3 +248,9 @@ def test_links_within_a_checkpoint_do_not_double_the_copy(tmp_path: Path) -> Non
     for number in range(31):
         links = ["ab"[level % 2] for level in range(30 - number)]
         assert copied.joinpath(f"d{number}", *links, "notes").read_text() == "mine"
+
+
+def test_a_universal_checkpoint_whose_model_is_no_dict(tmp_path: Path) -> None:
+    of_universal(tmp_path / "checkpoint")
+    change(tmp_path / "checkpoint" / "mp_rank_00_model_states.pt", lambda value: value.update(module=3))
+    assert found_in(tmp_path / "checkpoint") == (DAMAGED, {"missing_weight"})
