@@ -93,7 +93,7 @@ def _read_model_rank(found: Checkpoint, model: Zero, files: list[RankFile], weig
     shapes = stated or _shapes_of_weights(info, trained) or weights.shapes_in_layers(trained, model_rank)
     slices, problems = zero_folder.slices(model, model_rank, shapes)
     found.findings += problems
-    found.padded += _partitions(files, slices)
+    found.padded += _partitions(files, slices, all_groups=model.stage > 2)
     experts = {(match[1], match[2]) for own in slices if (match := zero_experts.LOCAL.fullmatch(own.name))}
     local = Counter(layer for layer, _ in experts)
     for own in slices:
@@ -218,13 +218,16 @@ def _shapes_of_weights(info: Mapping[str, Any], trained: Set[str]) -> list[dict[
     return [{name: tuple(w.shape) for name, w in weights if name in trained and isinstance(w, TensorHeader)}]
 
 
-def _partitions(files: list[RankFile], slices: list[Slice]) -> Iterator[Extent]:
-    """The byte ranges of groups that hold parameters. Bytes outside the parameters are padding with any value."""
+def _partitions(files: list[RankFile], slices: list[Slice], *, all_groups: bool) -> Iterator[Extent]:
+    """The byte ranges of groups that hold parameters. Bytes outside the parameters are padding with any value.
+
+    `all_groups`, as at stage 3: a finding says why a group there has no slices, and no file where its padding is.
+    """
     used = {id(part.partition) for own in slices for part in own.parts}
     groups = {n for file in files for n, partition in enumerate(file.partitions) if id(partition) in used}
     for file in files:
         for number, partition in enumerate(file.partitions):
-            for flat in partition.states.values() if number in groups else ():
+            for flat in partition.states.values() if all_groups or number in groups else ():
                 yield Extent(str(file.path), flat.offset, flat.numel * ITEM_SIZE[flat.type.dtype])
 
 

@@ -39,16 +39,35 @@ def test_a_partition_of_padding_alone_can_hold_anything(kind: str, tmp_path: Pat
     """NaN in the padding of ranks without parameters only fails the checksum: DeepSpeed does not initialize it."""
     path = copied(trained("0.16.2", kind)[kind], tmp_path)
     file = path / "bf16_zero_pp_rank_7_mp_rank_00_optim_states.pt"
-    state = zero_files.read_rank(torch_file.read(file, trust=True))
-    padding = [p for p in state.partitions if kind == "stage3" or not p.fragments]
+    padding = [p for p in partitions(file) if kind == "stage3" or not p.fragments]
     whole = file.read_bytes()
     for flat in (flat for partition in padding for flat in partition.states.values()):
-        with open(file, "r+b") as changed:
-            changed.seek(flat.offset)
-            changed.write(NAN * flat.numel)
+        put_nan(flat)
         assert names(audit(path)) <= {"bad_file"}  # only by the checksum
         file.write_bytes(whole)
     assert padding or kind == "stage2"
+
+
+def test_what_may_be_padding_is_not_judged_where_no_file_states_the_shapes(tmp_path: Path) -> None:
+    """That no parameter can be found is a finding already."""
+    path = copied(trained("0.16.2", "stage3")["stage3"], tmp_path)
+    change(path / f"zero_pp_rank_0_{MODEL}", lambda value: value.update(param_shapes=[]))
+    for partition in partitions(path / "bf16_zero_pp_rank_7_mp_rank_00_optim_states.pt"):
+        for flat in partition.states.values():
+            put_nan(flat)
+    found = names(audit(path))
+    assert "fragments" in found
+    assert "not_finite" not in found
+
+
+def partitions(file: Path) -> tuple[zero_files.Partition, ...]:
+    return zero_files.read_rank(torch_file.read(file, trust=True)).partitions
+
+
+def put_nan(flat: zero_files.Flat) -> None:
+    with open(flat.file, "r+b") as changed:
+        changed.seek(flat.offset)
+        changed.write(NAN * flat.numel)
 
 
 def test_what_pads_a_frozen_parameter_of_zero_3_is_not_judged(tmp_path: Path) -> None:
