@@ -11,7 +11,7 @@ from ckpt_patches.convert.conversion_plan import CopiedOutput, Output
 from ckpt_patches.convert.merging import Merger
 from ckpt_patches.convert.reading import BLOCK, open_files
 from ckpt_patches.formats.torch_writer import torch_file
-from ckpt_patches.runtime.durable import new_file
+from ckpt_patches.runtime.durable import leave_cache, new_file
 
 # Limits of a batch of files to sync together: the disk then does common work only once.
 FILES_TOGETHER = 32
@@ -55,7 +55,7 @@ class Writer:
                 file = files.enter_context(new_file(path))
                 write(output, file, merger)
                 file.flush()
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # the disk begins to write it now
+                leave_cache(file)
         return sum(output.nbytes for output in batch)
 
 

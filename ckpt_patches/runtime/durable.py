@@ -45,11 +45,17 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # leaves the page cache to others
+                leave_cache(file)
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def leave_cache(file: BinaryIO) -> None:
+    """Have the disk begin with a file's data, and leave the page cache to others; a file system may not know this."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def replace_durably(path: Path, data: bytes) -> None:

@@ -40,6 +40,15 @@ def test_an_error_of_a_file_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert raised.value.filename == str(tmp_path / "x")
 
 
+def test_a_file_system_without_advice_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def advise(*values: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    durable.replace_durably(tmp_path / "x", b"data")
+    assert (tmp_path / "x").read_bytes() == b"data"
+
+
 def test_every_new_folder_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
