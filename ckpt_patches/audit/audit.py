@@ -164,7 +164,8 @@ def _apply_rules(found: Checkpoint, shards: list[Shard], parts: Iterable[scan.Pa
     moments: list[rules.Part] = []
     scales: list[rules.Part] = []
     for shard, odd in zip(shards, scan.by_shard(parts, pieces), strict=True):
-        own = scan.without(odd, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ | blocks.AVG_IS_LARGE)
+        # A repair's zeros are its own; a square of zero beside a first moment that is not was lost before.
+        own = scan.without(odd, found.repaired_in(shard), blocks.NO_AVG | blocks.NO_SQ, unless=blocks.AVG_IS_LARGE)
         found.findings += rules.judge(shard, own, found)
         moments += rules.parts_of(shard, own, found)
         scales += rules.scales_of(shard, own)

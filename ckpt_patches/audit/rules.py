@@ -395,9 +395,10 @@ def _is_of_few_bits(moment: Stream) -> bool:
 
 
 def _may_be_rounded(zeros: Finding, shard: Shard, role: str) -> bool:
-    """Whether rounding can leave these zeros: a run in a small shard, or rows of a moment that was of 8 bits."""
+    """Whether rounding can leave these zeros: a run in a small shard, or rows; if of fp32, of what was of 8 bits."""
+    moment, is_small = shard.streams[role], shard.numel < SMALL
     are_rows = shard.row > 1 and not (zeros.begin or 0) % shard.row and not (zeros.end or 0) % shard.row
-    return shard.numel < SMALL or (are_rows and masters.was_of_8_bits(shard.streams[role]))
+    return (is_small and moment.dtype not in EXACT) or ((is_small or are_rows) and masters.was_of_8_bits(moment))
 
 
 def of_moments(found: Checkpoint, parts: list[Part]) -> Iterator[Finding]:

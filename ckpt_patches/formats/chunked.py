@@ -124,7 +124,8 @@ def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> I
     }
     if len(set(map(frozenset, cut.values()))) > 1 and {len(own.tensor.size) for own in roles.values()} == {1}:
         # 1-D arrays that are sharded differently become one shard each.
-        cut = {role: {("", own.tensor.size): sorted(own.tensor.chunks)} for role, own in roles.items()}
+        whole = {role: sorted(own.tensor.chunks) for role, own in roles.items()}
+        cut = {role: {("", roles[role].tensor.size): chunks} if chunks else {} for role, chunks in whole.items()}
     for role, own in roles.items() if MASTER in roles else ():
         if (own.full, cut[role].keys()) != (roles[MASTER].full, cut[MASTER].keys()):
             detail = "cut otherwise than the master parameter: they were not compared"

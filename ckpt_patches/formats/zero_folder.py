@@ -326,9 +326,12 @@ def _stage_3(
     made: dict[tuple[int, tuple[int, ...]], list[RankFile]] = {}
     of_rank = {file.rank: _own_shapes(found, file, shapes) for file in files}
     for file in files:
+        if (groups := len(of_rank[file.rank])) != len(file.partitions):
+            detail = f"{file.path.name}: {len(file.partitions)} groups, {groups} in the model's file"
+            return [], [Finding(FRAGMENTS, "all parameters", detail)]
         for number, group in enumerate(of_rank[file.rank]):
             sharing = next(iter(file.sharing[number : number + 1]), ()) or every
-            if problem := _contradiction(file, number, group, sharing, len(of_rank[file.rank])):
+            if problem := _contradiction(file, number, group, sharing):
                 return [], [problem]
             made.setdefault((number, sharing), []).append(file)
     result = []
@@ -344,13 +347,9 @@ def _own_shapes(found: Zero, file: RankFile, shapes: Sequence[Mapping[str, Shape
     return shapes_of(model.value) if model and model.value.get(zero_experts.AUTOEP[0]) else shapes
 
 
-def _contradiction(
-    file: RankFile, number: int, group: Mapping[str, Shape], sharing: tuple[int, ...], groups: int
-) -> Finding | None:
+def _contradiction(file: RankFile, number: int, group: Mapping[str, Shape], sharing: tuple[int, ...]) -> Finding | None:
     """The problem if a rank's partition of a group does not fit the shapes of the group's parameters."""
     name, partitions = file.path.name, file.partitions
-    if len(partitions) != groups:
-        return Finding(FRAGMENTS, "all parameters", f"{name}: {len(partitions)} groups, {groups} in the model's file")
     if file.rank not in sharing:
         detail = f"{name}: of group {number}, which ranks {', '.join(map(str, sharing))} share"
         return Finding(MIXED_RANKS, name, detail)

@@ -183,6 +183,11 @@ IN_ZARR: dict[str, Damage] = {
     "an array without metadata": (without(f"{UP}/.zarray"), DAMAGED, {"bad_metadata"}),
     "an array with other metadata": (rewrite(f"{UP}/.zarray", lambda _: b"{"), DAMAGED, {"bad_metadata"}),
     "an array without end": (described("module.norm.bias", shape=[10**15]), DAMAGED, {"bad_metadata"}),
+    "squares of no elements": (
+        described(state("exp_avg_sq", "module.norm.bias"), shape=[0]),
+        UNKNOWN,
+        {"not_judged", "stray_file"},
+    ),
     "compressed": (described(UP, compressor={"id": "zlib", "level": 1}), UNKNOWN, {"not_read"}),
     "a new type": (described(UP, dtype="float6_e3m2"), UNKNOWN, {"not_read"}),
     "common.pt cut": (rewrite("common.pt", lambda data: data[:-100]), DAMAGED, {"bad_metadata"}),

@@ -48,10 +48,14 @@ def test_a_partition_of_padding_alone_can_hold_anything(kind: str, tmp_path: Pat
     assert padding or kind == "stage2"
 
 
-def test_what_may_be_padding_is_not_judged_where_no_file_states_the_shapes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_autoep", [{}, {"ds_autoep_layers": [{}]}], ids=["plain", "AutoEP"])
+def test_what_may_be_padding_is_not_judged_where_no_file_states_the_shapes(
+    of_autoep: dict[str, Any], tmp_path: Path
+) -> None:
     """That no parameter can be found is a finding already."""
     path = copied(trained("0.16.2", "stage3")["stage3"], tmp_path)
-    change(path / f"zero_pp_rank_0_{MODEL}", lambda value: value.update(param_shapes=[]))
+    for file in path.glob(f"zero_pp_rank_*_{MODEL}"):
+        change(file, lambda value: value.update(param_shapes=[], **of_autoep))
     for partition in partitions(path / "bf16_zero_pp_rank_7_mp_rank_00_optim_states.pt"):
         for flat in partition.states.values():
             put_nan(flat)

@@ -122,22 +122,46 @@ def test_rows_of_squares_of_8_bits_round_to_zero(zeros: str, tmp_path: Path) -> 
     """Other squares show that they were of 8 bits: they have few significands, and zeros in many places."""
     own, of_8_bits, verdict, kinds = ZEROS[zeros]
     generator = torch.Generator().manual_seed(0)
-    states: dict[str, Any] = {}
+    squares: dict[str, torch.Tensor] = {}
     for number, spread in enumerate((0.3, 4, 4)):
         square = (torch.randn(64, 64, generator=generator) * spread).exp() * 1e-8
         if number == 0:
             square.view(-1)[own] = 0
         rounded = of_one_scale(square)
-        average = torch.randn(64, 64, generator=generator) * 1e-4
-        moments = {"exp_avg": average, "exp_avg_sq": rounded if of_8_bits else square * (rounded > 0)}
-        states[f"layer{number}.weight"] = {"step": torch.tensor(3.0), **moments}
-    groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "params": [*states]}]
-    model = {name: torch.randn(64, 64, generator=generator) for name in states}
-    dcp.save(
-        {"model": model, "optimizer": {"state": states, "param_groups": groups}}, checkpoint_id=tmp_path, no_dist=True
-    )
-    report = audit(tmp_path, workers=1)
+        squares[f"layer{number}.weight"] = rounded if of_8_bits else square * (rounded > 0)
+    report = audit(saved_by_torch(tmp_path, squares, generator), workers=1)
     assert (report.verdict, names(report, notes=True)) == (verdict, kinds)
+
+
+@pytest.mark.parametrize("numel", [64, 2048])
+@pytest.mark.parametrize(("of_8_bits", "verdict"), [(True, WHOLE), (False, DAMAGED)])
+def test_a_run_in_a_bias_is_of_rounding_only_if_that_was_of_8_bits(
+    of_8_bits: bool, verdict: str, numel: int, tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    square = (torch.randn(numel, generator=generator) * 0.3).exp() * 1e-8
+    square[8:40] = 0
+    moments = {"bias": of_one_scale(square) if of_8_bits else square}
+    for number in range(3):
+        moments[f"layer{number}.weight"] = of_one_scale((torch.randn(64, 64, generator=generator) * 4).exp() * 1e-8)
+    assert audit(saved_by_torch(tmp_path, moments, generator), workers=1).verdict == verdict
+
+
+def saved_by_torch(path: Path, squares: dict[str, torch.Tensor], generator: torch.Generator) -> Path:
+    """Save random weights and first moments with these second moments."""
+    states = {
+        name: {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.randn(own.shape, generator=generator) * 1e-4,
+            "exp_avg_sq": own,
+        }
+        for name, own in squares.items()
+    }
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "params": [*states]}]
+    model = {name: torch.randn(own.shape, generator=generator) for name, own in squares.items()}
+    content = {"model": model, "optimizer": {"state": states, "param_groups": groups}}
+    dcp.save(content, checkpoint_id=path, no_dist=True)
+    return path
 
 
 def test_ordinary_weights_of_another_step_are_unknown(tmp_path: Path) -> None:

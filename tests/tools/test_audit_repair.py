@@ -149,6 +149,16 @@ def test_lost_elements_that_are_zero_in_the_older_one_are_listed(zarr: Path, tmp
     check_truth(tmp_path / "new", truth, older)
 
 
+def test_lost_squares_that_are_zero_in_the_older_one_too_are_refused(zarr: Path, tmp_path: Path, capsys: Say) -> None:
+    """Beside a first moment that is not zero, they would make steps of any size."""
+    older = copied(zarr, tmp_path / "older")
+    row = max(audit(zarr, 1).checkpoint.shards, key=lambda shard: shard.numel).row
+    for role in MOMENTS:
+        change(older, role, 4 * row, 5 * row, 0.0)
+    change(zarr, EXP_AVG_SQ, 3 * row + 3, 6 * row + 5, 0.0)
+    assert "the copy still has lost_moment" in refused(capsys, zarr, tmp_path / "new", "--from", older)
+
+
 def test_no_other_element_changes(tmp_path: Path, capsys: Say) -> None:
     """Thousands of separate elements."""
     states: Arrays = arrays(20_000, 64)

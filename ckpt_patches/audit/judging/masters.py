@@ -17,6 +17,7 @@ from ckpt_patches.formats.elements import BLOCK, read_values
 Values: TypeAlias = "npt.NDArray[np.float32]"
 
 GROUP = 128  # elements; no scale is of more, but that of a whole tensor
+OF_ONE_SCALE = 8  # significands of e4m3, which has three bits after the point
 MOST = 32  # different significands in a group; of 128 ordinary numbers in bf16 some 80 are different
 FAR = np.float32(0.25)  # relative distance that no rounding exceeds: fp4 has one bit after the point
 LARGEST = 1 << 15  # of a remainder
@@ -51,17 +52,20 @@ def have_few_bits(shard: Shard) -> bool:
 def was_of_8_bits(moment: Stream) -> bool:
     """Whether a moment was of 8 bits and a scale, as with Transformer Engine: but for zeros it has few significands."""
     values = read_values(moment, 0, min(BLOCK, moment.numel))
-    return values is not None and _are_few([values[values != 0]])
+    if values is None or not values.any():
+        return False
+    values = values[values != 0]
+    return _are_few([values], min(GROUP, len(values)))
 
 
-def _are_few(blocks: Iterable[Values]) -> bool:
-    """Whether most groups of the numbers have few significands, and not all the same one."""
+def _are_few(blocks: Iterable[Values], size: int = GROUP) -> bool:
+    """Whether most groups of so many numbers have few significands, and not all the same one."""
     every = few = most = 0
     for values in blocks:
-        groups = values[: len(values) // GROUP * GROUP].view(np.uint32).reshape(-1, GROUP)
+        groups = values[: len(values) // size * size].view(np.uint32).reshape(-1, size)
         different = 1 + (np.diff(np.sort(groups & np.uint32(0x7FFFFF), axis=1), axis=1) != 0).sum(axis=1)
         every += len(different)
-        few += int((different <= MOST).sum())
+        few += int((different <= max(OF_ONE_SCALE, size * MOST // GROUP)).sum())
         most = max(most, int(different.max(initial=0)))
     return 2 * few > every and most > 1
 

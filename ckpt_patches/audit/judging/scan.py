@@ -150,8 +150,11 @@ def joined(parts: Sequence[Odd]) -> Odd:
     return Odd(begin[first], end[last], code[first], tallies, any(part.is_cut for part in parts))
 
 
-def without(odd: Odd, ranges: Sequence[tuple[int, int]], bits: int) -> Odd:
-    """The runs, with these bits cleared in these ranges of elements. In one pass: there can be many of both."""
+def without(odd: Odd, ranges: Sequence[tuple[int, int]], bits: int, unless: int = 0) -> Odd:
+    """The runs, with these bits cleared in these ranges of elements, but for runs with one of `unless`.
+
+    In one pass: there can be many runs and ranges.
+    """
     if not ranges or not len(odd.begin):
         return odd
     last = int(odd.end[-1])
@@ -162,7 +165,7 @@ def without(odd: Odd, ranges: Sequence[tuple[int, int]], bits: int) -> Odd:
     begin, end = np.sort(np.concatenate([odd.begin, cuts])), np.sort(np.concatenate([odd.end, cuts]))
     code = odd.code[np.searchsorted(odd.begin, begin, "right") - 1]
     begun, ended = (np.searchsorted(of_ranges, begin, "right") for of_ranges in edges.T)
-    code = np.where(begun > ended, code & np.uint16(0xFFFF ^ bits), code)
+    code = np.where((begun > ended) & (code & np.uint16(unless) == 0), code & np.uint16(0xFFFF ^ bits), code)
     runs = joined([odd._replace(begin=begin, end=end, code=code)])
     return runs.chosen(runs.code > 0)
 
