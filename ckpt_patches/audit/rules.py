@@ -391,14 +391,16 @@ def of_sparse_moments(found: Checkpoint, findings: list[Finding]) -> list[Findin
 
 
 def _is_of_few_bits(moment: Stream) -> bool:
-    return moment.dtype not in EXACT or masters.was_of_8_bits(moment)
+    return moment.dtype not in EXACT or masters.was_of_8_bits(moment, if_few=False)
 
 
 def _may_be_rounded(zeros: Finding, shard: Shard, role: str) -> bool:
     """Whether rounding can leave these zeros: a run in a small shard, or rows; if of fp32, of what was of 8 bits."""
     moment, is_small = shard.streams[role], shard.numel < SMALL
+    if is_small and moment.dtype not in EXACT:
+        return True
     are_rows = shard.row > 1 and not (zeros.begin or 0) % shard.row and not (zeros.end or 0) % shard.row
-    return (is_small and moment.dtype not in EXACT) or ((is_small or are_rows) and masters.was_of_8_bits(moment))
+    return (is_small or are_rows) and masters.was_of_8_bits(moment, if_few=True)
 
 
 def of_moments(found: Checkpoint, parts: list[Part]) -> Iterator[Finding]:

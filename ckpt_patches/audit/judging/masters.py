@@ -49,13 +49,16 @@ def have_few_bits(shard: Shard) -> bool:
     return _are_few(weight for _, weight in _blocks(shard))
 
 
-def was_of_8_bits(moment: Stream) -> bool:
-    """Whether a moment was of 8 bits and a scale, as with Transformer Engine: but for zeros it has few significands."""
+def was_of_8_bits(moment: Stream, *, if_few: bool) -> bool:
+    """Whether a moment was of 8 bits and a scale, as with Transformer Engine: but for zeros it has few significands.
+
+    `if_few`: the answer where it has too few numbers to tell.
+    """
     values = read_values(moment, 0, min(BLOCK, moment.numel))
-    if values is None or not values.any():
+    if values is None:
         return False
     values = values[values != 0]
-    return _are_few([values], min(GROUP, len(values)))
+    return if_few if len(values) <= OF_ONE_SCALE else _are_few([values], min(GROUP, len(values)))
 
 
 def _are_few(blocks: Iterable[Values], size: int = GROUP) -> bool:
