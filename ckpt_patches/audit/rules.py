@@ -395,7 +395,9 @@ def _is_of_few_bits(moment: Stream) -> bool:
 
 
 def _may_be_rounded(zeros: Finding, shard: Shard, role: str) -> bool:
-    """Whether rounding can leave these zeros: a run in a small shard, or rows; if of fp32, of what was of 8 bits."""
+    """Whether rounding can leave these zeros: a run in a small shard of a rounded dtype; or, of what was of 8 bits, a
+    run in any small shard, or rows.
+    """
     moment, is_small = shard.streams[role], shard.numel < SMALL
     if is_small and moment.dtype not in EXACT:
         return True

@@ -124,8 +124,7 @@ def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> I
     }
     if len(set(map(frozenset, cut.values()))) > 1 and {len(own.tensor.size) for own in roles.values()} == {1}:
         # 1-D arrays that are sharded differently become one shard each.
-        whole = {role: sorted(own.tensor.chunks) for role, own in roles.items()}
-        cut = {role: {("", roles[role].tensor.size): chunks} if chunks else {} for role, chunks in whole.items()}
+        cut = {role: {("", own.tensor.size): sorted(own.tensor.chunks)} for role, own in roles.items()}
     for role, own in roles.items() if MASTER in roles else ():
         if (own.full, cut[role].keys()) != (roles[MASTER].full, cut[MASTER].keys()):
             detail = "cut otherwise than the master parameter: they were not compared"
@@ -135,7 +134,8 @@ def shards_of(found: Checkpoint, parameter: str, roles: dict[str, Chunked]) -> I
         gaps = own.gaps()
         for key, offsets in cut[role].items():
             there = next((held for held in (own.extents, own.lost) if all(at in held for at in offsets)), None)
-            if there is None or sum(math.prod(own.tensor.chunks[at]) for at in offsets) != math.prod(key[1]):
+            is_complete = sum(math.prod(own.tensor.chunks[at]) for at in offsets) == math.prod(key[1])
+            if there is None or not offsets or not is_complete:
                 continue
             if key not in shards:
                 begin, is_gap = own.begin(offsets), bool(gaps & set(offsets))

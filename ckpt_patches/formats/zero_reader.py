@@ -223,11 +223,12 @@ def _partitions(files: list[RankFile], slices: list[Slice], *, all_groups: bool)
 
     `all_groups`, as at stage 3: a finding says why a group there has no slices, and no file where its padding is.
     """
-    used = {id(part.partition) for own in slices for part in own.parts}
-    groups = {n for file in files for n, partition in enumerate(file.partitions) if id(partition) in used}
+    used = set() if all_groups else {id(part.partition) for own in slices for part in own.parts}
+    numbered = ((n, partition) for file in files for n, partition in enumerate(file.partitions))
+    groups = {n for n, partition in numbered if all_groups or id(partition) in used}
     for file in files:
         for number, partition in enumerate(file.partitions):
-            for flat in partition.states.values() if all_groups or number in groups else ():
+            for flat in partition.states.values() if number in groups else ():
                 yield Extent(str(file.path), flat.offset, flat.numel * ITEM_SIZE[flat.type.dtype])
 
 
